@@ -1,0 +1,125 @@
+"""A real Atropos API on a free loopback port, and groups to send it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from trl_atropos.rollouts.source import RunInfo
+
+DATA = Path(__file__).parent / "data"
+START_TIMEOUT = 60.0  # seconds; importing the API takes a few on a loaded machine
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Api:
+    """The Atropos API as a subprocess."""
+
+    def __init__(self, port: int):
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
+            try:
+                requests.get(self.url, timeout=1)
+                return
+            except requests.ConnectionError:
+                assert self._process.poll() is None, f"the Atropos API exited with {self._process.returncode}"
+                time.sleep(0.1)
+        raise TimeoutError(f"the Atropos API did not answer at {self.url} within {START_TIMEOUT} s")
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=10)
+
+    def deliver(self, *groups: dict[str, Any]) -> None:
+        """What an environment does with scored groups."""
+        requests.post(f"{self.url}/scored_data_list", json=groups, timeout=10).raise_for_status()
+
+    def deliver_text(self, body: str) -> None:
+        """Deliver a group that only a lenient JSON writer can express, such as one with a NaN."""
+        headers = {"Content-Type": "application/json"}
+        requests.post(f"{self.url}/scored_data", data=body, headers=headers, timeout=10).raise_for_status()
+
+    def get(self, path: str) -> Any:
+        return requests.get(self.url + path, timeout=10).json()
+
+    def post(self, path: str, body: Any) -> Any:
+        return requests.post(self.url + path, json=body, timeout=10).json()
+
+    def reset(self) -> None:
+        requests.get(f"{self.url}/reset_data", timeout=10).raise_for_status()
+
+
+@pytest.fixture(scope="session")
+def shared_api() -> Iterator[Api]:
+    api = Api(free_port())
+    api.start()
+    yield api
+    api.stop()
+
+
+@pytest.fixture
+def api(shared_api: Api) -> Api:
+    """An Atropos API that holds no trainer, no environment and no group."""
+    shared_api.reset()
+    return shared_api
+
+
+@pytest.fixture
+def restartable_api() -> Iterator[Api]:
+    """An Atropos API of the test's own, never registered at, to stop and start."""
+    api = Api(free_port())
+    api.start()
+    yield api
+    api.stop()
+
+
+def make_group(*scores: float, **fields: Any) -> dict[str, Any]:
+    """A group of one sequence per score: prompt 7, 8 and a completion of two tokens, the first telling the score."""
+    tokens = [[7, 8, 10 + int(score), 9] for score in scores]
+    group = {
+        "tokens": tokens,
+        "masks": [[-100, -100, *sequence[2:]] for sequence in tokens],
+        "scores": list(scores),
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25] for _ in scores],
+        "env_id": 0,
+    }
+    return group | fields
+
+
+@pytest.fixture
+def run_info(tmp_path: Path) -> Callable[..., RunInfo]:
+    def make(**changes: Any) -> RunInfo:
+        fields: dict[str, Any] = {
+            "batch_size": 4,
+            "max_sequence_length": 64,
+            "temperature": 1.0,
+            "starting_step": 0,
+            "max_steps": 10,
+            "output_dir": str(tmp_path / "run"),
+            "save_steps": 5,
+            "run_name": "test",
+        }
+        return RunInfo(**(fields | changes))
+
+    return make

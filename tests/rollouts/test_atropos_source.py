@@ -1,0 +1,226 @@
+import functools
+import http.server
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.rollouts.conftest import Api, free_port, make_group
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.replay import ReplaySource
+from trl_atropos.rollouts.source import AtroposSource, RunInfo
+
+WAIT = 5.0  # seconds, for what is already on its way
+SHORT = 0.2  # seconds, where nothing may come
+
+
+@pytest.fixture
+def open_source(run_info: Callable[..., RunInfo]) -> Iterator[Callable[..., AtroposSource]]:
+    """Starts sources against an API and closes them."""
+    opened: list[AtroposSource] = []
+
+    def start(url: str, *, run: RunInfo | None = None, **arguments) -> AtroposSource:
+        source = AtroposSource(url, **arguments)
+        opened.append(source)
+        source.start(run or run_info())
+        return source
+
+    yield start
+    for source in opened:
+        source.close()
+
+
+def numbered_groups(*tags: int) -> list[dict]:
+    """Groups of two whose scores tell when they were delivered."""
+    return [make_group(tag, tag + 1) for tag in tags]
+
+
+def scores(source: AtroposSource, num_rows: int) -> list[float]:
+    rows = source.poll(num_rows, WAIT)
+    assert rows is not None, f"no {num_rows} rows within {WAIT} s"
+    return [row.score for row in rows]
+
+
+def deliver_nan_batch(api: Api) -> None:
+    for _ in range(2):
+        api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
+
+
+def test_start_registers_the_batch_size_and_a_length_limit_that_lets_the_longest_sequence_in(api, open_source):
+    open_source(api.url)
+    assert api.get("/info") == {"batch_size": 4, "max_token_len": 65}
+
+
+def test_start_hands_environments_the_starting_step(api, open_source, run_info):
+    open_source(api.url, run=run_info(starting_step=7))
+    assert api.get("/status")["current_step"] == 7
+
+
+def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_source):
+    environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    source = open_source(api.url)
+    assert api.post("/register-env", environment)["status"] == "wait for trainer to start"
+    source.poll(4, SHORT)
+    assert api.post("/register-env", environment)["status"] == "success"
+
+
+def test_a_live_registration_with_another_batch_size_is_refused_with_both_values_and_the_fix(
+    api, open_source, run_info
+):
+    open_source(api.url)
+    with pytest.raises(RolloutError, match=r"batch_size 4 .* needs batch_size 8 [\s\S]*`reset_api: true`"):
+        open_source(api.url, run=run_info(batch_size=8))
+
+
+def test_reset_api_replaces_a_live_registration_and_its_queue(api, open_source, run_info):
+    open_source(api.url)
+    api.deliver(*numbered_groups(1, 2))
+    source = open_source(api.url, run=run_info(batch_size=8), reset_api=True)
+    assert api.get("/info")["batch_size"] == 8
+    assert source.poll(1, SHORT) is None
+
+
+def test_a_restarted_trainer_gets_what_the_live_api_kept(api, open_source):
+    open_source(api.url)
+    api.deliver(*numbered_groups(1, 2))
+    assert scores(open_source(api.url), 4) == [1, 2, 2, 3]
+
+
+def test_an_api_spoiled_by_a_delivery_before_any_registration_is_healed(restartable_api, open_source):
+    restartable_api.deliver(make_group(0, 1))
+    source = open_source(restartable_api.url)
+    restartable_api.deliver(*numbered_groups(5, 6))
+    assert scores(source, 4) == [5, 6, 6, 7]
+
+
+def test_rows_of_a_burst_come_oldest_first(api, open_source):
+    source = open_source(api.url)
+    api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
+    assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
+
+
+def test_what_an_earlier_trainer_left_in_a_burst_comes_oldest_first_and_before_newer_rollouts(api, open_source):
+    open_source(api.url)
+    api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
+    api.get("/batch")  # the earlier trainer took the newest batch of the burst, groups 5 and 6, and died
+    source = open_source(api.url)
+    api.deliver(*numbered_groups(7, 8))
+    assert scores(source, 12) == [1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 8, 9]
+
+
+def test_poll_hands_out_exactly_what_is_asked_and_keeps_the_rest(api, open_source):
+    source = open_source(api.url)
+    api.deliver(*numbered_groups(1, 2))
+    assert scores(source, 3) == [1, 2, 2]
+    assert source.poll(2, SHORT) is None
+    assert scores(source, 1) == [3]
+
+
+def test_poll_gives_up_after_its_timeout_and_goes_on_at_the_next_call(api, open_source):
+    source = open_source(api.url)
+    before = time.monotonic()
+    assert source.poll(4, SHORT) is None
+    assert SHORT <= time.monotonic() - before < WAIT
+    api.deliver(*numbered_groups(1, 2))
+    assert scores(source, 4) == [1, 2, 2, 3]
+
+
+def test_a_batch_with_a_nan_is_lost_and_counted_and_the_next_one_comes(api, open_source):
+    source = open_source(api.url)
+    deliver_nan_batch(api)
+    assert source.poll(4, SHORT) is None
+    api.deliver(*numbered_groups(1, 2))
+    assert scores(source, 4) == [1, 2, 2, 3]
+    assert source.metrics()["rollouts/lost_batches"] == 1
+
+
+def test_a_lost_batch_inside_a_burst_leaves_the_others_in_order(api, open_source):
+    source = open_source(api.url)
+    api.deliver(*numbered_groups(1, 2))
+    deliver_nan_batch(api)
+    api.deliver(*numbered_groups(5, 6))
+    assert scores(source, 8) == [1, 2, 2, 3, 5, 6, 6, 7]
+    assert source.metrics()["rollouts/lost_batches"] == 1
+
+
+def test_a_malformed_group_is_dropped_with_its_reason_and_the_rest_of_its_batch_is_used(api, open_source, caplog):
+    source = open_source(api.url)
+    with caplog.at_level(logging.WARNING):
+        api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
+        assert scores(source, 2) == [3, 4]
+    assert "masks[0] has 3 entries for 4 tokens" in caplog.text
+    assert source.metrics()["rollouts/rejected_groups"] == 1
+
+
+def test_metrics_count_since_the_last_call(api, open_source):
+    source = open_source(api.url)
+    api.deliver(make_group(1, 2, inference_logprobs=[[1.0, 1.0, -0.5, 1.0]] * 2), make_group(3, 4))
+    scores(source, 3)
+    first = source.metrics()
+    assert (first["rollouts/unknown_logprobs"], first["rollouts/waiting_rows"]) == (0.25, 1)
+    assert "rollouts/unknown_logprobs" not in source.metrics()
+
+
+def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost(restartable_api, open_source, caplog):
+    source = open_source(restartable_api.url)
+    assert source.poll(4, SHORT) is None
+    restartable_api.stop()
+    assert source.poll(4, SHORT) is None
+    restartable_api.start()
+    with caplog.at_level(logging.WARNING):
+        assert source.poll(4, 1.0) is None
+    restartable_api.deliver(*numbered_groups(1, 2))
+    assert scores(source, 4) == [1, 2, 2, 3]
+    assert source.metrics()["rollouts/api_restarts"] == 1
+    assert "Environments do not register again by themselves: restart them" in caplog.text
+
+
+def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source):
+    source = open_source(api.url)
+    assert source.poll(4, SHORT) is None
+    api.reset()
+    assert source.poll(4, SHORT) is None
+    api.deliver(*numbered_groups(1, 2))
+    assert scores(source, 4) == [1, 2, 2, 3]
+
+
+def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(restartable_api, open_source):
+    source = open_source(restartable_api.url, api_down_timeout=0.5)
+    restartable_api.stop()
+    with pytest.raises(RolloutError, match=rf"{restartable_api.url} has not answered for .*atroposlib\.cli\.run_api"):
+        source.poll(4, WAIT)
+
+
+def test_no_api_at_the_url_is_an_error_that_tells_how_to_start_one(open_source):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        RolloutError, match=rf"No Atropos API answered at {url} within 0.1 s.*atroposlib\.cli\.run_api"
+    ):
+        open_source(url, start_timeout=0.1)
+
+
+def test_a_url_without_a_scheme_is_refused(open_source):
+    with pytest.raises(RolloutError, match="'localhost:8000' is not the URL"):
+        open_source("localhost:8000")
+
+
+def test_another_server_at_the_url_is_refused(open_source, tmp_path):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RolloutError, match="is not an Atropos API: GET / answered 200"):
+            open_source(f"http://127.0.0.1:{server.server_address[1]}", start_timeout=0.1)
+        server.shutdown()
+
+
+def test_a_recorded_run_replays_the_same_rows(api, open_source, run_info, tmp_path):
+    recording = tmp_path / "run" / "rollouts.jsonl"
+    source = open_source(api.url, record_to=recording)
+    api.deliver(*numbered_groups(1, 2, 3, 4))
+    pulled = source.poll(8, WAIT)
+    replay = ReplaySource(recording)
+    replay.start(run_info())
+    assert replay.poll(8, 0.0) == pulled

@@ -1,0 +1,262 @@
+"""Services, with real processes under them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from trl_atropos.errors import ServiceError
+from trl_atropos.guard import members
+from trl_atropos.services import Services, port_of, require_free_port, tail
+
+GONE_WITHIN = 15.0
+FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+FAILING = [sys.executable, "-c", "import sys; print('no GPU found', flush=True); sys.exit(3)"]
+
+
+@pytest.fixture
+def services(tmp_path):
+    with Services(tmp_path / "logs") as services:
+        yield services
+
+
+@pytest.fixture
+def free_url():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    return f"http://127.0.0.1:{port}"
+
+
+def guard_of(services: Services, name: str) -> int:
+    return services._services[name].guard.pid
+
+
+def running(services: Services, name: str) -> int:
+    """The one process of a service, once it has said in its log that it is up."""
+    log = services.log_dir / f"{name}.log"
+    deadline = time.monotonic() + GONE_WITHIN
+    while not log.read_text().endswith("\nup\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    [pid] = members(guard_of(services, name))
+    return pid
+
+
+def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(services, free_url):
+    services.start("inference server", FAILING, health_url=f"{free_url}/health")
+    began = time.monotonic()
+    with pytest.raises(ServiceError, match=r"inference server ended with exit code 3 (.|\n)*no GPU found"):
+        services.wait_healthy("inference server", timeout=600)
+    assert time.monotonic() - began < GONE_WITHIN
+
+
+def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(services, free_url):
+    services.start("api", FOREVER, health_url=f"{free_url}/health")
+    running(services, "api")
+    with pytest.raises(
+        ServiceError, match=r"/health gave no 200 within 1 s (.|\n)*refused(.|\n)*api\.log:\n(.|\n)*up"
+    ):
+        services.wait_healthy("api", timeout=1)
+
+
+def test_a_service_without_health_url_only_has_to_live(services):
+    services.start("environment", FOREVER)
+    services.wait_healthy("environment", timeout=1)
+
+
+def test_check_raises_once_a_service_has_died(services):
+    services.start("environment", FOREVER)
+    pid = running(services, "environment")
+    services.check()
+    os.kill(pid, signal.SIGKILL)
+    services._services["environment"].guard.wait(GONE_WITHIN)
+    with pytest.raises(ServiceError, match=r"environment ended with exit code 137 \(SIGKILL\)"):
+        services.check()
+
+
+def test_watch_reports_a_death_once(services):
+    deaths, seen = [], threading.Event()
+    services.start("api", FOREVER)
+    services.start("environment", FOREVER)
+    services.watch(lambda error: (deaths.append(error), seen.set()))
+    os.kill(running(services, "environment"), signal.SIGKILL)
+    assert seen.wait(GONE_WITHIN)
+    os.kill(running(services, "api"), signal.SIGKILL)
+    time.sleep(1)
+    assert [type(error) for error in deaths] == [ServiceError]
+    assert "environment" in str(deaths[0])
+
+
+def test_watch_does_not_report_services_that_were_stopped(services):
+    deaths = []
+    services.start("api", FOREVER)
+    services.watch(deaths.append)
+    services.stop()
+    time.sleep(1)
+    assert deaths == []
+
+
+def test_watch_goes_on_for_the_services_that_a_stop_left_running(services):
+    seen = threading.Event()
+    services.start("api", FOREVER)
+    services.start("environment", FOREVER)
+    services.watch(lambda error: seen.set())
+    services.stop(order=["environment"])
+    os.kill(running(services, "api"), signal.SIGKILL)
+    assert seen.wait(GONE_WITHIN)
+
+
+def test_services_are_stopped_in_reverse_order(services, tmp_path):
+    noting = "import atexit, signal, sys, time\n" + (
+        "def leave(*_):\n    open('order', 'a').write(sys.argv[1])\n    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    for name in "abc":
+        services.start(name, [sys.executable, "-c", noting, name], cwd=tmp_path)
+        running(services, name)
+    services.stop()
+    assert (tmp_path / "order").read_text() == "cba"
+
+
+def test_stop_is_quick_and_may_be_repeated(services):
+    services.start("api", FOREVER)
+    guard = guard_of(services, "api")
+    running(services, "api")
+    services.stop()
+    assert members(guard) == []
+    began = time.monotonic()
+    services.stop()
+    assert time.monotonic() - began < 0.5
+
+
+def test_stop_does_not_raise_for_a_service_that_is_already_dead(services):
+    services.start("api", FAILING)
+    services._services["api"].guard.wait(GONE_WITHIN)
+    services.stop()
+    services.check()
+
+
+def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services):
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    services.start("environment", [sys.executable, "-c", stubborn], grace=1)
+    guard = guard_of(services, "environment")
+    running(services, "environment")
+    services.stop()
+    assert members(guard) == []
+
+
+def test_what_a_killed_guard_leaves_behind_is_ended(services):
+    parent = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); p.wait()"
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    services.start("environment", [sys.executable, "-c", parent, child], grace=1)
+    guard = guard_of(services, "environment")
+    log = services.log_dir / "environment.log"
+    while "\nup" not in log.read_text():
+        time.sleep(0.05)
+    os.kill(guard, signal.SIGKILL)
+    services._services["environment"].guard.wait(GONE_WITHIN)
+    with pytest.raises(ServiceError, match="SIGKILL"):
+        services.check()
+    assert members(guard) == []
+
+
+def test_services_may_only_be_started_from_the_main_thread(services):
+    failures = []
+
+    def start() -> None:
+        try:
+            services.start("api", FOREVER)
+        except AssertionError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert failures == ["services are started from the main thread"]
+
+
+def test_a_service_gets_its_own_variables_and_none_of_the_launchers(services, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("GROUP_SIZE", "8")
+    report = "import os; print({name: os.environ.get(name) for name in ('RANK', 'GROUP_SIZE', 'MINE')}, flush=True);"
+    report += "print(any(name.startswith('TORCHELASTIC') for name in os.environ), flush=True)"
+    services.start("environment", [sys.executable, "-c", report], env={"MINE": "1"})
+    services._services["environment"].guard.wait(GONE_WITHIN)
+    log = tail(services.log_dir / "environment.log", 2)
+    assert log == "{'RANK': None, 'GROUP_SIZE': '8', 'MINE': '1'}\nFalse"
+
+
+def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
+    port = port_of(free_url)
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+    services.start("Atropos API", command, health_url=f"{free_url}/info")
+    services.wait_healthy("Atropos API", timeout=60)
+    with pytest.raises(ServiceError, match="already in use"):
+        require_free_port(free_url, "the Atropos API", "use another")
+    guard = guard_of(services, "Atropos API")
+    services.stop()
+    assert members(guard) == []
+    require_free_port(free_url, "the Atropos API", "use another")
+
+
+def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
+    trainer = (
+        "import sys, time\nfrom trl_atropos.services import Services\nservices = Services('logs')\n"
+        "for name in 'ab':\n    services.start(name, [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(*(service.guard.pid for service in services._services.values()), flush=True)\ntime.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", trainer], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    guards = [int(pid) for pid in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + GONE_WITHIN
+    while any(Path(f"/proc/{guard}").exists() or members(guard) for guard in guards):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_port_in_use_is_named_with_the_way_out():
+    fix = "stop what runs there, or use it with `start_atropos: false`"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServiceError) as caught:
+            require_free_port(f"http://127.0.0.1:{port}", "the Atropos API", fix)
+    assert str(caught.value) == (
+        f"port {port} on 127.0.0.1 is already in use, the Atropos API cannot be started there: {fix}"
+    )
+
+
+def test_a_port_of_another_machine_is_refused():
+    with pytest.raises(ServiceError, match=r"cannot be listened on"):
+        require_free_port("http://192.0.2.1:8000", "the Atropos API", "set `start_atropos: false`")
+
+
+def test_a_url_without_a_port_is_refused():
+    with pytest.raises(ServiceError, match="names no port"):
+        port_of("http://127.0.0.1")
+
+
+def test_tail_gives_the_last_lines_of_a_file(tmp_path):
+    (tmp_path / "log").write_text("".join(f"line {n}\n" for n in range(100_000)))
+    assert tail(tmp_path / "log", 2) == "line 99998\nline 99999"
+
+
+def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert urllib.request.getproxies()["http"] == "http://192.0.2.1:1"
+    server = "import sys; from http.server import *; HTTPServer(('127.0.0.1', int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()"  # noqa: E501
+    services.start("server", [sys.executable, "-c", server, str(port_of(free_url))], health_url=free_url)
+    services.wait_healthy("server", timeout=30)

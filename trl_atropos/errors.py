@@ -1,0 +1,28 @@
+"""The errors a user meets. Each message says what happened, the value that was seen, and the way out.
+
+`trl_atropos.train` prints these without a traceback; anything else that reaches it is a bug and keeps its traceback.
+"""
+
+
+class AtroposTrainingError(RuntimeError):
+    """Base of every error whose message is written for the person who started the run."""
+
+
+class RolloutError(AtroposTrainingError):
+    """The Atropos API or the rollouts it delivered cannot be used."""
+
+
+class ServiceError(AtroposTrainingError):
+    """A service of the run could not be started, or died."""
+
+
+class ServerError(AtroposTrainingError):
+    """The inference server refused, failed or did not answer in time."""
+
+
+class AttachError(ServerError):
+    """The trainer's parameters cannot be views of the server's memory."""
+
+
+class ProbeError(AtroposTrainingError):
+    """After a publish, the server did not sample from the weights that the trainer has."""

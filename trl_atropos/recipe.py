@@ -1,0 +1,222 @@
+"""What a recipe says besides the training settings: which services to start, and the checks that need both.
+
+A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
+`AtroposGRPOConfig`, and TRL's `ModelConfig`. Command-line flags override it.
+"""
+
+import difflib
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from trl import ModelConfig, TrlParser
+
+from trl_atropos.config import AtroposGRPOConfig
+
+
+class RecipeError(ValueError):
+    """The recipe or the command line is wrong; the message says where and what to write instead."""
+
+
+@dataclass
+class ServicesConfig:
+    """
+    Which services the run starts and stops. Those it does not start are used by their URL and never touched.
+
+    Parameters:
+        start_atropos (`bool`, *optional*, defaults to `False`):
+            Start the Atropos API at `atropos_url`.
+        start_vllm (`bool`, *optional*, defaults to `False`):
+            Start the vLLM server at `vllm_server_base_url` on the model of the run.
+        vllm_args (`list[str]`, *optional*):
+            Further flags for the vLLM server, as `trl-atropos serve` takes them.
+        environments (`list[dict]`, *optional*):
+            Environments to start, each with `name`, `command`, and optionally `env` (variables) and `cwd`. In the
+            command, `{python}`, `{model}`, `{atropos_url}`, `{vllm_url}`, `{temperature}`, `{seed}` and
+            `{output_dir}` are filled in.
+        service_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that a service may take to become healthy.
+    """
+
+    start_atropos: bool = field(default=False, metadata={"help": "Start the Atropos API at `atropos_url`."})
+    start_vllm: bool = field(
+        default=False,
+        metadata={"help": "Start the vLLM server at `vllm_server_base_url` on the model of the run."},
+    )
+    vllm_args: list[str] | None = field(
+        default=None, metadata={"help": "Further flags for the vLLM server, as `trl-atropos serve` takes them."}
+    )
+    environments: list[dict] | None = field(
+        default=None,
+        metadata={
+            "help": "Environments to start (in the recipe file only): each has `name`, `command`, and optionally "
+            "`env` and `cwd`. {python}, {model}, {atropos_url}, {vllm_url}, {temperature}, {seed} and {output_dir} "
+            "in a command are filled in."
+        },
+    )
+    service_timeout: float = field(
+        default=300.0, metadata={"help": "Seconds that a service may take to become healthy."}
+    )
+
+
+class EnvironmentSpec(BaseModel):
+    """One entry of `environments`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    command: str | list[str]
+    env: dict[str, str | int | float] = {}
+    cwd: str | None = None
+
+    def argv(self, values: dict[str, str]) -> list[str]:
+        """The command with its placeholders filled in."""
+        words = shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        try:
+            return [word.format_map(values) for word in words]
+        except (KeyError, IndexError, ValueError) as error:
+            raise RecipeError(
+                f"The command of environment {self.name!r} has an unknown placeholder ({error}). Known ones: "
+                f"{', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
+            ) from error
+
+
+@dataclass
+class Recipe:
+    services: ServicesConfig
+    training: AtroposGRPOConfig
+    model: ModelConfig
+    environments: list[EnvironmentSpec]
+
+    def placeholders(self) -> dict[str, str]:
+        return {
+            "python": sys.executable,
+            "model": str(self.model.model_name_or_path),
+            "atropos_url": self.training.atropos_url,
+            "vllm_url": self.training.vllm_server_base_url,
+            "temperature": str(self.training.temperature),
+            "seed": str(self.training.seed),
+            "output_dir": str(self.training.output_dir),
+        }
+
+
+def config_path(argv: list[str]) -> str | None:
+    """The file named by `--config`."""
+    for index, word in enumerate(argv):
+        if word == "--config" and index + 1 < len(argv):
+            return argv[index + 1]
+        if word.startswith("--config="):
+            return word.removeprefix("--config=")
+    return None
+
+
+def parse(argv: list[str]) -> Recipe:
+    """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
+    path = config_path(argv)
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    parser = TrlParser((ServicesConfig, AtroposGRPOConfig, ModelConfig))
+    known = {action.dest for action in parser._actions}
+    if path is not None:
+        _check_keys(path, known)
+    try:
+        services, training, model, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"{f'{path}: ' if path else ''}{error}") from error
+    if rest:
+        raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{_suggest(rest[0].lstrip('-').split('=')[0], known)}")
+    recipe = Recipe(services, training, model, _environments(services))
+    _check(recipe)
+    return recipe
+
+
+def _check_keys(path: str, known: set[str]) -> None:
+    if not os.path.isfile(path):
+        raise RecipeError(f"The recipe {path!r} does not exist (looked in {os.getcwd()}). Check `--config`.")
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} must hold `key: value` lines at its top level.")
+    unknown = [key for key in content if key not in known | {"env"}]
+    if unknown:
+        raise RecipeError(f"{path}: unknown key `{unknown[0]}`.{_suggest(str(unknown[0]), known)}")
+
+
+def _suggest(key: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else " See `python -m trl_atropos.train --help`."
+
+
+def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
+    parsed = []
+    for number, entry in enumerate(services.environments or [], start=1):
+        try:
+            parsed.append(EnvironmentSpec.model_validate(entry))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise RecipeError(
+                f"`environments` entry {number}: {where}: {first['msg']}. An entry has `name`, `command`, and "
+                "optionally `env` and `cwd`."
+            ) from error
+    names = [spec.name for spec in parsed]
+    if len(set(names)) != len(names):
+        raise RecipeError(f"`environments` names must differ, but they are: {', '.join(names)}.")
+    return parsed
+
+
+def _check(recipe: Recipe) -> None:
+    """Checks that need more than one of the three parts."""
+    training = recipe.training
+    if not recipe.model.model_name_or_path:
+        raise RecipeError("No model: set `model_name_or_path` to a Hub name or a folder.")
+    model = recipe.model.model_name_or_path
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
+        raise RecipeError(
+            f"The model folder {model!r} does not exist (looked in {os.getcwd()}). Set `model_name_or_path` to a Hub "
+            "name or to a folder with a config.json; the quickstart's is made by "
+            "`python recipes/quickstart/make_model.py FOLDER`."
+        )
+    for spec in recipe.environments:
+        stated = _flags(spec.argv(recipe.placeholders()))
+        for flag, value in stated.items():
+            if flag.endswith("temperature") and _number(value) not in (None, training.temperature):
+                raise RecipeError(
+                    f"Environment {spec.name!r} samples at temperature {value} ({flag}), but `temperature` is "
+                    f"{training.temperature}. The trainer scores every token at `temperature`: make the two equal."
+                )
+        size = _number(stated.get("--env.group_size", ""))
+        if size is not None and size > training.generation_batch_size:
+            raise RecipeError(
+                f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, but a generation batch has only "
+                f"{training.generation_batch_size} rows. Raise `per_device_train_batch_size` or "
+                "`gradient_accumulation_steps`, or lower the group size."
+            )
+        if size and training.generation_batch_size % size:
+            raise RecipeError(
+                f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, which do not fill a generation batch "
+                f"of {training.generation_batch_size} rows: the Atropos API would never deliver one. Make the batch "
+                "a multiple of the group size."
+            )
+
+
+def _flags(argv: list[str]) -> dict[str, str]:
+    """Flags of a command line with their values, in either spelling (`--a v`, `--a=v`)."""
+    stated = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            stated[flag] = value or following
+    return stated
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,69 @@
+"""The file format of recorded rollouts, in one place: `AtroposSource` writes it, `ReplaySource` reads it.
+
+JSON lines, one pulled batch per line, exactly as the Atropos API delivered it: `{"batch": [group, ...]}`. Also read:
+lines that are one bare group, and `.json` files with one such object in them.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trl_atropos.errors import RolloutError
+
+
+def record_batch(path: str | Path, groups: Sequence[object]) -> None:
+    """Append one batch, as delivered, to the file at `path`; its directory is made if missing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"batch": list(groups)}) + "\n")
+
+
+def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
+    """
+    The files that `paths` name, a directory standing for its `.json` and `.jsonl` files sorted by name.
+
+    Raises:
+        RolloutError: a path does not exist, or a directory has no such file.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl")) if path.is_dir() else [path]
+        if not found or not path.exists():
+            fault = "holds no .json or .jsonl file" if path.exists() else "does not exist"
+            raise RolloutError(f"{path} {fault}, so there are no recorded rollouts to replay. Correct the path.")
+        files += found
+    return files
+
+
+def read_batches(path: Path) -> Iterator[list[object]]:
+    """
+    The batches in `path`, in order, each a list of groups not yet validated.
+
+    Raises:
+        RolloutError: a line is not JSON, or is neither a batch nor a group; names the file and the line.
+    """
+    if path.suffix == ".json":
+        yield _batch(path.read_text(encoding="utf-8"), str(path))
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _batch(line, f"{path}, line {number}")
+
+
+def _batch(text: str, place: str) -> list[object]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RolloutError(
+            f"{place} is not JSON ({error}). A recording that was cut off ends like this: delete that line."
+        ) from error
+    if isinstance(record, dict) and "tokens" in record:
+        return [record]
+    if isinstance(record, dict) and isinstance(record.get("batch"), list):
+        return record["batch"]
+    raise RolloutError(
+        f'{place} is neither a batch ({{"batch": [...]}}) nor a group ({{"tokens": ...}}), but {text.strip()[:80]!r}. '
+        "Record batches with `AtroposSource(record_to=...)`, or leave this file out."
+    )

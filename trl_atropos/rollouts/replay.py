@@ -1,0 +1,89 @@
+"""Rollouts from files instead of a live API: the same door, the same rows, in the order they were recorded.
+
+For debugging a run without environments, and for comparing two runs on the same rollouts.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.recording import read_batches, recorded_files
+from trl_atropos.rollouts.schema import Row, SingleRowGroups
+from trl_atropos.rollouts.source import RunInfo
+
+logger = logging.getLogger(__name__)
+
+
+class ReplaySource:
+    """
+    Replays recorded batches (format: `recording.py`).
+
+    Args:
+        paths: a file or directory, or a list of them. A directory stands for its `.json` and `.jsonl` files by name.
+        loop: begin again when the recording is used up.
+        single_row_groups: what a group of one means, see `schema.rows_of`.
+
+    Raises:
+        RolloutError: from `start` and `poll`; the message has the way out.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        loop: bool = False,
+        single_row_groups: SingleRowGroups = "refuse",
+    ):
+        self._paths = [paths] if isinstance(paths, str | Path) else list(paths)
+        self._loop = loop
+        self._single_row_groups: SingleRowGroups = single_row_groups
+        self._rows: deque[Row] = deque()
+        self._recorded_rows = 0  # usable rows read since the recording began
+        self._files: list[Path] = []
+        self._batches = self._read()
+
+    def start(self, run: RunInfo) -> None:
+        self._intake = Intake(run.max_sequence_length, run.temperature, self._single_row_groups)
+        self._files = recorded_files(self._paths)
+        self._batches = self._read()
+        logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
+
+    def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
+        """The next `num_rows` recorded rows. Never waits, so `timeout` has no effect and None is never returned."""
+        while len(self._rows) < num_rows:
+            batch = next(self._batches, None)
+            if batch is None:
+                self._begin_again(num_rows)
+                continue
+            rows = self._intake.admit(batch)
+            self._recorded_rows += len(rows)
+            self._rows += rows
+        return [self._rows.popleft() for _ in range(num_rows)]
+
+    def metrics(self) -> dict[str, float]:
+        """See `Intake.metrics`."""
+        return self._intake.metrics()
+
+    def close(self) -> None:
+        """Closes the file being read."""
+        self._batches.close()
+
+    def _read(self) -> Generator[list[object], None, None]:
+        for file in self._files:
+            yield from read_batches(file)
+
+    def _begin_again(self, num_rows: int) -> None:
+        """Raises `RolloutError` unless the recording loops and has anything in it."""
+        if not self._recorded_rows:
+            files = ", ".join(map(str, self._files))
+            raise RolloutError(f"The recording ({files}) has no row that can be trained on. Record another one.")
+        if not self._loop:
+            raise RolloutError(
+                f"The recording is used up: it has {self._recorded_rows} rows, and {len(self._rows)} are left for a "
+                f"batch of {num_rows}. Train fewer steps (`max_steps`), record more, or replay it with `loop=True`."
+            )
+        self._recorded_rows = 0
+        self._batches = self._read()

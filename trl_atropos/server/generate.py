@@ -1,0 +1,90 @@
+"""`POST /generate`: the route that an Atropos environment with `server_type: vllm` samples from.
+
+Request: `{"prompt": {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` plus any field of vLLM's `SamplingParams`.
+Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][tokens][1] {"<token id>": float},
+"prompt_token_ids": [...], "token_ids": [n][tokens]}`, and with `prompt_logprobs: k` also `"prompt_logprobs":
+[null, {"<token id>": float, ...}, ...]`. The shape is the one that atroposlib 0.4.0 reads in
+`envs/server_handling/vllm_server.py`.
+"""
+
+import uuid
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from trl_atropos.server.compat import CLIENT_ERRORS
+
+# Fields of the OpenAI protocol that environments send along and that mean nothing here.
+IGNORED_FIELDS = ("model", "stream", "user")
+LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
+
+
+class BadRequest(ValueError):
+    """The request itself is at fault; the message goes to the client."""
+
+
+class NotFinished(RuntimeError):
+    """The engine ended the request without a result."""
+
+
+def parse(body: dict) -> tuple[dict, SamplingParams]:
+    """Returns vLLM's prompt and sampling parameters."""
+    fields = {key: value for key, value in body.items() if key not in IGNORED_FIELDS}
+    prompt = fields.pop("prompt", None)
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
+        prompt = {"prompt_token_ids": prompt["prompt_token_ids"]}
+    elif isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    else:
+        raise BadRequest("`prompt` must be a string or {'prompt_token_ids': [...]}")
+    unknown = sorted(set(fields) - set(SamplingParams.__struct_fields__))
+    if unknown:
+        raise BadRequest(f"unknown sampling parameters: {', '.join(unknown)}")
+    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+    try:
+        return prompt, SamplingParams(**fields)
+    except (TypeError, *CLIENT_ERRORS) as error:
+        raise BadRequest(str(error)) from error
+
+
+async def generate(engine, body: dict) -> dict:
+    """Samples and returns the response. Cancelling the task aborts the request in the engine."""
+    prompt, params = parse(body)
+    result = None
+    try:
+        async for output in engine.generate(prompt, params, f"trl-atropos-{uuid.uuid4().hex}"):
+            result = output
+    except CLIENT_ERRORS as error:
+        raise BadRequest(str(error)) from error
+    completions = sorted(result.outputs, key=lambda completion: completion.index)
+    for completion in completions:
+        # The environments' client accepts nothing but these two.
+        if completion.finish_reason not in ("stop", "length"):
+            raise NotFinished(f"the engine ended the request with {completion.finish_reason!r}")
+    response = {
+        "text": [completion.text for completion in completions],
+        "prompt": result.prompt or "",
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "token_ids": [list(completion.token_ids) for completion in completions],
+    }
+    if params.logprobs is not None:
+        response["logprobs"] = [_sampled_logprobs(completion) for completion in completions]
+    if params.prompt_logprobs is not None:
+        response["prompt_logprobs"] = [
+            entry if entry is None else {str(token): _finite(value) for token, value in entry.items()}
+            for entry in result.prompt_logprobs
+        ]
+    return response
+
+
+def _sampled_logprobs(completion) -> list[list[dict[str, float]]]:
+    """One entry per token, the sampled token first: the client reads nothing but the first key."""
+    return [
+        [{str(token): _finite(entry[token])}]
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+def _finite(logprob) -> float:
+    return max(float(logprob.logprob), LOWEST_LOGPROB)

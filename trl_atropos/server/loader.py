@@ -1,0 +1,62 @@
+"""A vLLM model loader for the CPU that puts every parameter into one shared arena and keeps it there.
+
+vLLM's CPU backend packs the weights of linear layers after loading and drops the originals, so that a change of a
+parameter would never reach the logits. Here the parameters are moved into shared memory before they are loaded (there
+are never two copies), and each layer's quantisation method is replaced by one that multiplies with the parameter
+itself. On the GPU neither is needed: vLLM's default loader leaves unquantised weights where they are.
+"""
+
+import dataclasses
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from trl_atropos.transport import allocate_arena
+
+LOAD_FORMAT = "trl_atropos_shared"
+ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
+
+
+class InPlaceLinearMethod(UnquantizedLinearMethod):
+    """Multiplies with `layer.weight` itself on every call."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+
+class InPlaceEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """The same for the embedding, whose weight the language modeling head shares in tied models."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+
+@register_model_loader(LOAD_FORMAT)
+class SharedArenaLoader(DefaultModelLoader):
+    def __init__(self, load_config):
+        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
+
+    def load_weights(self, model: torch.nn.Module, model_config) -> None:
+        for module in model.modules():
+            method = module.__dict__.get("quant_method")
+            if type(method) is UnquantizedLinearMethod:
+                module.quant_method = InPlaceLinearMethod()
+            elif type(method) is UnquantizedEmbeddingMethod:
+                module.quant_method = InPlaceEmbeddingMethod()
+        move_to_arena(model)
+        super().load_weights(model, model_config)
+
+
+def move_to_arena(model: torch.nn.Module) -> None:
+    """Points every parameter of `model` at its place in one new shared arena. Values are not copied."""
+    offsets, end = [], 0
+    for parameter in model.parameters():
+        offsets.append(end)
+        end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    arena = allocate_arena(end)
+    for offset, parameter in zip(offsets, model.parameters(), strict=True):
+        piece = arena[offset : offset + parameter.nbytes]
+        parameter.data = piece.view(parameter.dtype).view(parameter.shape)

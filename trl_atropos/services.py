@@ -1,0 +1,295 @@
+"""The services of a run: the Atropos API, the inference server and the environments, started and stopped with it.
+
+`trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
+Each runs under a guard (`trl_atropos.guard`) and writes a log of its own; a death is reported with the end of that
+log. Leaving the `with` block stops them in reverse order. Should the trainer be killed outright, the guards stop them.
+Services that run elsewhere are used by their URLs and never appear here.
+"""
+
+import errno
+import http.client
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from trl_atropos.errors import ServiceError
+from trl_atropos.guard import KILL_DEADLINE, SharedFiles, end_service
+
+logger = logging.getLogger(__name__)
+
+GUARD = Path(__file__).resolve().with_name("guard.py")
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
+GUARD_MARGIN = 2.0  # seconds that a guard may take on top of its grace and the kernel's work
+POLL = 0.2
+TAIL_LINES = 20
+TAIL_BYTES = 64 * 1024
+
+LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
+    f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
+}
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+"""What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would look for
+its process group at the launcher's store and wait there for ever."""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our 127.0.0.1
+
+
+@dataclass
+class Service:
+    """A service that was started, and the guard that keeps it.
+
+    Attributes:
+        name: What messages call it.
+        command: Program and arguments.
+        log_path: Where its output goes; appended to, each start with a line that shows the command.
+        env: Variables set on top of the trainer's.
+        health_url: Answers 200 when the service is ready; `None` if there is nothing to ask.
+        grace: Seconds between SIGTERM and SIGKILL when it is stopped.
+        guard: The guard process; its exit code is the service's.
+        shared: Files in /dev/shm of a service whose guard is killed; the guard keeps its own list.
+        exit_code: `None` while it runs.
+        stopping: Its end is wanted, and no reason to raise.
+    """
+
+    name: str
+    command: list[str]
+    log_path: str
+    env: dict[str, str]
+    health_url: str | None
+    grace: float
+    guard: subprocess.Popen
+    shared: SharedFiles = field(repr=False)
+    exit_code: int | None = None
+    stopping: bool = False
+
+
+class Services:
+    """Starts, watches and stops services. A context manager: leaving it stops what it started.
+
+    Args:
+        log_dir: Folder for the log files, one `<name>.log` each; made if it is not there.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self.log_dir = Path(log_dir)
+        self._services: dict[str, Service] = {}
+        self._nothing_left = threading.Event()
+        self._reaping = threading.Lock()
+
+    def __enter__(self) -> "Services":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        health_url: str | None = None,
+        cwd: str | Path | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        """Start a service under a guard. From the main thread only: a guard lives as long as the thread it came from.
+
+        `env` is set on top of the trainer's environment without the variables of the launcher.
+        """
+        assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
+        assert name not in self._services, f"service {name!r} is already running"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self.log_dir / f"{name}.log"
+        options = ["--parent", str(os.getpid()), "--grace", str(grace)]
+        shared = SharedFiles()
+        with open(log_path, "ab") as log:
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+            log.flush()
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), *options, "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd,
+                env={**_own_environment(), **(env or {})},
+                start_new_session=True,  # out of reach of the terminal's Ctrl-C: the order of stopping is ours
+            )
+        self._services[name] = Service(name, command, str(log_path), dict(env or {}), health_url, grace, guard, shared)
+        self._nothing_left.clear()
+        logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
+
+    def wait_healthy(self, name: str, timeout: float) -> None:
+        """Wait until a service's health URL answers 200; one without a URL only has to be alive.
+
+        Raises:
+            ServiceError: At once if the service dies, or when `timeout` seconds are over.
+        """
+        service = self._services[name]
+        began = time.monotonic()
+        while True:
+            self._check_one(service)
+            if service.health_url is None:
+                return
+            answer = _ask(service.health_url)
+            waited = time.monotonic() - began
+            if answer is None:
+                logger.info("%s is healthy after %.1f s", name, waited)
+                return
+            if waited >= timeout:
+                raise ServiceError(
+                    f"{name} did not become healthy: {service.health_url} gave no 200 within {timeout:g} s (last: "
+                    f"{answer}). Give it longer if its log shows progress.\n{_end_of_log(service)}"
+                )
+            time.sleep(min(POLL, timeout - waited))
+
+    def check(self) -> None:
+        """Raise `ServiceError` if a service has died since it was started."""
+        for service in list(self._services.values()):
+            self._check_one(service)
+
+    def watch(self, on_death: Callable[[ServiceError], None]) -> None:
+        """Call `on_death` once, from a thread, as soon as a service dies that `stop` was not called for."""
+        threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
+
+    def stop(self, order: Iterable[str] | None = None) -> None:
+        """Stop the services, by default in reverse order of their start. Returns when nothing of them is left.
+
+        May be called any number of times; goes on where a call that was interrupted ended.
+
+        Args:
+            order: Names of the services to stop, the first one first; those not named stay.
+        """
+        names = list(reversed(self._services)) if order is None else [name for name in order if name in self._services]
+        for name in names:
+            self._services[name].stopping = True
+        for name in names:
+            self._stop_one(self._services[name])
+            del self._services[name]
+        if not self._services:
+            self._nothing_left.set()
+
+    def _stop_one(self, service: Service) -> None:
+        if self._exit_code(service) is not None:
+            return
+        began = time.monotonic()
+        service.guard.send_signal(signal.SIGTERM)
+        try:
+            service.guard.wait(service.grace + KILL_DEADLINE + GUARD_MARGIN)
+        except subprocess.TimeoutExpired:
+            logger.warning("The guard of %s does not end; killing it and all it guards", service.name)
+            service.guard.kill()
+            service.guard.wait()
+        self._exit_code(service)
+        logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
+
+    def _exit_code(self, service: Service) -> int | None:
+        """Exit code of a service, `None` while it runs. Ends what a killed guard left behind."""
+        with self._reaping:
+            code = service.guard.poll() if service.exit_code is None else service.exit_code
+            if code is not None and code < 0:
+                end_service(service.guard.pid, service.grace, service.shared)
+                code = 128 - code
+            service.exit_code = code
+        return code
+
+    def _check_one(self, service: Service) -> None:
+        code = self._exit_code(service)
+        if code is not None and not service.stopping:
+            raise ServiceError(
+                f"{service.name} ended with {_describe(code)} while the run needs it. Fix what its log shows and "
+                f"start the run again.\n{_end_of_log(service)}"
+            )
+
+    def _watch(self, on_death: Callable[[ServiceError], None]) -> None:
+        while not self._nothing_left.wait(POLL):
+            try:
+                self.check()
+            except ServiceError as error:
+                on_death(error)
+                return
+
+
+def port_of(url: str) -> int:
+    """Port of a URL, as `--port` of the service that is to answer there."""
+    try:
+        port = urlsplit(url).port
+    except ValueError as error:
+        raise ServiceError(f"{url!r} has no valid port ({error}): write it like http://127.0.0.1:8000") from error
+    if port is None:
+        raise ServiceError(f"{url!r} names no port: write it like http://127.0.0.1:8000")
+    return port
+
+
+def require_free_port(url: str, what: str, fix: str) -> None:
+    """Raise `ServiceError` if a service cannot listen where its URL says.
+
+    Args:
+        url: URL of the service that is about to be started.
+        what: What is to be started, such as "the Atropos API".
+        fix: What to do instead; ends the message.
+    """
+    host, port = urlsplit(url).hostname, port_of(url)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn: old connections do not count
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        used = error.errno == errno.EADDRINUSE
+        problem = "is already in use" if used else f"cannot be listened on ({error.strerror})"
+        raise ServiceError(f"port {port} on {host} {problem}, {what} cannot be started there: {fix}") from error
+
+
+def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log file; empty if it does not exist."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _own_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+
+
+def _ask(url: str) -> str | None:
+    """`None` if a URL answers 200, else what it did instead."""
+    try:
+        with _opener.open(url, timeout=2.0) as answer:
+            return None if answer.status == 200 else f"HTTP status {answer.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error) or type(error).__name__
+
+
+def _describe(code: int) -> str:
+    try:
+        return f"exit code {code} ({signal.Signals(code - 128).name})"
+    except ValueError:
+        return f"exit code {code}"
+
+
+def _end_of_log(service: Service) -> str:
+    return f"The last lines of {service.log_path}:\n{tail(service.log_path)}"
