@@ -5,6 +5,7 @@
 Signals and the death of the launcher are handled from the first line on, before anything heavy is imported.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -46,7 +47,7 @@ def _apply_recipe_environment(argv: list[str]) -> None:
     """Sets the variables under `env:` of the recipe now: torch and huggingface_hub read theirs on import."""
     import yaml
 
-    for before, path in zip(argv, argv[1:]):
+    for before, path in itertools.pairwise(argv):
         if before == "--config" and os.path.isfile(path):
             try:
                 with open(path, encoding="utf-8") as file:
@@ -78,7 +79,7 @@ def start_services(recipe, services) -> None:
     import secrets
 
     from trl_atropos.protocol import TOKEN_VARIABLE
-    from trl_atropos.services import port_of, require_free_port
+    from trl_atropos.services import require_free_port
 
     training, config = recipe.training, recipe.services
     atropos, vllm = training.atropos_url, training.vllm_server_base_url
@@ -172,8 +173,8 @@ def _checkpoint(training) -> str | None:
     path = get_last_checkpoint(training.output_dir) if str(asked).lower() == "true" else str(asked)
     if path is None or not os.path.isdir(path):
         raise RecipeError(
-            f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. Leave it "
-            "out to begin anew, or name a folder `checkpoint-N`."
+            f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. Leave "
+            "it out to begin anew, or name a folder `checkpoint-N`."
         )
     return path
 

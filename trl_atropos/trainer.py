@@ -2,8 +2,8 @@
 
 The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads, scores under the old
 and the reference policy, corrects for the sampler, and logs; it gets the rows through its own `rollout_func` hook and
-their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have sizes of
-their own. What this file touches of TRL without a promise: `_generate_and_score_completions`, `rollout_func`,
+their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have sizes
+of their own. What this file touches of TRL without a promise: `_generate_and_score_completions`, `rollout_func`,
 `num_generations`, `use_vllm`, `_last_loaded_step`, `vllm_generation`, `_metrics`, `_logs`. `tests/test_trl_seam.py`
 fails when one of them moves.
 """
@@ -11,7 +11,6 @@ fails when one of them moves.
 import time
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -32,7 +31,7 @@ POLL_SECONDS = 1.0  # how often waiting ranks hear from rank 0, well below any p
 NOT_SUPPORTED = {
     "reward_funcs": "rewards come with the rollouts: score them in the environment",
     "reward_processing_classes": "rewards come with the rollouts: score them in the environment",
-    "train_dataset": "prompts come with the rollouts: pass `rollout_source`, or leave it out to use `args.atropos_url`",
+    "train_dataset": "prompts come with the rollouts: pass a `rollout_source`, or nothing to use `args.atropos_url`",
     "eval_dataset": "evaluation inside the trainer is not supported: evaluate in the environment",
     "rollout_func": "pass a `rollout_source` instead",
     "environment_factory": "Atropos environments run in processes of their own",
@@ -210,7 +209,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return output
 
     def _hand_over_rows(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's `rollout_func` hook. `score` becomes an argument of the reward function, `env_mask` TRL's tool mask."""
+        """TRL's `rollout_func` hook. `score` goes to the reward function, `env_mask` becomes TRL's tool mask."""
         return {
             "prompt_ids": [row.prompt_ids for row in self._rows],
             "completion_ids": [row.completion_ids for row in self._rows],
@@ -267,7 +266,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         for name, value in own.items():
             metrics[name].append(value)
 
-    # ------------------------------------------------------------------------------------------------------- model card
+    # ------------------------------------------------------------------------------------------------------ model card
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """As in TRL, with a section that names the run: environments, steps and settings that shaped it."""

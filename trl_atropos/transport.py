@@ -38,8 +38,7 @@ def export_storage(storage: torch.UntypedStorage) -> dict:
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # A fresh handle for every attach: each export holds one reference count that one importer releases.
     _, arguments = reduce_tensor(flat)
-    (_, _, _, _, _, _, device, handle, _, storage_offset, _, ref_handle, ref_offset, event_handle, event_sync) = (
-        arguments
+    device, handle, _, storage_offset, _, ref_handle, ref_offset, event_handle, event_sync = arguments[6:]
     )
     return {
         "kind": "cuda_ipc",

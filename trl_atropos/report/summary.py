@@ -94,7 +94,8 @@ def closing_lines(summary: dict, recorded: RecordingSource, decode, curve: str) 
         lines.append(f"Sample completions {title} training (prompt -> completion, reward):")
         lines += [f"  {decode(row.prompt_ids)!r} -> {decode(row.completion_ids)!r}  {row.score:.3f}" for row in rows]
     lines += [
-        f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, last {WINDOW} {summary['reward_last']:.3f}",
+        f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
+        f"last {WINDOW} batches {summary['reward_last']:.3f}",
         f"Largest probe difference: {summary['probe_max_abs_diff']:.1e} nats; wall time {summary['wall_s']:.0f} s",
         f"Reward curve: {curve}",
     ]

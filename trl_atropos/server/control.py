@@ -103,7 +103,7 @@ class Control:
             response = _error(400, str(error))
         except NotFinished as error:
             response = _error(503, str(error))
-        except Exception as error:  # noqa: BLE001 - the boundary of the server: the engine may fail in any way
+        except Exception as error:
             logger.exception("a /generate request failed")
             response = _error(500, f"{type(error).__name__}: {error}")
         await response(scope, receive, send)
@@ -152,7 +152,7 @@ class Control:
             response = _error(409, str(error))
         except ValueError as error:
             response = _error(400, str(error))
-        except Exception as error:  # noqa: BLE001 - the boundary of the server: the trainer is told what failed
+        except Exception as error:
             logger.exception("control request %s failed", path)
             response = _error(500, f"{type(error).__name__}: {error}")
         await response(scope, receive, send)

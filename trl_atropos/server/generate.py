@@ -1,6 +1,6 @@
 """`POST /generate`: the route that an Atropos environment with `server_type: vllm` samples from.
 
-Request: `{"prompt": {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` plus any field of vLLM's `SamplingParams`.
+Request: `{"prompt": {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`.
 Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][tokens][1] {"<token id>": float},
 "prompt_token_ids": [...], "token_ids": [n][tokens]}`, and with `prompt_logprobs: k` also `"prompt_logprobs":
 [null, {"<token id>": float, ...}, ...]`. The shape is the one that atroposlib 0.4.0 reads in

@@ -110,12 +110,12 @@ class ColocatePublisher(ServerPublisher):
             )
         info = self._info
         tokenizer = trainer.processing_class
-        if isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None:
-            if tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
-                raise AttachError(
-                    f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
-                    "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
-                )
+        comparable = isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None
+        if comparable and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
+            raise AttachError(
+                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
+                "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
+            )
         self._model = trainer.model
         self._accelerator = trainer.accelerator
         compute = torch.bfloat16 if trainer.args.bf16 or trainer.args.fp16 else torch.float32

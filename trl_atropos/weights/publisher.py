@@ -1,6 +1,6 @@
 """How a new policy reaches the sampler: the life of a publish, written once for every mode.
 
-    hold -> (a checkpoint may be loaded) -> begin(version) -> [pause -> optimizer.step -> version + 1 -> resume -> probe]*
+    hold -> (a checkpoint may be loaded) -> begin -> [pause -> optimizer.step -> version + 1 -> resume -> probe]*
 
 A `PolicyPublisher` is given to the trainer, which calls `load` on its model, `attach` once it is built, and `hold`,
 `begin` and `close` around training. `begin` wraps `optimizer.step`, because only that is left on every path, also when
@@ -38,10 +38,10 @@ class PolicyPublisher(ABC):
         """Called with the trainer's `model` argument before the trainer is built. Returns what it shall use."""
         return model
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:  # noqa: B027 - not every mode has something to do
         """Called once the trainer is built. `trainer` is the `AtroposGRPOTrainer`."""
 
-    def hold(self) -> None:
+    def hold(self) -> None:  # noqa: B027
         """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
 
     @abstractmethod
