@@ -39,7 +39,6 @@ def export_storage(storage: torch.UntypedStorage) -> dict:
     # A fresh handle for every attach: each export holds one reference count that one importer releases.
     _, arguments = reduce_tensor(flat)
     device, handle, _, storage_offset, _, ref_handle, ref_offset, event_handle, event_sync = arguments[6:]
-    )
     return {
         "kind": "cuda_ipc",
         "device_uuid": str(torch.cuda.get_device_properties(device).uuid),
