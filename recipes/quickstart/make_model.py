@@ -4,7 +4,6 @@ python recipes/quickstart/make_model.py FOLDER [--seed 42]
 """
 
 import argparse
-import os
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -56,6 +55,5 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
-    if not os.path.exists(os.path.join(options.folder, "config.json")):
-        make_model(options.folder, options.seed)
+    make_model(options.folder, options.seed)
     print(f"quickstart model: {options.folder}")

@@ -41,7 +41,7 @@ class Api:
             try:
                 requests.get(self.url, timeout=1)
                 return
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.Timeout):
                 assert self._process.poll() is None, f"the Atropos API exited with {self._process.returncode}"
                 time.sleep(0.1)
         raise TimeoutError(f"the Atropos API did not answer at {self.url} within {START_TIMEOUT} s")

@@ -78,8 +78,8 @@ class AtroposClient:
         self._session = requests.Session()
         # A proxy set up for the internet must not catch requests that stay inside the cluster.
         self._session.trust_env = False
-        # The API closes an idle connection, and one it answered 500 on, at any moment. A `GET /batch` that meets that on
-        # a reused connection fails like one whose batch was popped and lost; on a new connection it cannot.
+        # The API closes an idle connection, and one it answered 500 on, at any moment. A `GET /batch` that meets that
+        # on a reused connection fails like one whose batch was popped and lost; on a new connection it cannot.
         self._session.headers["Connection"] = "close"
         # Compressing megabytes of token ids costs the single-threaded API more than the loopback saves.
         self._session.headers["Accept-Encoding"] = "identity"
