@@ -1,0 +1,146 @@
+"""Recorded rollouts in Atropos's wire format, sampled (so the log-probabilities say) from a tiny byte-level Qwen3.
+
+`make_group` builds one scored group as `GET /batch` delivers it, `record` writes batches for `ReplaySource`. The tests
+of the trainer import these; the model is the session fixture `tiny_model` of `conftest.py`.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from recipes.quickstart.make_model import byte_tokenizer
+from trl_atropos.rollouts.recording import record_batch
+from trl_atropos.rollouts.wire import MASKED
+
+SENTINEL = 1.0  # what Atropos writes where there is no log-probability
+NOISE = 0.1  # nats between the sampler's log-probabilities and the policy's, so that corrections have work to do
+
+Group = dict[str, Any]
+KnownLogprobs = Literal["all", "some", "none", "absent"]
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """A Qwen3 of 30 thousand parameters. Its wide initialisation makes tokens differ in probability."""
+    set_seed(0)
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@cache
+def load_policy(folder: Path) -> Qwen3ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def end_token(folder: Path) -> int:
+    return load_policy(folder).config.eos_token_id
+
+
+def make_group(
+    model: Path,
+    size: int,
+    seed: int,
+    *,
+    turns: int = 1,
+    logprobs: KnownLogprobs = "all",
+    token_advantages: bool = False,
+    **fields: Any,
+) -> Group:
+    """
+    One scored group of `size` sequences that share a prompt.
+
+    Args:
+        turns: how many trained stretches a sequence has, with masked feedback of the environment between them.
+        logprobs: `"some"` has the sentinel at a third of the trained tokens, `"none"` everywhere, `"absent"` has no
+            `inference_logprobs` at all.
+        token_advantages: whether the environment sends `advantages`.
+        fields: further fields of the group, or others in place of those made here.
+    """
+    rng = random.Random(seed)
+    prompt = [rng.randrange(256) for _ in range(rng.randint(3, 7))]
+    tokens, masks = zip(*(_sequence(rng, prompt, turns, end_token(model)) for _ in range(size)))
+    group: Group = {
+        "tokens": list(tokens),
+        "masks": list(masks),
+        "scores": [round(rng.random(), 3) for _ in range(size)],
+        "env_id": 0,
+    }
+    if logprobs != "absent":
+        missing = {"all": 0.0, "some": 1 / 3, "none": 1.0}[logprobs]
+        group["inference_logprobs"] = [
+            _sampler_logprobs(rng, model, *sequence, missing) for sequence in zip(tokens, masks)
+        ]
+    if token_advantages:
+        group["advantages"] = [[round(rng.gauss(0, 1), 3) for _ in sequence] for sequence in tokens]
+    return group | fields
+
+
+def _sequence(rng: random.Random, prompt: list[int], turns: int, end: int) -> tuple[list[int], list[int]]:
+    tokens, mask = list(prompt), [MASKED] * len(prompt)
+    for turn in range(turns):
+        said = [rng.randrange(256) for _ in range(rng.randint(2, 9))] + [end]
+        feedback = [rng.randrange(256) for _ in range(rng.randint(1, 4))] if turn < turns - 1 else []
+        tokens += said + feedback
+        mask += said + [MASKED] * len(feedback)
+    return tokens, mask
+
+
+def _sampler_logprobs(
+    rng: random.Random, model: Path, tokens: list[int], mask: list[int], missing: float
+) -> list[float]:
+    with torch.no_grad():
+        logits = load_policy(model)(torch.tensor([tokens])).logits[0, :-1]
+    of_policy = [0.0, *logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()]
+    return [
+        SENTINEL if m == MASKED or rng.random() < missing else min(0.0, value + rng.gauss(0, NOISE))
+        for m, value in zip(mask, of_policy)
+    ]
+
+
+def uniform_batch(model: Path, size: int, groups: int, seed: int, **options: Any) -> list[Group]:
+    """`groups` groups of `size` sequences, single and multi-turn in alternation."""
+    return [make_group(model, size, 100 * seed + i, turns=1 + i % 2, **options) for i in range(groups)]
+
+
+def mixed_batch(model: Path, seed: int = 0) -> list[Group]:
+    """16 sequences with everything that rollouts may bring: sizes 4 and 8, holes, advantages, unknown log-probs."""
+    return [
+        make_group(model, 4, 100 * seed, turns=2, logprobs="some"),
+        make_group(model, 8, 100 * seed + 1, turns=3, token_advantages=True),
+        make_group(model, 4, 100 * seed + 2, logprobs="absent"),
+    ]
+
+
+def record(path: Path, *batches: Sequence[Group]) -> str:
+    """Writes the batches to `path`, a JSON lines file. Returns it in the form `replay_paths` takes."""
+    for batch in batches:
+        record_batch(path, batch)
+    return str(path)
+
+
+def read(path: str | Path) -> list[Group]:
+    """All groups of a recording, in order."""
+    return [group for line in Path(path).read_text().splitlines() for group in json.loads(line)["batch"]]
