@@ -1,10 +1,10 @@
 """Recorded rollouts in Atropos's wire format, sampled (so the log-probabilities say) from a tiny byte-level Qwen3.
 
-`make_group` builds one scored group as `GET /batch` delivers it, `record` writes batches for `ReplaySource`. The tests
-of the trainer import these; the model is the session fixture `tiny_model` of `conftest.py`.
+`make_group` builds one scored group as `GET /batch` delivers it, `record` writes batches for `ReplaySource`, and
+`make_trainer` builds a trainer that replays them. The tests of the trainer import these; the model is the session
+fixture `tiny_model` of `conftest.py`.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from recipes.quickstart.make_model import byte_tokenizer
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.rollouts.recording import record_batch
 from trl_atropos.rollouts.wire import MASKED
 
@@ -141,6 +142,35 @@ def record(path: Path, *batches: Sequence[Group]) -> str:
     return str(path)
 
 
-def read(path: str | Path) -> list[Group]:
-    """All groups of a recording, in order."""
-    return [group for line in Path(path).read_text().splitlines() for group in json.loads(line)["batch"]]
+def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Arguments that TRL's configuration and ours have in common, for a short run on the CPU that logs every step."""
+    usual = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 2e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "max_completion_length": 16,
+        "shuffle_dataset": False,
+    }
+    return usual | settings
+
+
+def make_trainer(
+    model: Path, folder: Path, *batches: Sequence[Group], callbacks: list | None = None, **settings: Any
+) -> AtroposGRPOTrainer:
+    """A trainer that replays `batches`, with `folder` for its recording and its output."""
+    recording = record(folder / "rollouts.jsonl", *batches)
+    config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
+    return AtroposGRPOTrainer(str(model), args=config, callbacks=callbacks)
+
+
+def step_logs(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged at each optimizer step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]

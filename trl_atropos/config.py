@@ -7,8 +7,9 @@ hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
 import os
 import warnings
 from dataclasses import dataclass, field, fields
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+from transformers.utils import strtobool
 from trl import GRPOConfig
 
 VLLM_MODES = ("colocate",)
@@ -171,10 +172,10 @@ class AtroposGRPOConfig(GRPOConfig):
         self._warn_unused()
         # TRL groups rows by a fixed `num_generations`; Atropos groups have sizes of their own, so that only TRL's
         # smallest value passes its checks for every batch.
+        self._check_sharding()
         asked, self.num_generations = self.num_generations, 2
         super().__post_init__()
         self.num_generations = asked
-        self._check_sharding()
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
@@ -261,7 +262,7 @@ class AtroposGRPOConfig(GRPOConfig):
             self.vllm_server_base_url = f"http://127.0.0.1:{self.vllm_server_port}"
         for name in ("atropos_url", "vllm_server_base_url"):
             parts = urlsplit(getattr(self, name))
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)!r}, which is not a URL. Write it as `http://host:port`."
                 )
@@ -273,11 +274,16 @@ class AtroposGRPOConfig(GRPOConfig):
             )
 
     def _check_sharding(self) -> None:
-        if self.replay_paths is None and self.vllm_mode == "colocate" and (self.deepspeed or self.fsdp):
-            raise ValueError(
-                "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded: remove "
-                f"`{'deepspeed' if self.deepspeed else 'fsdp'}`."
-            )
+        if self.replay_paths is not None or self.vllm_mode != "colocate":
+            return
+        for name in ("deepspeed", "fsdp"):
+            launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
+            if getattr(self, name) or launched:
+                place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
+                raise ValueError(
+                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded: remove "
+                    f"`{name}`{place}."
+                )
 
     def _warn_unused(self) -> None:
         defaults = {f.name: f.default for f in fields(GRPOConfig)}
@@ -288,3 +294,10 @@ class AtroposGRPOConfig(GRPOConfig):
                 "they mean in the environment instead.",
                 stacklevel=3,
             )
+
+
+def _has_good_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:  # no number, or above 65535
+        return False

@@ -6,15 +6,20 @@ A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `Se
 
 import difflib
 import os
+import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.rollouts.recording import recorded_files
 
 
 class RecipeError(ValueError):
@@ -67,14 +72,17 @@ class EnvironmentSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    command: str | list[str]
+    name: str = Field(pattern=r"^[\w.-]+$")  # names the log file
+    command: str | list[str] = Field(min_length=1)
     env: dict[str, str | int | float] = {}
     cwd: str | None = None
 
     def argv(self, values: dict[str, str]) -> list[str]:
         """The command with its placeholders filled in."""
-        words = shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        try:
+            words = shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        except ValueError as error:
+            raise RecipeError(f"The command of environment {self.name!r} is cut short: {error}.") from error
         try:
             return [word.format_map(values) for word in words]
         except (KeyError, IndexError, ValueError) as error:
@@ -82,6 +90,9 @@ class EnvironmentSpec(BaseModel):
                 f"The command of environment {self.name!r} has an unknown placeholder ({error}). Known ones: "
                 f"{', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
             ) from error
+
+
+PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 
 
 @dataclass
@@ -103,6 +114,14 @@ class Recipe:
         }
 
 
+class _Parser(TrlParser):
+    """Says what is wrong in one line, without the usage of several hundred flags."""
+
+    def error(self, message: str) -> None:
+        message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
+        raise ValueError(f"{message.rstrip('.')}. See `python -m trl_atropos.train --help`.")
+
+
 def config_path(argv: list[str]) -> str | None:
     """The file named by `--config`."""
     for index, word in enumerate(argv):
@@ -116,8 +135,12 @@ def config_path(argv: list[str]) -> str | None:
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
     path = config_path(argv)
+    if path is None:
+        stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
+        if not argv or argv[-1] == "--config" or stray in argv:
+            raise RecipeError(f"No recipe: name one with `--config`, as in `--config {stray}`.")
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    parser = TrlParser((ServicesConfig, AtroposGRPOConfig, ModelConfig))
+    parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
     if path is not None:
         _check_keys(path, known)
@@ -127,6 +150,9 @@ def parse(argv: list[str]) -> Recipe:
         raise RecipeError(f"{f'{path}: ' if path else ''}{error}") from error
     if rest:
         raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{_suggest(rest[0].lstrip('-').split('=')[0], known)}")
+    if isinstance(services.vllm_args, str):
+        services.vllm_args = shlex.split(services.vllm_args)
+    services.vllm_args = [str(word) for word in services.vllm_args or []]  # YAML makes a number of `512`
     recipe = Recipe(services, training, model, _environments(services))
     _check(recipe)
     return recipe
@@ -140,11 +166,39 @@ def _check_keys(path: str, known: set[str]) -> None:
             content = yaml.safe_load(file)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (OSError, UnicodeError) as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {error}. Check `--config`.") from error
     if not isinstance(content, dict):
         raise RecipeError(f"{path} must hold `key: value` lines at its top level.")
     unknown = [key for key in content if key not in known | {"env"}]
     if unknown:
         raise RecipeError(f"{path}: unknown key `{unknown[0]}`.{_suggest(str(unknown[0]), known)}")
+    hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
+    for key, value in content.items():
+        wanted = _wanted(value, hints.get(key, Any))
+        if wanted:
+            raise RecipeError(f"{path}: `{key}` is {value!r}. Write {wanted}.")
+
+
+def _wanted(value: Any, hint: Any) -> str | None:
+    """What to write in place of a YAML value of the wrong type; `None` if it may be right. Text is checked later."""
+    allowed = set(get_args(hint) or (hint,))
+    if value is None:
+        return None if allowed & {NoneType, Any} else "a value behind the colon, or leave the line out"
+    if value is False and str in allowed and bool not in allowed:  # where YAML reads a bare `no`
+        return 'the word in quotes ("no", say): without them YAML reads `no` as false'
+    if isinstance(value, str) or type(value) in allowed:
+        return None
+    numbers = allowed & {int, float}
+    if allowed <= {int, NoneType}:
+        return "a whole number"
+    if numbers and allowed <= {int, float, NoneType}:
+        return None if type(value) in (int, float) else "a number"
+    if allowed <= {str, NoneType} and value is not True:
+        return "text, in quotes if it looks like a number"
+    if allowed <= {bool, NoneType}:
+        return "true or false"
+    return None
 
 
 def _suggest(key: str, known: set[str]) -> str:
@@ -154,14 +208,16 @@ def _suggest(key: str, known: set[str]) -> str:
 
 def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
     parsed = []
+    if isinstance(services.environments, dict):
+        raise RecipeError("`environments` is one mapping, not a list: begin each entry with `- name: ...`.")
     for number, entry in enumerate(services.environments or [], start=1):
         try:
             parsed.append(EnvironmentSpec.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = "".join(f"{part}: " for part in first["loc"])
             raise RecipeError(
-                f"`environments` entry {number}: {where}: {first['msg']}. An entry has `name`, `command`, and "
+                f"`environments` entry {number}: {where}{first['msg']}. An entry has `name`, `command`, and "
                 "optionally `env` and `cwd`."
             ) from error
     names = [spec.name for spec in parsed]
@@ -182,8 +238,17 @@ def _check(recipe: Recipe) -> None:
             "name or to a folder with a config.json; the quickstart's is made by "
             "`python recipes/quickstart/make_model.py FOLDER`."
         )
+    if training.replay_paths is not None:
+        recorded_files(training.replay_paths)
+    elif recipe.model.use_peft:
+        raise RecipeError(
+            "`use_peft` trains an adapter, which the server would never see: with vllm_mode='colocate' the server's "
+            "own weights are trained. Remove `use_peft`."
+        )
     for spec in recipe.environments:
-        stated = _flags(spec.argv(recipe.placeholders()))
+        argv = spec.argv(recipe.placeholders())
+        stated = _flags(argv)
+        _check_command(spec, argv)
         for flag, value in stated.items():
             if flag.endswith("temperature") and _number(value) not in (None, training.temperature):
                 raise RecipeError(
@@ -203,6 +268,18 @@ def _check(recipe: Recipe) -> None:
                 f"of {training.generation_batch_size} rows: the Atropos API would never deliver one. Make the batch "
                 "a multiple of the group size."
             )
+
+
+def _check_command(spec: EnvironmentSpec, argv: list[str]) -> None:
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        raise RecipeError(f"Environment {spec.name!r}: its `cwd`, {spec.cwd!r}, is no folder. Correct it.")
+    program = argv[0] if argv else ""
+    place = os.path.join(spec.cwd or "", program) if "/" in program else program
+    if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
+        raise RecipeError(
+            f"Environment {spec.name!r}: there is no program {program!r} to run. Correct its `command`; a Python "
+            "script is run by `{python} path/to/script.py`."
+        )
 
 
 def _flags(argv: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ Signals and the death of the launcher are handled from the first line on, before
 import itertools
 import os
 import sys
+import tempfile
 import time
 import warnings
 
@@ -47,12 +48,13 @@ def _apply_recipe_environment(argv: list[str]) -> None:
     """Sets the variables under `env:` of the recipe now: torch and huggingface_hub read theirs on import."""
     import yaml
 
-    for before, path in itertools.pairwise(argv):
+    words = [part for word in argv for part in word.split("=", 1)]
+    for before, path in itertools.pairwise(words):
         if before == "--config" and os.path.isfile(path):
             try:
                 with open(path, encoding="utf-8") as file:
                     content = yaml.safe_load(file)
-            except yaml.YAMLError:
+            except (OSError, UnicodeError, yaml.YAMLError):
                 return  # the parser says what is wrong with it
             if isinstance(content, dict) and isinstance(content.get("env"), dict):
                 os.environ.update({str(key): str(value) for key, value in content["env"].items()})
@@ -65,13 +67,43 @@ def run(recipe) -> None:
     from trl_atropos.services import Services
 
     _set_up_logging()
-    os.makedirs(recipe.training.output_dir, exist_ok=True)
+    check_files(recipe)
     with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
         if PartialState().is_main_process:
             start_services(recipe, services)
             services.watch(interrupt_main_with)
         PartialState().wait_for_everyone()
         train(recipe)
+
+
+def check_files(recipe) -> None:
+    """What a run reads and writes, before it starts anything that takes long."""
+    from transformers.utils import cached_file
+
+    from trl_atropos.recipe import RecipeError
+
+    model, folder = recipe.model, recipe.training.output_dir
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecipeError(
+            f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror}). Set it to another folder."
+        ) from error
+    _checkpoint(recipe.training)
+    try:
+        cached_file(model.model_name_or_path, "config.json", revision=model.model_revision)
+    except OSError as error:
+        raise RecipeError(
+            f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}. Set "
+            "`model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
+            "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has cached."
+        ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")
 
 
 def start_services(recipe, services) -> None:

@@ -51,6 +51,12 @@ class Status(BaseModel):
     queue_size: int
 
 
+class EnvironmentStatus(BaseModel):
+    """Of the API's many fields, the one that is wanted: sequences in the largest group that is queued, at least 1."""
+
+    max_group_size: int = 1
+
+
 class BatchReply(BaseModel):
     """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
 
@@ -90,7 +96,7 @@ class AtroposClient:
         if GREETING not in response.text:
             raise RolloutError(
                 f"{self.url} is not an Atropos API: GET / answered {response.status_code} {response.text[:80]!r}. "
-                "Point the API's URL at the host and port that `python -m atroposlib.cli.run_api` listens on."
+                "Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on."
             )
 
     def register(self, registration: Registration) -> None:
@@ -107,6 +113,14 @@ class AtroposClient:
     def status(self) -> Status:
         return self._parse(Status, self._request("GET", "/status", self._request_timeout))
 
+    def first_environment(self) -> EnvironmentStatus | None:
+        """How the first environment stands, or None if none has ever registered, which the API answers by a 500."""
+        try:
+            response = self._request("GET", "/status-env", self._request_timeout, json={"env_id": 0})
+        except ReplyLost:
+            return None
+        return self._parse(EnvironmentStatus, response)
+
     def batch(self) -> BatchReply:
         """The next batch. The API forgets it before it answers, so it is delivered at most once."""
         return self._parse(BatchReply, self._request("GET", "/batch", self._batch_timeout))
@@ -119,7 +133,7 @@ class AtroposClient:
             response = self._session.request(method, self.url + path, json=json, timeout=timeout)
         except requests.ConnectionError as error:
             kind = ApiUnreachable if _never_sent(error) else ReplyLost
-            raise kind(f"{method} {self.url}{path} failed: {error}") from error
+            raise kind(f"{method} {self.url}{path} failed: {_reason(error)}") from error
         except requests.RequestException as error:
             raise ReplyLost(f"{method} {self.url}{path} failed within {timeout:g} s: {error}") from error
         if response.status_code >= 500:
@@ -136,6 +150,13 @@ class AtroposClient:
             return model.model_validate_json(response.content)
         except ValidationError as error:
             raise ReplyLost(f"{response.url} answered {response.text[:80]!r}, not a {model.__name__}") from error
+
+
+def _reason(error: requests.ConnectionError) -> str:
+    """The innermost of the messages that urllib3 wraps in each other, such as "[Errno 111] Connection refused"."""
+    cause = error.args[0] if error.args else error
+    cause = cause.reason if isinstance(cause, MaxRetryError) and cause.reason else cause
+    return str(cause).removeprefix(f"{cause.__class__.__name__}: ").rpartition("connection: ")[2]
 
 
 def _never_sent(error: requests.ConnectionError) -> bool:

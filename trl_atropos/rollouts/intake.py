@@ -15,7 +15,15 @@ logger = logging.getLogger(__name__)
 class Intake:
     """Turns delivered groups into rows with the run's settings, and counts since the last `metrics()`."""
 
-    def __init__(self, max_sequence_length: int, temperature: float, single_row_groups: SingleRowGroups):
+    def __init__(
+        self,
+        max_sequence_length: int,
+        temperature: float,
+        single_row_groups: SingleRowGroups,
+        *,
+        vocab_size: int | None = None,
+    ):
+        self._vocab_size = vocab_size
         self._max_sequence_length = max_sequence_length
         self._temperature = temperature
         self._single_row_groups = single_row_groups
@@ -51,6 +59,7 @@ class Intake:
             max_sequence_length=self._max_sequence_length,
             temperature=self._temperature,
             single_row_groups=self._single_row_groups,
+            vocab_size=self._vocab_size,
         )
         longest = max(map(len, group.tokens))
         too_long = sum(len(tokens) > self._max_sequence_length for tokens in group.tokens)
@@ -76,6 +85,17 @@ class Intake:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning(message + " Later ones are only counted in the metrics.", *values)
+
+    def dropped(self) -> str:
+        """What was left out since the last `metrics()`, for a run that waits for rows; empty if nothing was."""
+        rows = self._too_long_rows + self._untrained_rows
+        if not (self._rejected_groups or rows):
+            return ""
+        return (
+            f"Rollouts arrive, but since the last step {self._rejected_groups} groups and {rows} further sequences "
+            f"were dropped because they cannot be trained on ({self._too_long_rows} of them are longer than "
+            f"{self._max_sequence_length} tokens): the warnings in this log name the reasons."
+        )
 
     def metrics(self) -> dict[str, float]:
         """

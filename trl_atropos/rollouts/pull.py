@@ -154,23 +154,40 @@ class BatchPuller:
         self._quiet_since = time.monotonic()
         if self._forgotten():
             return self._rejoin()
-        try:
-            queued = self._client.status().queue_size
-        except (ApiUnreachable, ReplyLost):
-            return []  # the next pull finds out what is wrong
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, self._why_quiet(queued))
+        logger.warning("No batch for %g s. %s", QUIET_WARNING, self.why_quiet())
         return []
 
-    def _why_quiet(self, queued: int) -> str:
+    def why_quiet(self) -> str:
+        """Why no batch comes, as far as the API tells, and what to do about it."""
+        try:
+            queued = self._client.status().queue_size
+            environment = self._client.first_environment()
+        except (ApiUnreachable, ReplyLost) as error:
+            return f"The Atropos API at {self._client.url} does not answer: {error}."
+        api, batch = f"The Atropos API at {self._client.url}", self._registration.batch_size
         if queued:
+            largest = environment.max_group_size if environment else None
+            sizes = f" of at most {largest} rollouts" if largest else ""
+            if largest and queued * largest < batch:
+                return (
+                    f"{api} holds {queued} groups{sizes}, less than a batch of {batch}: the environments are slow or "
+                    "have stopped. Look at their logs; raise `rollout_timeout` if they are at work."
+                )
             return (
-                f"The Atropos API at {self._client.url} holds {queued} groups but cannot assemble exactly "
-                f"{self._registration.batch_size} rollouts from them. Make the batch size a multiple of every group "
-                "size, and the group sizes powers of two of each other; an environment with min_batch_allocation that "
-                "died also blocks every batch until POST /disconnect-env."
+                f"{api} holds {queued} groups{sizes} but cannot assemble exactly {batch} rollouts from them. Make the "
+                "batch size (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of "
+                "every group size, and the group sizes powers of two of each other; an environment with "
+                "min_batch_allocation that died also blocks every batch until POST /disconnect-env."
+            )
+        if environment is None:
+            return (
+                f"No environment has registered with the Atropos API at {self._client.url}. Start one with "
+                f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if one "
+                "runs, its log says what it waits for."
             )
         return (
-            f"The queue of the Atropos API at {self._client.url} is empty. Does an environment run against this URL? "
-            "Environments drop groups whose scores are all equal (ensure_scores_are_not_same) and groups with a "
-            f"sequence of {self._registration.max_token_len} tokens or more."
+            f"{api} has an environment, but its queue is empty: nothing that was sampled is delivered. Look at the "
+            "environment's log: it may not reach the inference server, or drop groups whose scores are all equal "
+            f"(ensure_scores_are_not_same) or that have a sequence of {self._registration.max_token_len} tokens or "
+            "more."
         )

@@ -26,6 +26,8 @@ def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
     Raises:
         RolloutError: a path does not exist, or a directory has no such file.
     """
+    if not paths:
+        raise RolloutError("`replay_paths` is empty: name a file or a folder, or leave it out to train on a live API.")
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl")) if path.is_dir() else [path]

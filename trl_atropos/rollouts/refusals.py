@@ -42,6 +42,17 @@ def refuse_placeholder_tokens(group: ScoredGroup) -> None:
         )
 
 
+def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
+    """An id beyond the embedding would end the trainer inside torch; one tokenizer for another's model has such ids."""
+    highest = max(map(max, filter(None, group.tokens)), default=0)
+    if vocab_size is not None and highest >= vocab_size:
+        raise RolloutError(
+            f"Environment {group.env_id} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
+            f"{vocab_size - 1}): the environment's tokenizer is not the model's. Start the environment on the "
+            "tokenizer of the model that is trained (`--env.tokenizer_name`)."
+        )
+
+
 def refuse_other_temperature(group: ScoredGroup, temperature: float) -> None:
     """The ratio between trainer and sampler is only right if both divide their logits by the same temperature."""
     asked = [group.generation_params, group.group_overrides, *(group.overrides or [])]

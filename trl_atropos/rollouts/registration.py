@@ -28,7 +28,8 @@ def wait_for_api(client: AtroposClient, timeout: float) -> None:
             if time.monotonic() >= deadline:
                 raise RolloutError(
                     f"No Atropos API answered at {client.url} within {timeout:g} s. Start one with `python -m "
-                    f"atroposlib.cli.run_api --port PORT`, or correct the URL. Last try: {error}"
+                    "atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or let the recipe start it with "
+                    f"`start_atropos: true`. Last try: {error}"
                 ) from error
         time.sleep(RETRY_PAUSE)
 
@@ -58,8 +59,8 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
             f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "
             f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
             f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest sequence + 1). Set "
-            "`reset_api: true` to throw away the rollouts queued there, or restart the API; restart the environments "
-            "in both cases."
+            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts queued "
+            "there, or restart the API; restart the environments in both cases."
         )
     return client.status()
 

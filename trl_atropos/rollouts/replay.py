@@ -46,7 +46,9 @@ class ReplaySource:
         self._batches = self._read()
 
     def start(self, run: RunInfo) -> None:
-        self._intake = Intake(run.max_sequence_length, run.temperature, self._single_row_groups)
+        self._intake = Intake(
+            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
+        )
         self._files = recorded_files(self._paths)
         self._batches = self._read()
         logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
@@ -66,6 +68,10 @@ class ReplaySource:
     def metrics(self) -> dict[str, float]:
         """See `Intake.metrics`."""
         return self._intake.metrics()
+
+    def diagnose(self) -> str:
+        """Never needed: `poll` does not return None."""
+        return f"{len(self._rows)} recorded rows are left."
 
     def close(self) -> None:
         """Closes the file being read."""

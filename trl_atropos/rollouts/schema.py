@@ -20,6 +20,7 @@ from trl_atropos.rollouts.refusals import (
     refuse_other_temperature,
     refuse_placeholder_tokens,
     refuse_sft,
+    refuse_unknown_tokens,
 )
 from trl_atropos.rollouts.wire import MASKED, RejectedGroup, ScoredGroup, parse_group
 
@@ -47,7 +48,12 @@ class Row:
 
 
 def rows_of(
-    group: ScoredGroup, *, max_sequence_length: int, temperature: float, single_row_groups: SingleRowGroups
+    group: ScoredGroup,
+    *,
+    max_sequence_length: int,
+    temperature: float,
+    single_row_groups: SingleRowGroups,
+    vocab_size: int | None = None,
 ) -> list[Row]:
     """
     Turn one group into rows, in the group's order.
@@ -61,14 +67,17 @@ def rows_of(
         temperature: the sampling temperature that the trainer divides its logits by.
         single_row_groups: what a group of one means, since it has no mean to compare with: `"refuse"` raises, `"raw"`
             takes the score itself as the advantage, `"zero"` an advantage of 0.
+        vocab_size: how many token ids the model knows, if that is to be checked.
 
     Raises:
         RejectedGroup: this group asks for something that is not supported, or its statistics are not finite.
-        RolloutError: images, placeholder tokens, another temperature, or a group of one under `"refuse"`.
+        RolloutError: images, placeholder tokens, token ids that the model does not know, another temperature, or a
+            group of one under `"refuse"`.
     """
     refuse_sft(group)
     refuse_images(group)
     refuse_placeholder_tokens(group)
+    refuse_unknown_tokens(group, vocab_size)
     refuse_other_temperature(group, temperature)
     # Token-level advantages are final, so a group of one that has them needs no mean.
     single = len(group.tokens) == 1 and not (group.advantages and group.advantages[0])

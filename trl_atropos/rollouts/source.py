@@ -40,6 +40,7 @@ class RunInfo:
     output_dir: str
     save_steps: int
     run_name: str
+    vocab_size: int | None = None  # ids that the model's embedding has; None = token ids are not checked
 
 
 class RolloutSource(Protocol):
@@ -53,6 +54,9 @@ class RolloutSource(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, to be logged."""
+
+    def diagnose(self) -> str:
+        """Why `poll` has returned nothing for so long, as far as the source can tell, and what to do about it."""
 
     def close(self) -> None:
         """Let go of connections and files. May be called more than once."""
@@ -123,7 +127,9 @@ class AtroposSource:
             poll_interval=self._poll_interval,
             api_down_timeout=self._api_down_timeout,
         )
-        self._intake = Intake(run.max_sequence_length, run.temperature, self._single_row_groups)
+        self._intake = Intake(
+            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
+        )
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
         """May overrun `timeout` by one request. What was pulled is kept for the next call."""
@@ -153,6 +159,11 @@ class AtroposSource:
             "rollouts/api_restarts": float(restarts),
             "rollouts/waiting_rows": float(len(self._rows)),
         }
+
+    def diagnose(self) -> str:
+        """What was dropped here, if anything was; else what the API tells (see `BatchPuller.why_quiet`)."""
+        dropped = self._intake.dropped()
+        return dropped or self._puller.why_quiet()
 
     def close(self) -> None:
         self._client.close()

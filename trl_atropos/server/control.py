@@ -206,7 +206,11 @@ class Control:
 
     async def _lease(self, scope, receive, send) -> None:
         """Stays open for the trainer's whole life: when the kernel closes the connection, the trainer is gone."""
-        if self.lease_held:
+        for _ in range(20):  # a former trainer's connection may be closing at this very moment
+            if not self.lease_held:
+                break
+            await asyncio.sleep(0.05)
+        else:
             return await _error(409, "another trainer holds this server: stop it, or start a server for this run")(
                 scope, receive, send
             )

@@ -5,6 +5,9 @@ model's memory and notes where a copy of the probe would have gone. That gives t
 transposed and sliced weights for any architecture, without a table of names.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,35 +81,59 @@ def _place(spec: ParameterSpec, tracer: WriteTracer) -> View | str:
         return f"vLLM transforms it while loading ({tracer.other_writes[0]})"
     if not tracer.copies:
         return "vLLM's loader does not keep it"
-    if len(tracer.copies) > 1:
-        return f"vLLM keeps it in {len(tracer.copies)} pieces"
-    target, source = tracer.copies[0]
-    if target.dtype is not source.dtype:
-        return f"vLLM keeps it as {target.dtype}, the trainer as {source.dtype}"
-    strides = _strides_in_target(list(spec.shape), target, source)
-    if strides is None:
+    first = tracer.copies[0][0]
+    for target, source in tracer.copies:
+        if target.dtype is not source.dtype:
+            return f"vLLM keeps it as {target.dtype}, the trainer as {source.dtype}"
+        if target.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return f"vLLM keeps it in {len(tracer.copies)} pieces, in different memory"
+    place = _merge(spec.shape, [_piece(spec.shape, target, source) for target, source in tracer.copies])
+    if place is None:
         return "vLLM keeps only a part of it, or in another order"
-    return View(
-        storage=tracer.storages[target.untyped_storage().data_ptr()],
-        offset=target.storage_offset(),
-        size=list(spec.shape),
-        stride=strides,
-        dtype=spec.dtype,
-    )
+    offset, strides = place
+    storage = tracer.storages[first.untyped_storage().data_ptr()]
+    return View(storage=storage, offset=offset, size=spec.shape, stride=strides, dtype=spec.dtype)
 
 
-def _strides_in_target(shape: list[int], target: torch.Tensor, source: torch.Tensor) -> list[int] | None:
-    """Strides over `target`'s memory that read it in the order of the contiguous probe behind `source`."""
-    if source.storage_offset() != 0 or sorted(source.shape) != sorted(shape):
-        return None
-    if list(source.shape) == shape and source.is_contiguous():
-        return list(target.stride())
-    # The loader copied a permuted view of the probe (a transposed Conv1D): undo the permutation on the target.
+@dataclass(frozen=True)
+class Piece:
+    """A rectangular part of a parameter, and where vLLM puts it. One entry per dimension of the parameter."""
+
+    start: list[int]
+    size: list[int]
+    stride: list[int | None]  # in the server's memory; None where the piece is one element wide
+    offset: int  # of its first element in the server's memory
+
+
+def _piece(shape: list[int], target: torch.Tensor, source: torch.Tensor) -> Piece | None:
+    """Reads one copy as a piece of the contiguous probe behind `source`, whatever its dimensions were permuted to."""
     contiguous = torch.empty(shape, device="meta").stride()
-    strides = []
-    for size, stride in zip(shape, contiguous, strict=True):
-        matches = [i for i in range(source.dim()) if source.size(i) == size and source.stride(i) == stride]
-        if len(matches) != 1:
+    size, stride = [1] * len(shape), [None] * len(shape)
+    for dim in range(source.dim()):
+        if source.size(dim) == 1:
+            continue
+        matches = [d for d in range(len(shape)) if shape[d] > 1 and contiguous[d] == source.stride(dim)]
+        if not matches or target.shape != source.shape:
             return None
-        strides.append(target.stride(matches[0]))
-    return strides
+        size[matches[0]], stride[matches[0]] = source.size(dim), target.stride(dim)
+    start, rest = [], source.storage_offset()
+    for step in contiguous:
+        start.append(rest // step)
+        rest %= step
+    return Piece(start, size, stride, target.storage_offset())
+
+
+def _merge(shape: list[int], pieces: list[Piece | None]) -> tuple[int, list[int]] | None:
+    """Offset and strides by which one view reads all pieces, if they are the whole parameter and lie that way."""
+    if None in pieces or len({tuple(piece.start) for piece in pieces}) != len(pieces):
+        return None
+    if sum(math.prod(piece.size) for piece in pieces) != math.prod(shape):
+        return None
+    strides = []
+    for dim, length in enumerate(shape):
+        known = {piece.stride[dim] for piece in pieces} - {None}
+        if len(known) > 1 or (not known and length > 1):
+            return None
+        strides.append(known.pop() if known else 1)
+    origins = {p.offset - sum(s * step for s, step in zip(p.start, strides, strict=True)) for p in pieces}
+    return (origins.pop(), strides) if len(origins) == 1 else None

@@ -116,13 +116,23 @@ class ServerClient:
             raise ServerError(self._unreachable(phase, error)) from error
         if response.status_code != 200:
             raise ServerError(self._refused(phase, response.status_code, response.text))
-        return response.json()
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(self._stranger(f"{method} {path} gave {response.text[:80]!r}")) from error
 
     def _unreachable(self, phase: str, error: Exception) -> str:
         return (
             f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__}). If it was running, "
             "it died: look at its log. If it runs elsewhere, check `vllm_server_base_url`; start one with "
-            "`trl-atropos serve MODEL`."
+            "`trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
+        )
+
+    def _stranger(self, answer: str) -> str:
+        return (
+            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step. Start "
+            "it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else altogether, "
+            "correct `vllm_server_base_url`."
         )
 
     def _refused(self, phase: str, status: int, text: str) -> str:
@@ -135,9 +145,6 @@ class ServerClient:
                 f"The server at {self.url} refused the control token. Set {TOKEN_VARIABLE} to the value that the "
                 "server was started with; `trl-atropos serve` prints it where it is not set."
             )
-        if status in (404, 405):
-            return (
-                f"The server at {self.url} has no control routes, so its weights cannot be kept in step. Start it "
-                "with `trl-atropos serve MODEL` in place of `vllm serve MODEL`."
-            )
+        if status in (404, 405, 501):
+            return self._stranger(f"HTTP {status}")
         return f"The server at {self.url} failed while {phase} (HTTP {status}): {message}"

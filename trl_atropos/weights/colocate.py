@@ -69,10 +69,19 @@ class ColocatePublisher(ServerPublisher):
                 f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
                 "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
             )
+        if args.max_sequence_length is not None and args.max_sequence_length > info.max_model_len:
+            raise AttachError(
+                f"`max_sequence_length` is {args.max_sequence_length}, but the server's max_model_len is "
+                f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
+                f"{args.max_sequence_length}`."
+            )
         model = self._load_model(model, args)
         self.client.hold_lease()
         started = time.perf_counter()
-        self._views = layout.attach(model, self.client.attach(layout.specs_of(model)))
+        try:
+            self._views = layout.attach(model, self.client.attach(layout.specs_of(model)))
+        except AttachError as error:
+            raise AttachError(f"{error} (The server has {info.model}, the trainer {model.name_or_path}.)") from error
         logger.info(
             "attached %d parameters (%.1f MB) of %s in %.2f s, bit for bit the checkpoint",
             len(self._views),
@@ -139,16 +148,17 @@ class ColocatePublisher(ServerPublisher):
         self._writes_when_held = self._writes()
 
     def pause(self) -> None:
-        self.client.pause(self.clear_cache)
-
-    def transfer(self) -> None:
-        """Nothing to move, but everything depends on the parameters still being the server's memory."""
+        """Everything depends on the parameters still being the server's memory: checked before the step writes."""
         lost = layout.detached(self._model, self._views)
         if lost:
             raise AttachError(
                 f"{len(lost)} parameters are no longer the server's memory (first: {lost[0]!r}). Something replaced "
                 "them after the trainer was built (`model.to`, a wrapper, `param.data = ...`): do that before."
             )
+        self.client.pause(self.clear_cache)
+
+    def transfer(self) -> None:
+        """Nothing to move: the step has written into the server's memory."""
 
     def resume(self, policy_version: int) -> None:
         self.client.resume(policy_version)

@@ -1,0 +1,329 @@
+"""Starts the quickstart as a user does, and watches all of its processes from outside.
+
+Run as a module (`accelerate launch -m tests.launching ...`), it is the main job with a long optimizer step or a long
+save, as `TRL_ATROPOS_TEST_SLOW` says, so that a signal surely lands inside.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "recipes/quickstart/colocate.yaml"
+MARKER = "TRL_ATROPOS_TEST_RUN"
+SLOW = "TRL_ATROPOS_TEST_SLOW"
+SLOW_STEP_SECONDS = 4.0
+SLOW_SAVE_SECONDS = 60.0
+LOOK_EVERY = 0.2
+SHM = Path("/dev/shm")
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def make_model(folder: Path) -> Path:
+    """The quickstart's model."""
+    script = ROOT / "recipes/quickstart/make_model.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def free_urls(number: int) -> list[str]:
+    """URLs on this machine where nobody listens, all different."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [f"http://127.0.0.1:{one.getsockname()[1]}" for one in taken]
+
+
+def ask(url: str, token: str = "") -> Any:
+    """The JSON that a URL answers, or `None`."""
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
+    with contextlib.suppress(OSError, ValueError), _opener.open(request, timeout=2.0) as answer:
+        return json.loads(answer.read() or b"{}")
+    return None
+
+
+def status_of(pid: int) -> tuple[str, int, int, int] | None:
+    """State, parent, session and start time of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19])
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def shared_inodes() -> dict[str, int]:
+    """Files in /dev/shm and their inodes."""
+    with os.scandir(SHM) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+
+
+class Run:
+    """One run of the main job. A context manager: whatever it left behind is killed at the end.
+
+    Args:
+        folder: For the output, made if it is not there.
+        model: Folder of the model.
+        flags: Further flags of the main job.
+        entry: Module to launch.
+        env: Variables of the run.
+        terminal: Type the command into an interactive shell on a pseudo-terminal.
+        recipe: Path of the recipe, seen from the repository's root.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        flags: tuple[str, ...] = (),
+        entry: str = "trl_atropos.train",
+        env: dict[str, str] | None = None,
+        terminal: bool = False,
+        recipe: str = RECIPE,
+    ):
+        self.folder = folder
+        self.entry = entry
+        self.marker = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
+        self.atropos_url, self.vllm_url = free_urls(2)
+        self.shm_before = shared_inodes()
+        accelerate = str(Path(sys.executable).with_name("accelerate"))
+        # fmt: off
+        self.command = [
+            accelerate, "launch", "--quiet", "--config_file", "configs/accelerate/cpu.yaml", "-m", entry,
+            "--config", recipe, "--output_dir", str(folder), "--model_name_or_path", str(model),
+            "--atropos_url", self.atropos_url, "--vllm_server_base_url", self.vllm_url, *flags,
+        ]
+        # fmt: on
+        self.env = {**os.environ, **(env or {}), MARKER: self.marker, TOKEN_VARIABLE: self.token}
+        self.terminal = terminal
+        self._seen: dict[int, int] = {}  # process id -> start time
+        self._output = bytearray()
+        self._done = threading.Event()
+
+    def __enter__(self) -> "Run":
+        if self.terminal:
+            self._master, slave = pty.openpty()
+            self.child = subprocess.Popen(
+                ["bash", "--norc", "--noprofile", "-i"],
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                cwd=ROOT,
+                env={**self.env, "PS1": "$ ", "HISTFILE": ""},
+                start_new_session=True,
+                preexec_fn=lambda: (_heed_ctrl_c(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+            )
+            os.close(slave)
+            self.type(shlex.join(self.command) + "\n")
+        else:
+            self._master, write_end = os.pipe()
+            self.child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                cwd=ROOT,
+                env=self.env,
+                start_new_session=True,
+                preexec_fn=_heed_ctrl_c,
+            )
+            os.close(write_end)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._look()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.child.kill()
+        self.child.wait()
+        self._done.set()
+        for thread in self._threads:
+            thread.join(5)
+        os.close(self._master)
+
+    # -------------------------------------------------------------------------------------------------- what it shows
+
+    @property
+    def output(self) -> str:
+        """What a user has seen so far."""
+        return self._output.decode(errors="replace").replace("\r\n", "\n")
+
+    def type(self, text: str) -> None:
+        """Type into the terminal."""
+        os.write(self._master, text.encode())
+
+    def info(self) -> dict:
+        """What the server says of itself; empty while it is not up."""
+        return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self.token) or {}
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
+        """Wait for a condition, as long as the run lives; returns what it returned."""
+        deadline = time.monotonic() + seconds
+        while not (result := condition()):
+            late, over = time.monotonic() > deadline, not self.terminal and self.child.poll() is not None
+            assert not (late or over), f"{'late' if late else 'the run ended'}: {what}\n{self.output[-6000:]}"
+            time.sleep(0.02)
+        return result
+
+    # ------------------------------------------------------------------------------------------------ whose it is
+
+    def processes(self) -> list[int]:
+        """Every living process of the run."""
+        self._look()
+        alive = []
+        for pid, started in list(self._seen.items()):
+            status = status_of(pid)
+            if status is not None and status[3] == started and status[0] not in "ZX" and pid != self._shell:
+                alive.append(pid)
+        return alive
+
+    @property
+    def _shell(self) -> int | None:
+        return self.child.pid if self.terminal else None
+
+    @property
+    def launcher(self) -> int:
+        if not self.terminal:
+            return self.child.pid
+        return self.until(lambda: self.children(self.child.pid), "the shell starts the launcher")[0]
+
+    @property
+    def trainer(self) -> int:
+        def started() -> list[int]:
+            return [pid for pid in self.children(self.launcher) if f" -m {self.entry} " in command_of(pid)]
+
+        return self.until(started, "the launcher starts the trainer")[0]
+
+    def children(self, parent: int) -> list[int]:
+        return [pid for pid in self.processes() if (status_of(pid) or ("", 0))[1] == parent]
+
+    def guard(self, service: str) -> int:
+        """Process of the guard that keeps a service."""
+        found = self.until(
+            lambda: re.search(rf"Started {re.escape(service)} \(process (\d+)\)", self.output), f"{service} starts"
+        )
+        return int(found[1])
+
+    def shared_files(self) -> list[str]:
+        """Files in /dev/shm which were not there before and which no process of somebody else has mapped.
+
+        By inode: a semaphore is mapped under a name that is gone.
+        """
+        new = {inode: name for name, inode in shared_inodes().items() if inode not in self.shm_before.values()}
+        own = set(self.processes())
+        others = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in own] if new else []
+        for pid in others:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    if " /dev/shm/" in line:
+                        new.pop(int(line.split()[4]), None)
+        return sorted(new.values())
+
+    def left(self) -> list[str]:
+        """Processes and shared files that are still there."""
+        return [f"{pid} {command_of(pid)[:100]}" for pid in self.processes()] + self.shared_files()
+
+    def exit_code(self) -> int:
+        """Of the launcher, as the shell sees it."""
+        if not self.terminal:
+            code = self.child.wait(30)
+            return code if code >= 0 else 128 - code
+        self.type("echo exit=$?\n")
+        return int(self.until(lambda: re.search(r"exit=(\d+)", self.output), "the shell answers", 30)[1])
+
+    def _look(self) -> None:
+        marker = f"{MARKER}={self.marker}".encode()
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            status = status_of(pid)
+            if status is None or self._seen.get(pid) == status[3]:
+                continue
+            _state, parent, session, started = status
+            # A process that sets its title overwrites its environment, so the family counts as well.
+            mine = self._is_seen(parent) or (session != pid and self._is_seen(session))
+            if not mine:
+                with contextlib.suppress(OSError):
+                    mine = marker in Path(f"/proc/{pid}/environ").read_bytes()
+            if mine:
+                self._seen[pid] = started
+
+    def _is_seen(self, pid: int) -> bool:
+        return pid in self._seen and (status_of(pid) or (0, 0, 0, None))[3] == self._seen[pid]
+
+    def _watch(self) -> None:
+        while not self._done.wait(LOOK_EVERY):
+            self._look()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # how a pseudo-terminal says that nobody is at its other end
+            while data := os.read(self._master, 65536):
+                self._output += data
+
+
+def _heed_ctrl_c() -> None:
+    """In a child: a shell's `&` may have left SIGINT ignored for these tests, and what is ignored is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _slow_train() -> None:
+    from trl_atropos import train
+
+    real = train.train
+
+    def slow(recipe) -> None:
+        import torch
+        import transformers
+
+        step, save = torch.optim.AdamW.step, transformers.PreTrainedModel.save_pretrained
+
+        def slow_step(self, *args, **kwargs):
+            time.sleep(SLOW_STEP_SECONDS / 2)
+            result = step(self, *args, **kwargs)
+            time.sleep(SLOW_STEP_SECONDS / 2)
+            return result
+
+        def slow_save(self, *args, **kwargs):
+            save(self, *args, **kwargs)
+            time.sleep(SLOW_SAVE_SECONDS)
+
+        if os.environ[SLOW] == "step":
+            torch.optim.AdamW.step = slow_step
+        else:
+            transformers.PreTrainedModel.save_pretrained = slow_save
+        real(recipe)
+
+    train.train = slow
+    train.main()
+
+
+if __name__ == "__main__":
+    _slow_train()

@@ -1,0 +1,155 @@
+"""`POST /generate` and the OpenAI routes on a real server: the contract that Atropos environments sample by."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+import requests
+import torch
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.server
+PROMPT = [64, 65, 66, 28]
+
+
+@pytest.fixture(scope="module")
+def reference(server_model):
+    return AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logps(model, prompt, tokens, temperature=1.0):
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def sampled(reply):
+    return [[next(iter(entry[0].values())) for entry in completion] for completion in reply["logprobs"]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(server, reference, temperature):
+    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, n=3, max_tokens=12, temperature=temperature).json()
+    for tokens, values in zip(reply["token_ids"], sampled(reply), strict=True):
+        expected = logps(reference, PROMPT, tokens, temperature)
+        assert torch.allclose(torch.tensor(values), expected, atol=1e-4)
+
+
+def test_n_completions_come_back_in_every_list(server):
+    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, n=5, max_tokens=6).json()
+    assert {len(reply[key]) for key in ("text", "finish_reasons", "logprobs", "token_ids")} == {5}
+    assert reply["prompt_token_ids"] == PROMPT
+    assert all(int(next(iter(e[0]))) == t for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True))
+
+
+def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
+    reply = server.generate(prompt="abc=", n=32, max_tokens=40, stop=["a"], temperature=2.0).json()
+    assert set(reply["finish_reasons"]) == {"stop", "length"}
+    for text, reason in zip(reply["text"], reply["finish_reasons"], strict=True):
+        assert reason == "stop" or "a" not in text
+
+
+def test_prompt_log_probabilities_are_flat_floats(server, reference):
+    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1).json()
+    assert reply["prompt_logprobs"][0] is None
+    values = [entry[str(token)] for entry, token in zip(reply["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
+    assert torch.allclose(torch.tensor(values), logps(reference, PROMPT[:1], PROMPT[1:]), atol=1e-4)
+
+
+def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server_model, reference):
+    config = APIServerConfig(
+        model_name="any name", tokenizer_name=server_model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+    )
+
+    async def ask():
+        client = VLLMServer(config)
+        completion = await client.tokens_and_logprobs_completion(prompt="abc=", n=4, max_tokens=8, temperature=1.0)
+        scores = await client.get_logprobs(input_ids=PROMPT, top_k=2)
+        return completion, scores
+
+    (prompt, tokens, values, reasons), scores = asyncio.run(ask())
+    assert len(tokens) == len(values) == len(reasons) == 4
+    for ids, lps in zip(tokens, values, strict=True):
+        assert torch.allclose(torch.tensor(lps), logps(reference, prompt, ids), atol=1e-4)
+    assert scores["prompt_tokens"] == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": "a", "temprature": 1.0}, "temprature"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": {"prompt_token_ids": [1] * 600}}, "512"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_the_reason(server, body, words):
+    reply = server.generate(**body)
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]
+
+
+def test_a_client_that_goes_away_stops_the_engine_from_working_for_it(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "abc=", "n": 8, "max_tokens": 500, "ignore_eos": True})
+    request = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(request.encode())
+        _wait_for(lambda: _running(server) > 0, "the request to run")
+    _wait_for(lambda: _running(server) == 0, "the request to be dropped", seconds=2)
+
+
+def test_openai_routes_answer_under_any_model_name(server):
+    text = {"model": "whatever", "prompt": "abc=", "max_tokens": 4}
+    chat = {"model": "whatever", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    for route, body in (("completions", text), ("chat/completions", chat)):
+        reply = requests.post(f"{server.url}/v1/{route}", json=body, timeout=30)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] <= 4
+
+
+def test_a_request_in_a_pause_waits_and_begins_with_the_next_version(server):
+    lease = requests.post(
+        f"{server.url}/trl_atropos/lease",
+        headers={"authorization": f"Bearer {server.token}"},
+        stream=True,
+        timeout=30,
+    )
+    version = server.control("GET", "/info").json()["policy_version"]
+    server.control("POST", "/pause")
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(server.generate(prompt="abc=", max_tokens=2)))
+    thread.start()
+    time.sleep(0.5)
+    assert replies == []
+    server.control("POST", "/resume", {"policy_version": version + 1})
+    thread.join(30)
+    lease.close()
+    assert replies[0].headers["x-policy-version"] == f"{version + 1}-{version + 1}"
+
+
+def test_text_and_token_prompts_are_the_same_prompt(server, server_model):
+    tokenizer = AutoTokenizer.from_pretrained(server_model)
+    replies = [
+        server.generate(prompt=prompt, max_tokens=1, prompt_logprobs=0).json()["prompt_logprobs"]
+        for prompt in ("abc=", {"prompt_token_ids": tokenizer.encode("abc=")})
+    ]
+    assert replies[0] == replies[1]
+
+
+def _running(server) -> int:
+    metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    return int(float(lines[0].rsplit(" ", 1)[1]))
+
+
+def _wait_for(condition, what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)

@@ -1,0 +1,83 @@
+"""Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.services import Services
+
+MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    token: str
+    model: str
+    services: Services
+
+    def control(self, method: str, route: str, body: dict | None = None, token: str | None = None):
+        headers = {"authorization": f"Bearer {token or self.token}"}
+        return requests.request(method, f"{self.url}/trl_atropos{route}", json=body, headers=headers, timeout=30)
+
+    def generate(self, **body):
+        return requests.post(f"{self.url}/generate", json={"logprobs": 0, **body}, timeout=60)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def running_server(model: str | Path, log_dir: Path, *flags: str) -> Iterator[Server]:
+    """A vLLM server on `model`, in processes of its own; stopped at the end."""
+    port, token = free_port(), uuid.uuid4().hex
+    command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), *flags]
+    url = f"http://127.0.0.1:{port}"
+    with Services(log_dir) as services:
+        environment = {**ENVIRONMENT, TOKEN_VARIABLE: token}
+        services.start("vllm", command, env=environment, health_url=f"{url}/health")
+        services.wait_healthy("vllm", 180)
+        yield Server(url, token, str(model), services)
+
+
+def make_tiny_model(folder: Path, seed: int = 0) -> str:
+    """The quickstart's model."""
+    import runpy
+
+    recipe = runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "recipes", "quickstart", "make_model.py"))
+    recipe["make_model"](str(folder), seed)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def server_model(tmp_path_factory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("server_model"))
+
+
+@pytest.fixture(scope="session")
+def server(server_model, tmp_path_factory) -> Iterator[Server]:
+    """The server that tests share. Who changes its weights puts them back."""
+    with running_server(server_model, tmp_path_factory.mktemp("server_logs")) as running:
+        yield running

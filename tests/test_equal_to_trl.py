@@ -1,0 +1,189 @@
+"""On the same rollouts, `AtroposGRPOTrainer` takes the very steps that TRL's own `GRPOTrainer` takes, bit for bit.
+
+TRL gets the rollouts through its documented `rollout_func`; groups are of one size and the sampler correction is off,
+because that is as far as TRL goes without a vLLM of its own. Everything else is in `test_reference.py`.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.rollout_factory import Group, arguments, make_group, record, step_logs, uniform_batch
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+from trl_atropos.config import LOSS_TYPES
+
+STEPS = 4
+GROUP_SIZE = 4
+BATCH = 8  # rows per micro-batch
+OF_THE_CLOCK = {"step_time", "epoch"}  # and of the spare data that TRL gets
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kl": {"beta": 0.1},
+    "kl without bias correction": {"beta": 0.1, "use_bias_correction_kl": False},
+    "moving reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "gradient accumulation": {"gradient_accumulation_steps": 2},
+    "two iterations": {"num_iterations": 2},
+    "two iterations, accumulated": {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1},
+    "generation ahead": {"steps_per_generation": 4},
+    "generation ahead, accumulated": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "generation across the step": {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2},
+    "scale none": {"scale_rewards": "none"},
+    "sequence level": {"importance_sampling_level": "sequence", "num_iterations": 2},
+    "two-sided clipping": {"delta": 1.3, "epsilon_high": 0.28, "num_iterations": 2},
+    "off-policy mask": {"off_policy_mask_threshold": 0.001},
+    "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "temperature": {"temperature": 0.7},
+    "truncated rows left out": {"mask_truncated_completions": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "padding to a multiple": {"pad_to_multiple_of": 8},
+}
+LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": "gaussian"}
+
+
+class WatchedReplay(ReplaySource):
+    """Notes the state of torch's random numbers at every pull."""
+
+    def poll(self, num_rows, timeout):
+        self.random_states.append(torch.get_rng_state())
+        return super().poll(num_rows, timeout)
+
+
+def trl_rollouts(groups: list[Group]) -> dict[str, list]:
+    """What a `rollout_func` returns for these groups. Every sequence ends in a trained token."""
+    columns: dict[str, list] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score")}
+    for group in groups:
+        for tokens, mask, logprobs, score in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], group["scores"]
+        ):
+            start = next(i for i, entry in enumerate(mask) if entry != -100)
+            columns["prompt_ids"].append(tokens[:start])
+            columns["completion_ids"].append(tokens[start:])
+            columns["logprobs"].append([math.nan if value == 1.0 else value for value in logprobs[start:]])
+            columns["env_mask"].append([int(entry != -100) for entry in mask[start:]])
+            columns["score"].append(score)
+    return columns
+
+
+def atropos_score(score, **kwargs):
+    return score
+
+
+def compare(
+    model: Path, folder: Path, *, lora: dict[str, Any] | None = None, alike_groups: bool = True, **settings: Any
+) -> list[dict[str, Any]]:
+    """Trains with both trainers on the same recording; returns the log after checking that it is the same."""
+    run = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, **settings}
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    per_generation = settings.get("steps_per_generation", accumulation)
+    rows = BATCH * per_generation
+    generations = math.ceil(STEPS * accumulation / (per_generation * settings.get("num_iterations", 1)))
+    batches = [
+        uniform_batch(model, GROUP_SIZE, rows // GROUP_SIZE, seed, logprobs="some") for seed in range(generations)
+    ]
+    batches[0][0]["tokens"][0][-1] = batches[0][0]["masks"][0][-1] = 65  # one row that did not come to an end
+    if alike_groups:
+        batches[-1][-1]["scores"] = [0.25] * GROUP_SIZE  # one group without variance
+    peft = {"peft_config": LoraConfig(**lora)} if lora else {}
+
+    source = WatchedReplay(record(folder / "rollouts.jsonl", *batches))
+    source.random_states = []
+    config = AtroposGRPOConfig(
+        **arguments(folder / "ours", **run),
+        replay_paths=["given as rollout_source"],
+        vllm_importance_sampling_correction=False,
+    )
+    ours = AtroposGRPOTrainer(str(model), args=config, rollout_source=source, **peft)
+    ours.train()
+
+    pulled, random_states = iter(batches), []
+
+    def rollout_func(prompts, trainer):
+        random_states.append(torch.get_rng_state())
+        return trl_rollouts(next(pulled))
+
+    prompts = [""] * ((generations + 1) * rows // GROUP_SIZE)  # one generation to spare: no epoch ends in the run
+    theirs = GRPOTrainer(
+        str(model),
+        reward_funcs=[atropos_score],
+        args=GRPOConfig(**arguments(folder / "theirs", num_generations=GROUP_SIZE, **run)),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        rollout_func=rollout_func,
+        **peft,
+    )
+    theirs.train()
+
+    assert len(random_states) == len(source.random_states) == generations
+    assert all(torch.equal(a, b) for a, b in zip(source.random_states, random_states))
+    log = logged(theirs)
+    assert len(log) == STEPS
+    assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in log)
+    for mine, other in zip(logged(ours), log, strict=True):
+        assert {name: mine[name] for name in other} == other
+    for (name, mine), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    return log
+
+
+def logged(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in entry.items() if k not in OF_THE_CLOCK} for entry in step_logs(trainer)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_takes_the_same_steps(tiny_model, tmp_path, loss_type):
+    log = compare(tiny_model, tmp_path, loss_type=loss_type)
+    assert len({entry["loss"] for entry in log}) == STEPS
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_takes_the_same_steps_with_reused_rollouts(tiny_model, tmp_path, loss_type):
+    compare(
+        tiny_model,
+        tmp_path,
+        loss_type=loss_type,
+        num_iterations=2,
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+        beta=0.05,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_takes_the_same_steps(tiny_model, tmp_path, setting):
+    compare(tiny_model, tmp_path, **SETTINGS[setting])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_scaling_by_the_batch_takes_the_same_steps(tiny_model, tmp_path):
+    """Only there TRL's `frac_reward_zero_std` tells of the batch, and ours still of the groups."""
+    compare(tiny_model, tmp_path, alike_groups=False, scale_rewards="batch")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_adapter_takes_the_same_steps(tiny_model, tmp_path, beta):
+    compare(tiny_model, tmp_path, lora=LORA, beta=beta, num_iterations=2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_another_seed_takes_other_steps(tiny_model, tmp_path):
+    """The order in which rows meet in micro-batches is the seed's, so the comparison above is not of constants."""
+    options = {"gradient_accumulation_steps": 2, "loss_type": "bnpo"}
+    first = compare(tiny_model, tmp_path / "a", seed=1, **options)
+    second = compare(tiny_model, tmp_path / "b", seed=2, **options)
+    assert [entry["loss"] for entry in first] != [entry["loss"] for entry in second]
+
+
+def test_the_rollouts_have_what_the_settings_act_on(tiny_model):
+    group = make_group(tiny_model, GROUP_SIZE, 0, turns=2, logprobs="some")
+    columns = trl_rollouts([group])
+    assert any(0 in mask for mask in columns["env_mask"])
+    assert any(math.isnan(value) for row in columns["logprobs"] for value in row)

@@ -1,0 +1,98 @@
+"""The pair of server and trainer holds the weights once: measured from the kernel's own accounts of both processes."""
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from tests.server_process import Server, running_server
+from trl_atropos import AtroposGRPOConfig
+from trl_atropos.weights.colocate import ColocatePublisher
+
+pytestmark = pytest.mark.server
+
+MAPPING = "memfd:trl_atropos_weights"
+
+
+def accounts(pid: int) -> dict[str, int]:
+    """Bytes of the shared weights (`shared_rss`, `shared_pss`), and private bytes of everything else."""
+    totals, shared = {"shared_rss": 0, "shared_pss": 0, "private": 0}, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            shared = MAPPING in line
+            continue
+        if shared and first in ("Rss:", "Pss:"):
+            totals[f"shared_{first[:3].lower()}"] += int(rest.split()[0]) * 1024
+        if not shared and first in ("Private_Dirty:", "Private_Clean:"):
+            totals["private"] += int(rest.split()[0]) * 1024
+    return totals
+
+
+def settle() -> None:
+    """Gives freed memory back to the system, so that it is not counted."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def engine_of(server: Server) -> int:
+    """The process of a server that maps the weights."""
+    guard = psutil.Process(server.services._services["vllm"].guard.pid)
+    children = guard.children(recursive=True)
+    (engine,) = [child.pid for child in children if MAPPING in Path(f"/proc/{child.pid}/maps").read_text()]
+    return engine
+
+
+@pytest.fixture(scope="module")
+def large_model(server_model, tmp_path_factory) -> tuple[str, int]:
+    """A model of at least 100 MB, and its size in bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(server_model)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=3,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    folder = tmp_path_factory.mktemp("large_model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder), sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path):
+    folder, size = large_model
+    assert size >= 100e6
+    args = AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True)
+    small = accounts(engine_of(server))["private"]  # what an engine needs besides its weights
+    with running_server(folder, tmp_path / "logs") as large:
+        settle()
+        private_before = accounts(os.getpid())["private"]
+        publisher = ColocatePublisher(large.url, 60, token=large.token)
+        model = publisher.load(folder, args)
+        settle()
+        trainer, sampler = accounts(os.getpid()), accounts(engine_of(large))
+        with torch.no_grad():  # every page is really there, and really the same on both sides
+            total = sum(parameter.double().sum() for parameter in model.parameters())
+        assert torch.isfinite(total)
+        publisher.close()
+    assert trainer["shared_rss"] == pytest.approx(size, rel=0.1)
+    assert sampler["shared_rss"] == pytest.approx(size, rel=0.1)
+    pair = trainer["shared_pss"] + sampler["shared_pss"]
+    private = max(0, trainer["private"] - private_before) + max(0, sampler["private"] - small)
+    print(f"weights {size / 1e6:.1f} MB: shared by the pair {pair / 1e6:.1f} MB, private {private / 1e6:.1f} MB more")
+    assert pair + private == pytest.approx(size, rel=0.1)
+
