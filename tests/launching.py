@@ -160,7 +160,13 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._look()
+        for pid in self.processes():
+            if f" -m {self.entry} " in command_of(pid):  # the guards know what else there is to remove
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -188,12 +194,17 @@ class Run:
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
         """Wait for a condition, as long as the run lives; returns what it returned."""
-        deadline = time.monotonic() + seconds
+        deadline, look_at = time.monotonic() + seconds, time.monotonic() + 1
         while not (result := condition()):
-            late, over = time.monotonic() > deadline, not self.terminal and self.child.poll() is not None
-            assert not (late or over), f"{'late' if late else 'the run ended'}: {what}\n{self.output[-6000:]}"
+            assert time.monotonic() < deadline, f"late: {what}\n{self.output[-6000:]}"
+            if time.monotonic() > look_at:
+                assert self._lives(), f"the run ended: {what}\n{self.output[-6000:]}"
+                look_at = time.monotonic() + 1
             time.sleep(0.02)
         return result
+
+    def _lives(self) -> bool:
+        return bool(self.processes()) or len(self._seen) <= 1  # the launcher, or a shell that has not started it
 
     # ------------------------------------------------------------------------------------------------ whose it is
 
@@ -259,7 +270,11 @@ class Run:
             code = self.child.wait(30)
             return code if code >= 0 else 128 - code
         self.type("echo exit=$?\n")
-        return int(self.until(lambda: re.search(r"exit=(\d+)", self.output), "the shell answers", 30)[1])
+        deadline = time.monotonic() + 30
+        while not (found := re.search(r"exit=(\d+)", self.output)):
+            assert time.monotonic() < deadline, self.output[-3000:]
+            time.sleep(0.05)
+        return int(found[1])
 
     def _look(self) -> None:
         marker = f"{MARKER}={self.marker}".encode()

@@ -157,7 +157,6 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "gradient_checkpointing": False,
         "max_completion_length": 16,
-        "shuffle_dataset": False,
     }
     return usual | settings
 

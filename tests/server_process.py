@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services import Services
@@ -54,6 +55,8 @@ def running_server(model: str | Path, log_dir: Path, *flags: str) -> Iterator[Se
     port, token = free_port(), uuid.uuid4().hex
     command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), *flags]
+    if torch.cuda.is_available():  # several servers share the device with the trainer
+        command += ["--gpu-memory-utilization", "0.1"]
     url = f"http://127.0.0.1:{port}"
     with Services(log_dir) as services:
         environment = {**ENVIRONMENT, TOKEN_VARIABLE: token}

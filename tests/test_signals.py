@@ -144,6 +144,36 @@ say("not reached")
     assert outcome(program, tmp_path) == (130, ["quiet"])
 
 
+def test_ctrl_c_waits_for_the_end_of_a_deferred_block_in_a_program_without_our_handlers(tmp_path):
+    program = """
+try:
+    with deferred():
+        me(signal.SIGINT)
+        say("done")
+except KeyboardInterrupt:
+    say("interrupted")
+try:
+    me(signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    say("at once again")
+"""
+    assert outcome(program, tmp_path) == (0, ["done", "interrupted", "at once again"])
+
+
+def test_a_second_ctrl_c_breaks_out_of_a_deferred_block_in_a_program_without_our_handlers(tmp_path):
+    program = """
+try:
+    with deferred():
+        me(signal.SIGINT)
+        me(signal.SIGINT)
+        say("not reached")
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+    assert outcome(program, tmp_path) == (0, ["interrupted"])
+
+
 def test_deferred_does_nothing_outside_the_main_thread(tmp_path):
     program = """
 install_handlers()

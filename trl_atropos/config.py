@@ -166,7 +166,6 @@ class AtroposGRPOConfig(GRPOConfig):
         self.use_vllm = False
         self._check_run_length()
         self._check_values()
-        self._check_correction()
         self._check_batch()
         self._check_urls()
         self._warn_unused()
@@ -176,6 +175,7 @@ class AtroposGRPOConfig(GRPOConfig):
         asked, self.num_generations = self.num_generations, 2
         super().__post_init__()
         self.num_generations = asked
+        self._check_correction()  # only now, because `generation_kwargs` may come as JSON
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:

@@ -92,6 +92,7 @@ class EnvironmentSpec(BaseModel):
             ) from error
 
 
+ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by their type, but `false` is understood
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 
 
@@ -176,7 +177,7 @@ def _check_keys(path: str, known: set[str]) -> None:
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
         wanted = _wanted(value, hints.get(key, Any))
-        if wanted:
+        if wanted and not (value is False and key in ALSO_FALSE):
             raise RecipeError(f"{path}: `{key}` is {value!r}. Write {wanted}.")
 
 

@@ -10,6 +10,7 @@ import errno
 import http.client
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -36,6 +37,9 @@ GUARD_MARGIN = 2.0  # seconds that a guard may take on top of its grace and the 
 POLL = 0.2
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
+TAIL_WIDTH = 500
+NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
+"""What triton's bindings say in some fifty lines when a vLLM process ends; the reason for its end is above them."""
 
 LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
     f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
@@ -166,6 +170,12 @@ class Services:
         """Call `on_death` once, from a thread, as soon as a service dies that `stop` was not called for."""
         threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
 
+    def await_death(self, timeout: float) -> None:
+        """Give a service `timeout` seconds to die of what it suffers from: `watch` raises as soon as it has."""
+        deadline = time.monotonic() + timeout
+        while self._services and time.monotonic() < deadline:
+            time.sleep(POLL)
+
     def stop(self, order: Iterable[str] | None = None) -> None:
         """Stop the services, by default in reverse order of their start. Returns when nothing of them is left.
 
@@ -257,14 +267,14 @@ def require_free_port(url: str, what: str, fix: str) -> None:
 
 
 def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file; empty if it does not exist."""
+    """The last lines of a log file, without `NOISE`; empty if it does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
 def _own_environment() -> dict[str, str]:
@@ -292,4 +302,15 @@ def _describe(code: int) -> str:
 
 
 def _end_of_log(service: Service) -> str:
-    return f"The last lines of {service.log_path}:\n{tail(service.log_path)}"
+    lines: list[str] = []
+    frame: list[str] = []  # of a traceback, only the innermost is shown: the others push out what is to be read
+    for line in tail(service.log_path, lines=10 * TAIL_LINES).splitlines():
+        line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
+        if line.startswith('  File "'):
+            frame = [line]
+        elif frame and line.startswith("    "):
+            frame.append(line)
+        else:
+            lines += [*frame, line]
+            frame = []
+    return f"The last lines of {service.log_path}:\n" + "\n".join([*lines, *frame][-TAIL_LINES:])

@@ -128,6 +128,10 @@ def deferred(echo: float = ECHO_SECONDS) -> Iterator[None]:
         yield
         return
     state = _state
+    if not state.installed:
+        with _keeping_ctrl_c():
+            yield
+        return
     state.echo = echo
     state.depth += 1
     try:
@@ -137,6 +141,29 @@ def deferred(echo: float = ECHO_SECONDS) -> Iterator[None]:
         if state.depth == 0 and state.kept is not None and not state.under_way:
             state.under_way = True
             raise state.kept
+
+
+@contextmanager
+def _keeping_ctrl_c() -> Iterator[None]:
+    """The same in a program of the user's own, whose handlers are not ours: only Ctrl-C is kept, a second one is not."""
+    usual = signal.getsignal(signal.SIGINT)
+    if not callable(usual):  # ignored, left to the system, or set from outside of Python
+        yield
+        return
+    came: list[int] = []
+
+    def keep(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        if len(came) > 1:
+            usual(signum, frame)
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if len(came) == 1:
+            usual(signal.SIGINT, None)
 
 
 def interrupt_main_with(error: BaseException) -> None:

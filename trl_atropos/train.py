@@ -15,6 +15,7 @@ import warnings
 from trl_atropos.signals import die_with_launcher, install_handlers, interrupt_main_with
 
 STARTED = time.monotonic()
+DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
 
 
 def main() -> None:
@@ -64,6 +65,7 @@ def run(recipe) -> None:
     """Trains by `recipe` (a `trl_atropos.recipe.Recipe`)."""
     from accelerate import PartialState
 
+    from trl_atropos.errors import AttachError, ServerError
     from trl_atropos.services import Services
 
     _set_up_logging()
@@ -73,12 +75,17 @@ def run(recipe) -> None:
             start_services(recipe, services)
             services.watch(interrupt_main_with)
         PartialState().wait_for_everyone()
-        train(recipe)
+        try:
+            train(recipe)
+        except ServerError as error:
+            if not isinstance(error, AttachError):
+                services.await_death(DYING_SECONDS)  # if it is a service that dies, its name and log say more
+            raise
 
 
 def check_files(recipe) -> None:
     """What a run reads and writes, before it starts anything that takes long."""
-    from transformers.utils import cached_file
+    from transformers import AutoConfig
 
     from trl_atropos.recipe import RecipeError
 
@@ -93,8 +100,12 @@ def check_files(recipe) -> None:
         ) from error
     _checkpoint(recipe.training)
     try:
-        cached_file(model.model_name_or_path, "config.json", revision=model.model_revision)
-    except OSError as error:
+        AutoConfig.from_pretrained(
+            model.model_name_or_path,
+            revision=model.model_revision,
+            trust_remote_code=recipe.training.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
         raise RecipeError(
             f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}. Set "
             "`model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
@@ -170,6 +181,7 @@ def train(recipe) -> None:
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
+    recorded.source.vocab_size = trainer.model.get_input_embeddings().num_embeddings
     if not training.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(LineCallback)
@@ -223,6 +235,10 @@ def _set_up_logging() -> None:
 
 
 def _say_error(message: str) -> None:
+    from tqdm.auto import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # at exit it would be drawn once more, below the message
     sys.stdout.flush()
     sys.stderr.write(f"\ntrl_atropos: error: {message}\n")
 

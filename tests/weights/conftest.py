@@ -42,7 +42,7 @@ def make_trainer(server, recording, tmp_path) -> Iterator[Callable[..., AtroposG
             per_device_train_batch_size=8,
             max_completion_length=32,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             report_to="none",
             disable_tqdm=True,
             logging_steps=1,

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.server_process import running_server
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
@@ -34,7 +35,7 @@ def test_gpt2_is_trained_in_place(server_model, recording, tmp_path):
         max_steps=5,
         learning_rate=1e-2,
         per_device_train_batch_size=8,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         logging_steps=1,
     )
@@ -45,5 +46,8 @@ def test_gpt2_is_trained_in_place(server_model, recording, tmp_path):
         trainer.train()
     assert publisher.policy_version == 5
     assert publisher.probe_max_abs_diff <= 1e-4
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-5", dtype=torch.float32)
+    for (name, saved), trained in zip(plain.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(saved, trained.detach().cpu()), name
     state = json.loads((tmp_path / "run" / "checkpoint-5" / "trainer_state.json").read_text())
     assert all(float(entry["grad_norm"]) > 0 for entry in state["log_history"] if "grad_norm" in entry)

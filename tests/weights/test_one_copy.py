@@ -14,7 +14,10 @@ from tests.server_process import Server, running_server
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.weights.colocate import ColocatePublisher
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="reads the kernel's accounts of memory on the CPU"),
+]
 
 MAPPING = "memfd:trl_atropos_weights"
 

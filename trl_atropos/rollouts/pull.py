@@ -182,8 +182,8 @@ class BatchPuller:
         if environment is None:
             return (
                 f"No environment has registered with the Atropos API at {self._client.url}. Start one with "
-                f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if one "
-                "runs, its log says what it waits for."
+                f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if "
+                "one runs, its log says what it waits for."
             )
         return (
             f"{api} has an environment, but its queue is empty: nothing that was sampled is delivered. Look at the "

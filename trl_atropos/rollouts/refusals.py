@@ -43,7 +43,7 @@ def refuse_placeholder_tokens(group: ScoredGroup) -> None:
 
 
 def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
-    """An id beyond the embedding would end the trainer inside torch; one tokenizer for another's model has such ids."""
+    """An id beyond the embedding would end the trainer inside torch. It comes from the tokenizer of another model."""
     highest = max(map(max, filter(None, group.tokens)), default=0)
     if vocab_size is not None and highest >= vocab_size:
         raise RolloutError(

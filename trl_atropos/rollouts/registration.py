@@ -59,8 +59,8 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
             f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "
             f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
             f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest sequence + 1). Set "
-            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts queued "
-            "there, or restart the API; restart the environments in both cases."
+            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts "
+            "queued there, or restart the API; restart the environments in both cases."
         )
     return client.status()
 

@@ -26,9 +26,14 @@ class ReplaySource:
         loop: begin again when the recording is used up.
         single_row_groups: what a group of one means, see `schema.rows_of`.
 
+    Attributes:
+        vocab_size: how many token ids the model's embedding has, set before `start`; None = ids are not checked.
+
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
     """
+
+    vocab_size: int | None = None
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class ReplaySource:
 
     def start(self, run: RunInfo) -> None:
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
+            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=self.vocab_size
         )
         self._files = recorded_files(self._paths)
         self._batches = self._read()
@@ -89,7 +94,8 @@ class ReplaySource:
         if not self._loop:
             raise RolloutError(
                 f"The recording is used up: it has {self._recorded_rows} rows, and {len(self._rows)} are left for a "
-                f"batch of {num_rows}. Train fewer steps (`max_steps`), record more, or replay it with `loop=True`."
+                f"batch of {num_rows}. Train fewer steps (`max_steps`), record more, or (in code) replay it with "
+                "`loop=True`."
             )
         self._recorded_rows = 0
         self._batches = self._read()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import vllm
 from packaging.version import Version
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 
 try:  # later versions have a class for what the client got wrong
     from vllm.exceptions import VLLMClientError

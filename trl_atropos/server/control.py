@@ -36,7 +36,7 @@ from trl_atropos.server.generate import BadRequest, NotFinished, generate
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-LEAVE_GRACE = 5.0  # seconds between asking vLLM to shut down and leaving all the same
+LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and leaving all the same
 OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -103,6 +103,8 @@ class Control:
             response = _error(400, str(error))
         except NotFinished as error:
             response = _error(503, str(error))
+        except compat.EngineDeadError:
+            response = self._engine_died()
         except Exception as error:
             logger.exception("a /generate request failed")
             response = _error(500, f"{type(error).__name__}: {error}")
@@ -152,6 +154,8 @@ class Control:
             response = _error(409, str(error))
         except ValueError as error:
             response = _error(400, str(error))
+        except compat.EngineDeadError:
+            response = self._engine_died()
         except Exception as error:
             logger.exception("control request %s failed", path)
             response = _error(500, f"{type(error).__name__}: {error}")
@@ -228,8 +232,15 @@ class Control:
             self._leave("the trainer left while the server was paused: its weights may be half written")
         return None
 
+    def _engine_died(self) -> Response:
+        """vLLM itself would notice within five seconds, and then wait for its clients."""
+        self._leave("vLLM's EngineCore process died")
+        return _error(503, self.broken)
+
     def _leave(self, reason: str) -> None:
         """Answers nothing from now on and ends the process, whatever connections are still open."""
+        if self.broken is not None:
+            return
         self.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.broken)
         threading.Thread(target=_exit_within, args=(LEAVE_GRACE,), daemon=True).start()

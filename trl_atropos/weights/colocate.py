@@ -144,8 +144,8 @@ class ColocatePublisher(ServerPublisher):
     # -------------------------------------------------------------------------------------------------- each publish
 
     def hold(self) -> None:
-        super().hold()
         self._writes_when_held = self._writes()
+        super().hold()
 
     def pause(self) -> None:
         """Everything depends on the parameters still being the server's memory: checked before the step writes."""

@@ -37,6 +37,7 @@ def attach(model: torch.nn.Module, attachment: Attachment) -> dict[str, torch.Te
             )
         views[name] = view
     _replace(model, views)
+    model.register_state_dict_post_hook(_make_contiguous)
     return views
 
 
@@ -60,6 +61,13 @@ def _replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
     for module in model.modules():
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, leaf, replacements[id(parameter)])
+
+
+def _make_contiguous(model: torch.nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+    """Saving knows no transposed views (GPT-2's linear layers are): such weights leave the model as copies."""
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            state_dict[name] = value.contiguous()
 
 
 def detached(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> list[str]:

@@ -116,8 +116,9 @@ class ServerPublisher(PolicyPublisher):
 
     def hold(self) -> None:
         if self.writes_in_place:
-            self.pause()
-            self._held = True
+            with deferred():
+                self.pause()
+                self._held = True
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._publish(lambda: None, policy_version)
@@ -133,10 +134,10 @@ class ServerPublisher(PolicyPublisher):
 
     def _publish(self, step: Callable[[], Any], next_version: int, optimizer: Any = None) -> Any:
         started = time.perf_counter()
-        if self.writes_in_place and not self._held:
-            self.pause()
-        paused = time.perf_counter()
-        with deferred():  # Ctrl-C must not leave half of the weights written
+        with deferred():  # Ctrl-C must leave no weights half written, nor a server paused that would take them for it
+            if self.writes_in_place and not self._held:
+                self.pause()
+            paused = time.perf_counter()
             result = step()
             if optimizer is not None and optimizer.step_was_skipped:
                 next_version = self.policy_version  # a gradient scaler found no finite gradient: nothing is new

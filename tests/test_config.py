@@ -1,0 +1,232 @@
+"""`AtroposGRPOConfig`: what it refuses and says, what it warns of, what it understands."""
+
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOConfig, TrlParser
+
+from trl_atropos import AtroposGRPOConfig
+from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, UNUSED_FIELDS
+
+USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
+OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
+
+# Settings, and what the message must say: the value seen, and the fix.
+REFUSED = {
+    "no length": ({"max_steps": -1}, r"`max_steps` is -1.*set `max_steps` to the number of optimizer steps"),
+    "no steps": ({"max_steps": 0}, r"`max_steps` is 0.*set `max_steps`"),
+    "evaluation": ({"eval_strategy": "steps", "eval_steps": 5}, r"Remove `eval_strategy`.*evaluate in the env"),
+    "evaluation at the start": ({"eval_on_start": True}, r"Remove `eval_strategy` and `eval_on_start`"),
+    "best model": ({"load_best_model_at_end": True}, r"`load_best_model_at_end` needs evaluation.*remove it"),
+    "mode": ({"vllm_mode": "banana"}, r"`vllm_mode` is 'banana'. Set it to one of: colocate"),
+    "loss": ({"loss_type": "ppo"}, r"`loss_type` is 'ppo'. Set it to one of: grpo, bnpo, .*, vespo"),
+    "correction": (
+        {"vllm_importance_sampling_mode": "token"},
+        r"`vllm_importance_sampling_mode` is 'token'. Set it to one of: token_truncate, .*sequence_mask",
+    ),
+    "level": ({"importance_sampling_level": "word"}, r"`importance_sampling_level` is 'word'.*: token, sequence"),
+    "scaling": ({"scale_rewards": "std"}, r"`scale_rewards` is 'std'. Set it to one of: group, batch, none"),
+    "single rows": ({"single_row_groups": "keep"}, r"`single_row_groups` is 'keep'.*: refuse, raw, zero"),
+    "no time for rollouts": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
+    "no time to publish": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
+    "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
+    "too short": ({"max_sequence_length": 1}, r"`max_sequence_length` is 1. Set it to the longest prompt plus"),
+    "greedy": ({"temperature": 0.0}, r"`temperature` is 0.0.*set it to the temperature above 0"),
+    "another temperature": (
+        {"temperature": 1.0, "sampling_temperature": 0.7},
+        r"`sampling_temperature` is 0.7 but `temperature` is 1.0.*set `temperature: 0.7`, or let the environments",
+    ),
+    "another temperature among the generation settings": (
+        {"generation_kwargs": {"temperature": 0.7}},
+        r"`generation_kwargs\['temperature'\]` is 0.7 but `temperature` is 1.0.*set `temperature: 0.7`",
+    ),
+    "another temperature in JSON, as on the command line": (
+        {"generation_kwargs": '{"temperature": 0.7}'},
+        r"`generation_kwargs\['temperature'\]` is 0.7 but `temperature` is 1.0.*set `temperature: 0.7`",
+    ),
+    "vespo with sequence_mask": (
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+        r"'sequence_mask'. Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: ",
+    ),
+    "vespo with sequence_truncate": (
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},
+        r"'sequence_truncate'. Set it to 'token_truncate'",
+    ),
+    "odd batch": (
+        {"per_device_train_batch_size": 3},
+        r"A generation batch has 3 rows \(per_device_train_batch_size 3 x 1 processes x 1 .*must be even.*Change `per",
+    ),
+    "no URL": ({"atropos_url": "localhost:8000"}, r"`atropos_url` is 'localhost:8000'.*Write it as `http://host:port`"),
+    "no URL of the server": ({"vllm_server_base_url": "http://"}, r"`vllm_server_base_url` is 'http://'.*Write it as"),
+    "no port": ({"atropos_url": "http://localhost:eight"}, r"`atropos_url` is .*eight.*Write it as `http://host:port`"),
+    "one URL for two servers": (
+        {"atropos_url": "http://127.0.0.1:9001/", "vllm_server_base_url": "http://127.0.0.1:9001/v1"},
+        r"are both http://127.0.0.1:9001. They are two servers: give each its own port",
+    ),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"cannot be sharded: remove `deepspeed`"),
+    "fsdp": ({"fsdp": "full_shard"}, r"cannot be sharded: remove `fsdp`"),
+}  # fmt: skip
+
+# A value for each field that has no effect, other than its default.
+UNUSED_VALUES = {
+    "num_generations": 4,
+    "num_generations_eval": 4,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "generation_kwargs": {"temperature": 1.0},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "cache_implementation": "static",
+    "max_tool_calling_iterations": 3,
+    "use_transformers_continuous_batching": True,
+    "vllm_structured_outputs_regex": "a*",
+    "vllm_enable_sleep_mode": True,
+    "vllm_model_impl": "transformers",
+    "reward_weights": [1.0],
+    "multi_objective_aggregation": "normalize_then_sum",
+    "shuffle_dataset": False,
+}
+
+
+def configure(**settings) -> AtroposGRPOConfig:
+    return AtroposGRPOConfig(**USUAL | settings)
+
+
+def from_yaml(folder: Path, *flags: str, **settings) -> AtroposGRPOConfig:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(USUAL | settings))
+    return TrlParser((AtroposGRPOConfig,)).parse_args_and_config(["--config", str(path), *flags])[0]
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_the_fix(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        configure(**settings)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_recipe_is_checked_like_python(tmp_path, case):
+    """YAML goes past the `choices` of the parser, so that only these checks stand between it and the run."""
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        from_yaml(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_sharding_that_only_the_launcher_knows_of_is_refused(monkeypatch, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(ValueError, match=f"remove `{name}` from the configuration of `accelerate launch`"):
+        configure()
+
+
+def test_an_odd_batch_is_counted_over_all_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"has 15 rows .*per_device_train_batch_size 1 x 3 processes x 5 steps"):
+        configure(per_device_train_batch_size=1, gradient_accumulation_steps=5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+def test_every_loss_goes_with_every_correction_but_vespo_with_those_of_sequences(loss_type, mode):
+    settings = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
+    if loss_type == "vespo" and mode.startswith("sequence"):
+        with pytest.raises(ValueError, match="token-level"):
+            configure(**settings)
+        settings["vllm_importance_sampling_correction"] = False
+    config = configure(**settings)
+    assert (config.loss_type, config.vllm_importance_sampling_mode) == (loss_type, mode)
+
+
+def test_recorded_rollouts_may_be_trained_on_sharded(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert configure(replay_paths=["somewhere"]).replay_paths == ["somewhere"]
+
+
+# --------------------------------------------------------------------------------------------------------- warnings
+
+
+def test_every_setting_without_effect_is_tried_here():
+    assert set(UNUSED_VALUES) == set(UNUSED_FIELDS)
+
+
+@pytest.mark.parametrize("name", UNUSED_FIELDS)
+def test_a_setting_without_effect_is_warned_of_by_name(name):
+    with pytest.warns(UserWarning, match=rf"no effect, because the environments generate: {name}\. Set .*environment"):
+        configure(**{name: UNUSED_VALUES[name]})
+
+
+def test_settings_with_effect_are_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        configure(loss_type="cispo", epsilon_high=5.0, beta=0.1, temperature=0.7, max_completion_length=64)
+
+
+# --------------------------------------------------------------------------------------------------- understanding
+
+
+@pytest.mark.parametrize("asked", [16, 3])
+def test_num_generations_is_what_was_asked_for_and_constrains_nothing(asked):
+    with pytest.warns(UserWarning, match="num_generations"):
+        config = configure(num_generations=asked, per_device_train_batch_size=2)
+    assert (config.num_generations, config.generation_batch_size) == (asked, 2)
+
+
+def test_the_defaults_are_for_rollouts_of_an_older_policy_scored_in_the_servers_dtype():
+    config = configure()
+    assert config.num_generations == 8
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    assert (config.use_vllm, config.bf16) == (False, False)
+
+
+def test_a_vllm_of_trls_own_is_never_started():
+    assert configure(use_vllm=True).use_vllm is False
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_the_booleans_that_trl_takes(given, meant):
+    assert configure(scale_rewards=given).scale_rewards == meant
+
+
+def test_urls_lose_what_clients_append_themselves():
+    config = configure(atropos_url="http://127.0.0.1:8000/", vllm_server_base_url="http://127.0.0.1:9001/v1/")
+    assert (config.atropos_url, config.vllm_server_base_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:9001")
+
+
+def test_trls_server_port_is_understood_where_there_is_no_url():
+    config = configure(vllm_server_base_url=None, vllm_server_port=9123)
+    assert config.vllm_server_base_url == "http://127.0.0.1:9123"
+
+
+def test_one_replay_path_in_yaml_is_a_list_of_one(tmp_path):
+    assert from_yaml(tmp_path, replay_paths="one.jsonl").replay_paths == ["one.jsonl"]
+
+
+def test_flags_override_the_recipe(tmp_path):
+    config = from_yaml(tmp_path, "--temperature", "0.5", "--replay_paths", "a", "b", temperature=0.9)
+    assert (config.temperature, config.replay_paths) == (0.5, ["a", "b"])
+
+
+def test_the_parser_takes_every_field_of_ours_as_a_flag(tmp_path):
+    options = {option for action in TrlParser((AtroposGRPOConfig,))._actions for option in action.option_strings}
+    assert {f"--{f.name}" for f in OWN_FIELDS} <= options
+
+
+@pytest.mark.parametrize("name", [f.name for f in OWN_FIELDS])
+def test_every_field_of_ours_has_help_and_a_place_in_the_docstring(name):
+    field = next(f for f in OWN_FIELDS if f.name == name)
+    assert len(field.metadata["help"]) > 20
+    assert field.metadata["help"].endswith(".")
+    if name not in {f.name for f in fields(GRPOConfig)}:
+        assert f"        {name} (`" in AtroposGRPOConfig.__doc__
+
+
+def test_every_field_of_trl_is_still_there():
+    assert {f.name for f in fields(GRPOConfig)} <= {f.name for f in fields(AtroposGRPOConfig)}

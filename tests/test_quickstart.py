@@ -1,0 +1,98 @@
+"""The main job as a user starts it, from the first command to what it leaves behind. Real services, nothing small."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.launching import ROOT, free_urls, make_model, shared_inodes
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())
+TWO_TURNS = (
+    "{python} tests/two_turn_environment.py serve --slurm false --env.rollout_server_url {atropos_url} "
+    "--env.tokenizer_name {model} --openai.base_url {vllm_url}/v1 --openai.model_name {model} --env.group_size "
+)
+
+
+def train(folder: Path, **changes) -> str:
+    """Runs the quickstart's recipe with `changes`; returns what it printed. It must succeed and leave nothing."""
+    before = set(shared_inodes())
+    atropos, vllm = free_urls(2)
+    recipe = {**QUICKSTART, "atropos_url": atropos, "vllm_server_base_url": vllm, "output_dir": str(folder / "run")}
+    recipe["model_name_or_path"] = str(folder / "model")
+    if not (folder / "model").exists():
+        make_model(folder / "model")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**recipe, **changes}))
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet"]
+    command = [*launcher, "--config_file", "configs/accelerate/cpu.yaml", "-m", "trl_atropos.train"]
+    finished = subprocess.run(
+        [*command, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output[-3000:]
+    assert set(shared_inodes()) <= before
+    return output
+
+
+def test_the_quickstart_learns_its_task(tmp_path):
+    output = train(tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 300
+    assert summary["reward_first"] <= 0.1
+    assert summary["reward_last"] >= 0.8
+    assert 0 < summary["probe_max_abs_diff"] <= 1e-4
+    assert len(re.findall(r"step +\d+/300  reward", output)) == 30
+    assert len(re.findall(r"^  '.*' -> '.*'  \d\.\d{3}$", output, re.MULTILINE)) == 6
+    assert (tmp_path / "run" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Reward curve: {tmp_path}/run/reward_curve.png" in output
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "## Atropos run" in card
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    first = model(torch.tensor([[66, 64, 65, 28]])).logits[0, -1].argmax()  # "cab="
+    assert int(first) == 66
+
+
+def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+    train(tmp_path, max_steps=4, **settings)
+    run = tmp_path / "run"
+    output = train(tmp_path, max_steps=8, resume_from_checkpoint=True, **settings)
+    state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(range(1, 9))
+    assert "step 5/8" in output
+    assert "step 4/8" not in output
+    moments = torch.load(run / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+    assert {int(entry["step"]) for entry in moments.values()} == {8}
+    versions = [entry["policy/version"] for entry in state["log_history"] if "reward" in entry]
+    assert versions == list(range(8))  # of the weights that each step began with
+
+
+def test_an_environment_of_somebody_else_works_by_its_urls(tmp_path):
+    """Two turns, so that masks have holes, in groups of four and of eight from two environments."""
+    environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
+    train(
+        tmp_path,
+        environments=environments,
+        max_steps=24,
+        per_device_train_batch_size=16,
+        max_completion_length=64,
+        record_rollouts=True,
+    )
+    sizes, holes = set(), set()
+    for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines():
+        for group in json.loads(line)["batch"]:
+            sizes.add(len(group["tokens"]))
+            holes |= {re.sub(r"(.)\1+", r"\1", "".join(".T"[m != -100] for m in mask)) for mask in group["masks"]}
+    assert sizes == {4, 8}
+    assert holes == {".T.T"}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 24
+    assert 0 < summary["probe_max_abs_diff"] <= 1e-4

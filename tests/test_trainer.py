@@ -1,0 +1,431 @@
+"""What `AtroposGRPOTrainer` does with rollouts, one behaviour a test. Whether the loss is right is in
+`test_reference.py`."""
+
+import base64
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig
+
+from tests.rollout_factory import (
+    arguments,
+    end_token,
+    make_group,
+    make_trainer,
+    mixed_batch,
+    record,
+    step_logs,
+    uniform_batch,
+)
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+from trl_atropos.errors import RolloutError
+from trl_atropos.weights.publisher import NullPublisher
+
+FIXES = {
+    "reward_funcs": "score them in the environment",
+    "reward_processing_classes": "score them in the environment",
+    "train_dataset": "pass a `rollout_source`",
+    "eval_dataset": "evaluate in the environment",
+    "rollout_func": "pass a `rollout_source`",
+    "environment_factory": "processes of their own",
+    "tools": "called by the environment",
+}
+
+
+def standardized(scores: list[float]) -> list[float]:
+    values = torch.tensor(scores, dtype=torch.float64)
+    return ((values - values.mean()) / (values.std() + 1e-4)).tolist()
+
+
+def tables(folder: Path) -> list[pandas.DataFrame]:
+    return [pandas.read_parquet(path) for path in sorted((folder / "run" / "completions").glob("*.parquet"))]
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def test_groups_of_any_sizes_fill_a_batch_together(tiny_model, tmp_path):
+    sizes = (2, 3, 5, 6)
+    groups = [make_group(tiny_model, size, size) for size in sizes]
+    trainer = make_trainer(tiny_model, tmp_path, groups, per_device_train_batch_size=16, log_completions=True)
+    trainer.train()
+    expected = [advantage for group in groups for advantage in standardized(group["scores"])]
+    assert tables(tmp_path)[0]["advantage"].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_group_split_between_two_batches_keeps_its_own_statistics(tiny_model, tmp_path):
+    groups = [make_group(tiny_model, size, size) for size in (4, 8, 4)]
+    trainer = make_trainer(tiny_model, tmp_path, groups, max_steps=2, log_completions=True)
+    trainer.train()
+    expected = [advantage for group in groups for advantage in standardized(group["scores"])]
+    first, second = (table["advantage"].tolist() for table in tables(tmp_path))
+    assert first == pytest.approx(expected[:8], abs=1e-4)
+    assert second == pytest.approx(expected[8:], abs=1e-4)
+
+
+def test_a_group_of_one_is_trained_on_its_raw_score_when_asked_to(tiny_model, tmp_path):
+    groups = [make_group(tiny_model, size, size, scores=[0.5 + i for i in range(size)]) for size in (1, 7)]
+    trainer = make_trainer(tiny_model, tmp_path, groups, single_row_groups="raw", log_completions=True)
+    trainer.train()
+    assert tables(tmp_path)[0]["advantage"].tolist()[0] == 0.5
+
+
+def test_rows_that_ask_for_no_advantage_add_nothing_to_the_loss(tiny_model, tmp_path):
+    groups = [make_group(tiny_model, 8, 1, overrides=[{"set_advantage_to_zero": True}] * 8)]
+    trainer = make_trainer(tiny_model, tmp_path, groups)
+    trainer.train()
+    assert step_logs(trainer)[0]["loss"] == step_logs(trainer)[0]["grad_norm"] == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_rewards_and_lengths_in_the_metrics_are_those_of_the_rollouts(tiny_model, tmp_path):
+    groups = mixed_batch(tiny_model)
+    trainer = make_trainer(tiny_model, tmp_path, groups, per_device_train_batch_size=16)
+    trainer.train()
+    log = step_logs(trainer)[0]
+    scores = torch.tensor([score for group in groups for score in group["scores"]])
+    trained = torch.tensor([sum(m != -100 for m in mask) for group in groups for mask in group["masks"]]).float()
+    assert log["reward"] == log["rewards/atropos_score/mean"] == pytest.approx(scores.mean().item())
+    assert log["reward_std"] == log["rewards/atropos_score/std"] == pytest.approx(scores.std().item())
+    assert log["completions/mean_length"] == pytest.approx(trained.mean().item())
+    assert (log["completions/min_length"], log["completions/max_length"]) == (trained.min(), trained.max())
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_frac_reward_zero_std_is_the_share_of_rows_in_groups_without_variance(tiny_model, tmp_path, scale_rewards):
+    groups = [make_group(tiny_model, 6, 1), make_group(tiny_model, 2, 2, scores=[0.5, 0.5])]
+    trainer = make_trainer(tiny_model, tmp_path, groups, scale_rewards=scale_rewards)
+    trainer.train()
+    assert step_logs(trainer)[0]["frac_reward_zero_std"] == 2 / 8
+
+
+def test_a_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
+    """Feedback after the last trained token, as of a tool whose answer the policy never got to use."""
+    whole, cut = make_group(tiny_model, 4, 1), make_group(tiny_model, 4, 2)
+    for name, entry in (("tokens", 65), ("masks", -100), ("inference_logprobs", 1.0)):
+        whole[name] = [[*sequence, entry, entry] for sequence in whole[name]]
+    for name in ("tokens", "masks"):
+        cut[name] = [[*sequence[:-1], 65] for sequence in cut[name]]
+    assert all(tokens[-3] == end_token(tiny_model) for tokens in whole["tokens"])
+    trainer = make_trainer(tiny_model, tmp_path, [whole, cut])
+    trainer.train()
+    assert step_logs(trainer)[0]["completions/clipped_ratio"] == 0.5
+
+
+def test_the_policy_version_in_the_metrics_counts_optimizer_steps(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
+    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=3, gradient_accumulation_steps=2)
+    trainer.train()
+    assert [log["policy/version"] for log in step_logs(trainer)] == [0, 1, 2]
+    assert trainer.policy_publisher.policy_version == 3
+
+
+def test_the_completions_table_shows_the_rollouts_with_their_advantages(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=2, log_completions=True)
+    trainer.train()
+    for step, (table, batch) in enumerate(zip(tables(tmp_path), batches, strict=True), start=1):
+        decode = trainer.processing_class.decode
+        starts = [next(i for i, m in enumerate(mask) if m != -100) for group in batch for mask in group["masks"]]
+        tokens = [sequence for group in batch for sequence in group["tokens"]]
+        assert table["step"].tolist() == [step] * 8
+        assert table["prompt"].tolist() == [decode(t[:start]) for t, start in zip(tokens, starts)]
+        assert table["completion"].tolist() == [
+            decode(t[start:], skip_special_tokens=True) for t, start in zip(tokens, starts)
+        ]
+        scores = [group["scores"] for group in batch]
+        assert table["atropos_score"].tolist() == pytest.approx([s for group in scores for s in group])
+        advantages = [advantage for group in scores for advantage in standardized(group)]
+        assert table["advantage"].tolist() == pytest.approx(advantages, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------ what arrives
+
+
+def test_token_level_advantages_replace_what_the_scores_say(tiny_model, tmp_path):
+    """With the log-probabilities' gradient per token alike, doubling the advantages doubles the loss and its norm."""
+    once = make_group(tiny_model, 8, 1, token_advantages=True)
+    twice = once | {"advantages": [[2 * a for a in sequence] for sequence in once["advantages"]]}
+    other_scores = once | {"scores": [1.0 - score for score in once["scores"]]}
+    logs = []
+    for name, group in (("once", once), ("twice", twice), ("other", other_scores)):
+        trainer = make_trainer(tiny_model, tmp_path / name, [group], loss_type="grpo")
+        trainer.train()
+        logs.append(step_logs(trainer)[0])
+    assert abs(logs[0]["loss"]) > 1e-3
+    assert logs[1]["loss"] == pytest.approx(2 * logs[0]["loss"])
+    assert logs[1]["grad_norm"] == pytest.approx(2 * logs[0]["grad_norm"])
+    assert (logs[2]["loss"], logs[2]["grad_norm"]) == (logs[0]["loss"], logs[0]["grad_norm"])
+
+
+@pytest.mark.parametrize("logprobs", ["absent", "none"])
+def test_a_row_without_log_probabilities_has_ratio_one(tiny_model, tmp_path, logprobs):
+    groups = [make_group(tiny_model, 8, 1, logprobs=logprobs)]
+    corrected = make_trainer(tiny_model, tmp_path / "on", groups)
+    corrected.train()
+    uncorrected = make_trainer(tiny_model, tmp_path / "off", groups, vllm_importance_sampling_correction=False)
+    uncorrected.train()
+    log = step_logs(corrected)[0]
+    assert log["sampling/importance_sampling_ratio/min"] == log["sampling/importance_sampling_ratio/max"] == 1.0
+    assert log["rollouts/unknown_logprobs"] == 1.0
+    assert log["loss"] == pytest.approx(step_logs(uncorrected)[0]["loss"])
+    assert log["grad_norm"] == pytest.approx(step_logs(uncorrected)[0]["grad_norm"])
+
+
+def test_known_log_probabilities_change_the_loss(tiny_model, tmp_path):
+    groups = [make_group(tiny_model, 8, 1)]
+    losses = []
+    for correction in (True, False):
+        folder = tmp_path / str(correction)
+        trainer = make_trainer(tiny_model, folder, groups, vllm_importance_sampling_correction=correction)
+        trainer.train()
+        losses.append(step_logs(trainer)[0]["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+# -------------------------------------------------------------------------------------------------------- the life
+
+
+class Witness(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.events.append("begin")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.events.append(state.global_step)
+        control.should_training_stop = state.global_step == 2
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.events.append("end")
+
+
+def test_callbacks_see_every_step_and_can_end_the_run(tiny_model, tmp_path):
+    witness = Witness()
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
+    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=5, callbacks=[witness])
+    trainer.train()
+    assert witness.events == ["begin", 1, 2, "end"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"num_iterations": 2}], ids=str)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path, settings):
+    rows = 2 * settings.get("gradient_accumulation_steps", 1)
+    batches = [uniform_batch(tiny_model, 4, rows, seed) for seed in range(4)]
+    used = 2 // settings.get("num_iterations", 1)  # batches that the run had used when it stopped
+    options = {"max_steps": 4, "loss_type": "bnpo", "save_strategy": "steps", "save_steps": 2, **settings}
+    whole = make_trainer(tiny_model, tmp_path / "whole", *batches, **options)
+    whole.train()
+    resumed = make_trainer(tiny_model, tmp_path / "resumed", *batches[used:], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
+    names = ("step", "loss", "grad_norm", "learning_rate", "policy/version")
+    expected, found = ([[log.get(name) for name in names] for log in step_logs(t)] for t in (whole, resumed))
+    assert [log[0] for log in found] == [1, 2, 3, 4]
+    assert found[2:] == expected[2:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters()))
+
+
+def test_a_resumed_run_has_the_state_of_the_optimizer(tiny_model, tmp_path):
+    """The test above would not notice if Adam's memory were lost on both sides; here it is looked at."""
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tiny_model, tmp_path / "whole", *batches, **options).train()
+    checkpoint = tmp_path / "whole" / "run" / "checkpoint-2"
+    resumed = make_trainer(tiny_model, tmp_path / "resumed", batches[2], **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    saved = torch.load(checkpoint / "optimizer.pt")["state"]
+    now = resumed.optimizer.state_dict()["state"]
+    assert {int(state["step"]) for state in saved.values()} == {2}
+    assert {int(state["step"]) for state in now.values()} == {3}
+
+
+def test_a_source_is_started_with_the_step_that_the_run_resumes_at(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tiny_model, tmp_path / "whole", *batches, **options).train()
+
+    class Started(ReplaySource):
+        def start(self, run):
+            self.run = run
+            super().start(run)
+
+    source = Started(record(tmp_path / "rest.jsonl", batches[2]))
+    config = AtroposGRPOConfig(**arguments(tmp_path / "rest", replay_paths=["given"], **options))
+    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
+    assert (source.run.starting_step, source.run.max_steps, source.run.batch_size) == (2, 3, 8)
+    assert source.run.max_sequence_length == 128
+
+
+def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tmp_path):
+    class Closing(NullPublisher):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    class Ending(ReplaySource):
+        closed = False
+
+        def close(self):
+            super().close()
+            self.closed = True
+
+    source = Ending(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
+    publisher = Closing()
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], max_steps=2))
+    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source, policy_publisher=publisher)
+    with pytest.raises(RolloutError, match="used up"):
+        trainer.train()
+    assert source.closed and publisher.closed
+
+
+def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model, tmp_path):
+    class Silent(ReplaySource):
+        def poll(self, num_rows, timeout):
+            return None
+
+        def diagnose(self):
+            return "Nobody answers."
+
+    source = Silent(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2))
+    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
+    with pytest.raises(RolloutError, match=r"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\). Nobody answers."):
+        trainer.train()
+
+
+def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    trained = trainer.model.state_dict()
+    assert all(torch.equal(saved[name], trained[name]) for name in saved)
+    assert not all(torch.equal(before[name], trained[name]) for name in saved)
+
+
+def test_the_model_card_names_the_run(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run")
+    trainer.train()
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "- atropos" in card
+    assert "run `my-run`, 1 of 1 steps" in card
+    assert "recorded rollouts" in card
+    assert "| `loss_type` | `dapo` |" in card
+    assert f"{step_logs(trainer)[0]['reward']:.3f}" in card
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The four routes of the Hub that a push takes. What was committed is in `files` of the server."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            self.reply({"url": f"{self.server.url}/me/tiny"})
+        elif self.path == "/api/validate-yaml":
+            self.reply({"errors": [], "warnings": []})
+        elif self.path == "/api/models/me/tiny/preupload/main":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self.reply({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+        elif self.path == "/api/models/me/tiny/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.reply({"commitUrl": f"{self.server.url}/me/tiny/commit/1", "commitOid": "1"})
+        else:
+            self.reply({"error": f"no route {self.path}"}, status=404)
+
+    def do_GET(self):
+        self.reply({"error": f"no route {self.path}"}, status=404)
+
+    def reply(self, content: dict, status: int = 200):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url, server.files = f"http://127.0.0.1:{server.server_port}", {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+PUSH = """
+import sys
+from pathlib import Path
+from tests.rollout_factory import make_trainer, uniform_batch
+model, folder = map(Path, sys.argv[1:])
+push = {"push_to_hub": True, "hub_model_id": "me/tiny", "hub_token": "hf_nobodys"}
+trainer = make_trainer(model, folder, uniform_batch(model, 4, 2, 0), run_name="pushed", **push)
+trainer.train()
+trainer.push_to_hub()
+"""
+
+
+def test_a_push_to_the_hub_has_the_model_the_tokenizer_and_the_card(tiny_model, tmp_path, hub):
+    online = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", PUSH, str(tiny_model), str(tmp_path)]
+    done = subprocess.run(command, env=online, cwd=Path(__file__).parents[1], capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training_args.bin"} <= set(hub.files)
+    assert hub.files["model.safetensors"] == (tmp_path / "run" / "model.safetensors").read_bytes()
+    card = hub.files["README.md"].decode()
+    assert "run `pushed`, 1 of 1 steps" in card
+    assert "- atropos" in card
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_an_argument_that_has_no_meaning_here_is_refused_with_the_fix(tiny_model, tmp_path, name):
+    config = AtroposGRPOConfig(**arguments(tmp_path, replay_paths=["unused"]))
+    with pytest.raises(ValueError, match=f"`{name}` was given, but .*{FIXES[name]}"):
+        AtroposGRPOTrainer(str(tiny_model), args=config, **{name: [object()]})
+
+
+def test_the_configuration_of_trl_is_refused_with_the_fix(tiny_model, tmp_path):
+    config = GRPOConfig(**arguments(tmp_path))
+    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig: pass `AtroposGRPOConfig\(output_dir=\.\.\."):
+        AtroposGRPOTrainer(str(tiny_model), args=config)
+
+
+def test_evaluation_is_refused_with_the_fix(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0))
+    trainer.model.eval()
+    with pytest.raises(RuntimeError, match="evaluate in the environment"):
+        trainer._generate_and_score_completions([{"prompt": ""}])
+
+
+def test_the_run_is_written_down_in_finite_numbers(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16)
+    trainer.train()
+    trainer.save_state()
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert all(math.isfinite(value) for entry in history for value in entry.values())

@@ -1,0 +1,172 @@
+"""What `trainer.py` touches of TRL without a promise. A failure here means that TRL moved it: read the new
+`grpo_trainer.py`, adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py` tells whether it still fits.
+"""
+
+import inspect
+import re
+from collections import defaultdict, deque
+from importlib.metadata import version
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.rollout_factory import arguments, make_trainer, mixed_batch, uniform_batch
+from trl_atropos import AtroposGRPOTrainer
+
+SOURCE = inspect.getsource(GRPOTrainer)
+TENSORS = {
+    "prompt_ids": torch.int64,
+    "prompt_mask": torch.int64,
+    "completion_ids": torch.int64,
+    "completion_mask": torch.int64,
+    "tool_mask": torch.int64,
+    "advantages": torch.float32,
+    "num_items_in_batch": torch.int64,
+    "old_per_token_logps": torch.float32,
+    "sampling_per_token_logps": torch.float32,
+    "importance_sampling_ratio": torch.float32,
+    "ref_per_token_logps": torch.float32,
+}
+
+
+def parameters(method) -> list[str]:
+    return list(inspect.signature(method).parameters)
+
+
+def plain_trainer(model, folder, **hooks) -> GRPOTrainer:
+    """TRL's own trainer, on a dataset with nothing in it."""
+    return GRPOTrainer(
+        str(model),
+        reward_funcs=[lambda score, **kwargs: score],
+        args=GRPOConfig(**arguments(folder, num_generations=4)),
+        train_dataset=Dataset.from_dict({"prompt": [""] * 8}),
+        **hooks,
+    )
+
+
+@pytest.fixture
+def theirs(tiny_model, tmp_path) -> GRPOTrainer:
+    return plain_trainer(tiny_model, tmp_path)
+
+
+def test_the_installed_trl_is_the_one_this_is_written_for():
+    assert re.fullmatch(r"1\.16\.\d+", version("trl"))
+
+
+def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    assert "generation_batch = self._generate_and_score_completions(generation_batch)" in SOURCE
+
+
+@pytest.mark.parametrize("name", ["train", "create_model_card", "get_train_dataloader"])
+def test_what_is_overridden_takes_what_trl_gives(name):
+    theirs, ours = (parameters(getattr(cls, name)) for cls in (GRPOTrainer, AtroposGRPOTrainer))
+    assert ours in (theirs, ["self", "args", "kwargs"])
+
+
+def test_the_constructor_has_the_arguments_that_are_passed_on_or_refused():
+    assert parameters(GRPOTrainer.__init__) == [
+        "self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
+        "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools",
+        "rollout_func", "environment_factory",
+    ]  # fmt: skip
+
+
+def test_a_new_trainer_has_the_attributes_that_are_set_afterwards(theirs):
+    assert theirs.rollout_func is None
+    assert theirs.num_generations == 4
+    assert theirs.use_vllm is False
+    assert theirs.vllm_importance_sampling_correction is True
+    assert theirs.scale_rewards == "group"
+    assert theirs.environment_factories is None and not theirs.tools
+    assert not hasattr(theirs, "vllm_generation") and not hasattr(theirs, "_last_loaded_step")
+
+
+def test_metrics_are_lists_by_mode_and_name(theirs):
+    assert set(theirs._metrics) == {"train", "eval"}
+    assert isinstance(theirs._metrics["train"], defaultdict)
+    assert theirs._metrics["train"]["new"] == []
+
+
+def test_logs_are_queues_as_long_as_a_generation_batch(theirs):
+    assert set(theirs._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
+    assert isinstance(theirs._logs["advantages"], deque)
+    assert theirs._logs["advantages"].maxlen == theirs.args.generation_batch_size == 8
+
+
+def test_the_attributes_are_read_where_they_are_counted_on():
+    generate = inspect.getsource(GRPOTrainer._generate)
+    assert "if self.use_vllm and self.state.global_step != self._last_loaded_step:" in generate
+    assert "output = self.rollout_func(prompts, self)" in generate
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in generate
+    assert 'tool_mask = extra_fields.pop("env_mask", None)' in generate
+    score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'num_generations = self.num_generations if mode == "train" else self.num_generations_eval' in score
+    assert "self.vllm_generation" not in score
+    for body in (score, inspect.getsource(GRPOTrainer._compute_loss)):
+        assert "if self.use_vllm and self.vllm_importance_sampling_correction" in body
+
+
+@pytest.mark.parametrize("missing", ["prompt_ids", "completion_ids", "logprobs"])
+def test_rollouts_without_one_of_the_three_columns_are_refused(tiny_model, tmp_path, missing):
+    columns = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
+    del columns[missing]
+    trainer = plain_trainer(tiny_model, tmp_path, rollout_func=lambda prompts, trainer: columns)
+    with pytest.raises(ValueError, match=missing):
+        trainer._generate([""])
+
+
+def test_generate_hands_on_masks_and_scores_in_the_form_that_is_counted_on(tiny_model, tmp_path):
+    columns = {
+        "prompt_ids": [[1], [1]],
+        "completion_ids": [[2, 3], [4]],
+        "logprobs": [[-1.0, -2.0], [-3.0]],
+        "env_mask": [[1, 0], [1]],
+        "score": [0.5, 1.0],
+    }
+    trainer = plain_trainer(tiny_model, tmp_path, rollout_func=lambda prompts, trainer: dict(columns))
+    prompts, completions, mask, _texts, logprobs, extra, images, tool_images = trainer._generate(["", ""])
+    assert (prompts, completions, logprobs) == (columns["prompt_ids"], columns["completion_ids"], columns["logprobs"])
+    assert mask == columns["env_mask"]
+    assert extra == {"score": columns["score"]}
+    assert images is None and not tool_images
+
+
+def test_the_scored_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16, beta=0.1)
+    trainer._begin(trainer.create_optimizer())
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": ""}])
+    assert {name: value.dtype for name, value in batch.items()} == TENSORS
+    rows, length = batch["completion_ids"].shape
+    assert rows == 16
+    for name in set(TENSORS) - {"prompt_ids", "prompt_mask", "num_items_in_batch"}:
+        assert batch[name].shape == (rows, length), name
+    assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
+
+
+def test_num_generations_is_given_back_and_the_logs_are_corrected_in_place(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16)
+    trainer._begin(trainer.create_optimizer())
+    trainer.model.train()
+    trainer._generate_and_score_completions([{"prompt": ""}])
+    assert trainer.num_generations == trainer.args.num_generations == 8
+    assert len(trainer._logs["advantages"]) == len(trainer._logs["prompt"]) == 16
+    assert len(trainer._metrics["train"]["frac_reward_zero_std"]) == 1
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path, correction):
+    trainer = make_trainer(
+        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), vllm_importance_sampling_correction=correction
+    )
+    assert trainer.use_vllm is correction
+    trainer._begin(trainer.create_optimizer())
+    trainer.model.train()
+    assert ("importance_sampling_ratio" in trainer._generate_and_score_completions([{"prompt": ""}])) is correction
+
+
+def test_losses_are_scaled_for_accumulation_by_trl_and_not_again():
+    assert AtroposGRPOTrainer.loss_is_scaled_for_ga is True
