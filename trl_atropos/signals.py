@@ -145,7 +145,7 @@ def deferred(echo: float = ECHO_SECONDS) -> Iterator[None]:
 
 @contextmanager
 def _keeping_ctrl_c() -> Iterator[None]:
-    """The same in a program of the user's own, whose handlers are not ours: only Ctrl-C is kept, a second one is not."""
+    """The same in a program of the user's own, whose handlers are not ours: a first Ctrl-C is kept, a second not."""
     usual = signal.getsignal(signal.SIGINT)
     if not callable(usual):  # ignored, left to the system, or set from outside of Python
         yield
