@@ -226,11 +226,10 @@ def test_callbacks_see_every_step_and_can_end_the_run(tiny_model, tmp_path):
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path, settings):
     rows = 2 * settings.get("gradient_accumulation_steps", 1)
     batches = [uniform_batch(tiny_model, 4, rows, seed) for seed in range(4)]
-    used = 2 // settings.get("num_iterations", 1)  # batches that the run had used when it stopped
     options = {"max_steps": 4, "loss_type": "bnpo", "save_strategy": "steps", "save_steps": 2, **settings}
     whole = make_trainer(tiny_model, tmp_path / "whole", *batches, **options)
     whole.train()
-    resumed = make_trainer(tiny_model, tmp_path / "resumed", *batches[used:], **options)
+    resumed = make_trainer(tiny_model, tmp_path / "resumed", *batches, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
     names = ("step", "loss", "grad_norm", "learning_rate", "policy/version")
     expected, found = ([[log.get(name) for name in names] for log in step_logs(t)] for t in (whole, resumed))
@@ -245,7 +244,7 @@ def test_a_resumed_run_has_the_state_of_the_optimizer(tiny_model, tmp_path):
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     make_trainer(tiny_model, tmp_path / "whole", *batches, **options).train()
     checkpoint = tmp_path / "whole" / "run" / "checkpoint-2"
-    resumed = make_trainer(tiny_model, tmp_path / "resumed", batches[2], **options)
+    resumed = make_trainer(tiny_model, tmp_path / "resumed", *batches, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     saved = torch.load(checkpoint / "optimizer.pt")["state"]
     now = resumed.optimizer.state_dict()["state"]
@@ -263,12 +262,22 @@ def test_a_source_is_started_with_the_step_that_the_run_resumes_at(tiny_model, t
             self.run = run
             super().start(run)
 
-    source = Started(record(tmp_path / "rest.jsonl", batches[2]))
+    source = Started(record(tmp_path / "rest.jsonl", *batches))
     config = AtroposGRPOConfig(**arguments(tmp_path / "rest", replay_paths=["given"], **options))
     trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
     trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
     assert (source.run.starting_step, source.run.max_steps, source.run.batch_size) == (2, 3, 8)
     assert source.run.max_sequence_length == 128
+    assert source.run.rows_consumed == 16
+    assert source.run.vocab_size == trainer.model.config.vocab_size
+
+
+def test_training_twice_counts_every_step_once(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(4)]
+    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=2)
+    trainer.train()
+    trainer.train()
+    assert trainer.policy_publisher.policy_version == 2
 
 
 def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tmp_path):

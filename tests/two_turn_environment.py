@@ -1,7 +1,7 @@
 """An Atropos environment as somebody else would write it: two turns, so that the masks have holes.
 
-It knows nothing of the trainer. First turn: any answer. Second turn, after the user's reply: repeat one letter. Started
-with nothing but URLs, a model and a group size.
+It knows nothing of the trainer. First turn: any answer. Second turn, after the user's reply: repeat one letter. It is
+started with nothing but URLs, a model and a group size.
 """
 
 import asyncio

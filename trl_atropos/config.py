@@ -205,7 +205,7 @@ class AtroposGRPOConfig(GRPOConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}. Set it to one of: {', '.join(allowed)}.")
         for name in ("rollout_timeout", "publish_timeout"):
-            if not float(getattr(self, name)) > 0:
+            if getattr(self, name) is None or not float(getattr(self, name)) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}. Set it to a number of seconds above 0.")
         if self.probe_every_n_steps < 0:
             raise ValueError(f"`probe_every_n_steps` is {self.probe_every_n_steps}. Set it to 0 (off) or more.")

@@ -181,7 +181,6 @@ def train(recipe) -> None:
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
-    recorded.source.vocab_size = trainer.model.get_input_embeddings().num_embeddings
     if not training.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(LineCallback)

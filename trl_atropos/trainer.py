@@ -8,7 +8,9 @@ of their own. What this file touches of TRL without a promise: `_generate_and_sc
 fails when one of them moves.
 """
 
+import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -19,7 +21,7 @@ from trl import GRPOTrainer
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.advantages import advantage_tensor, row_advantages, share_zero_variance
+from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
@@ -150,19 +152,40 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins: a checkpoint, if any, is loaded."""
         self.policy_publisher.begin(optimizer, self.state.global_step)
+        run = RunInfo(
+            batch_size=self.args.generation_batch_size,
+            max_sequence_length=self._max_sequence_length(),
+            temperature=self.args.temperature,
+            starting_step=self.state.global_step,
+            max_steps=self.args.max_steps,
+            output_dir=self.args.output_dir,
+            save_steps=int(self.args.save_steps) if self.args.save_strategy == "steps" else 0,
+            run_name=self.args.run_name or "trl_atropos",
+            rows_consumed=self._rows_consumed(),
+            vocab_size=self.accelerator.unwrap_model(self.model).get_input_embeddings().num_embeddings,
+        )
+        self._on_main_process(lambda: self.rollout_source.start(run))
+
+    def _rows_consumed(self) -> int:
+        """Rows that the steps so far took. A batch that a checkpoint fell into the middle of counts as a whole."""
+        micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
+        batches = math.ceil(micro_batches / (self.args.steps_per_generation * self.args.num_iterations))
+        return batches * self.args.generation_batch_size
+
+    def _on_main_process(self, call: Callable[[], Any]) -> Any:
+        """Result of `call`, made on rank 0, on every rank. Or its error: raised on one rank alone, the others hang."""
+        outcome: list[Any] = [None, None]
         if self.accelerator.is_main_process:
-            self.rollout_source.start(
-                RunInfo(
-                    batch_size=self.args.generation_batch_size,
-                    max_sequence_length=self._max_sequence_length(),
-                    temperature=self.args.temperature,
-                    starting_step=self.state.global_step,
-                    max_steps=self.args.max_steps,
-                    output_dir=self.args.output_dir,
-                    save_steps=int(self.args.save_steps) if self.args.save_strategy == "steps" else 0,
-                    run_name=self.args.run_name or "trl_atropos",
-                )
-            )
+            try:
+                outcome = [call(), None]
+            except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+                outcome = [None, error]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(outcome, from_process=0)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
 
     def _max_sequence_length(self) -> int:
         served = self.policy_publisher.server_max_length()
@@ -223,25 +246,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         started = time.monotonic()
         rows = None
         while rows is None:
-            message: list[Any] = [None]
-            if self.accelerator.is_main_process:
-                message = [self._poll(time.monotonic() - started)]
-            if self.accelerator.num_processes > 1:
-                broadcast_object_list(message, from_process=0)
-            rows = message[0]
-            if isinstance(rows, BaseException):
-                raise rows
+            rows = self._on_main_process(lambda: self._poll(time.monotonic() - started))
         self._metrics["train"]["time/wait_for_rollouts"].append(time.monotonic() - started)
         return rows
 
-    def _poll(self, waited: float) -> list[Row] | Exception | None:
-        """Rows, nothing yet, or the error that all ranks shall raise: one that raised alone would hang the others."""
-        try:
-            rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
-        except Exception as error:  # noqa: BLE001 - raised again by `_next_rows`, on every rank
-            return error
+    def _poll(self, waited: float) -> list[Row] | None:
+        """Rows, or nothing yet."""
+        rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rows is None and waited > self.args.rollout_timeout:
-            return RolloutError(
+            raise RolloutError(
                 f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s "
                 f"(`rollout_timeout`). {self.rollout_source.diagnose()}"
             )
@@ -254,7 +267,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         logged = self._logs["advantages"]
         for _ in range(min(len(rows), len(logged))):
             logged.pop()
-        logged.extend(row_advantages(rows, self.scale_rewards).tolist())
+        logged.extend(logged_advantages(rows, self.scale_rewards))
         # A mean over the logging window would be no version, and would hide the worst probe.
         metrics["policy/version"] = [float(self.policy_publisher.policy_version)]
         own = self.policy_publisher.pop_metrics()

@@ -63,7 +63,11 @@ def test_prompt_log_probabilities_are_flat_floats(server, reference):
 
 def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server_model, reference):
     config = APIServerConfig(
-        model_name="any name", tokenizer_name=server_model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+        model_name="any name",
+        tokenizer_name=server_model,
+        base_url=f"{server.url}/v1",
+        api_key="x",
+        server_type="vllm",
     )
 
     async def ask():

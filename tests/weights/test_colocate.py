@@ -105,6 +105,14 @@ def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_si
     assert is_new[switch:].all()
 
 
+def test_a_trainer_can_train_twice(make_trainer):
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    trainer.train()
+    assert trainer.policy_publisher.policy_version == 2
+    assert 0 < trainer.policy_publisher.probe_max_abs_diff <= 1e-4
+
+
 def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher

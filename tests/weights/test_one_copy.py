@@ -98,4 +98,3 @@ def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path)
     private = max(0, trainer["private"] - private_before) + max(0, sampler["private"] - small)
     print(f"weights {size / 1e6:.1f} MB: shared by the pair {pair / 1e6:.1f} MB, private {private / 1e6:.1f} MB more")
     assert pair + private == pytest.approx(size, rel=0.1)
-

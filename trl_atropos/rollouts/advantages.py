@@ -67,8 +67,19 @@ def advantage_tensor(
     return advantages
 
 
+def logged_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> list[float]:
+    """One number per row for the completions table: the mean over the trained tokens of what it is trained with."""
+    scalars = row_advantages(rows, scale_rewards).tolist()
+    return [
+        scalar
+        if row.token_advantages is None or row.zero_advantage
+        else sum(a * m for a, m in zip(row.token_advantages, row.mask, strict=True)) / sum(row.mask)
+        for row, scalar in zip(rows, scalars, strict=True)
+    ]
+
+
 def share_zero_variance(rows: Sequence[Row]) -> float:
-    """The share of `rows` (at least one) whose group's scores are all alike: TRL's `frac_reward_zero_std`."""
+    """The share of `rows` (at least one) whose group's scores are all alike: `frac_reward_zero_std`."""
     stds = _group_stds(rows)
     return torch.isclose(stds, torch.zeros_like(stds)).float().mean().item()
 

@@ -26,14 +26,9 @@ class ReplaySource:
         loop: begin again when the recording is used up.
         single_row_groups: what a group of one means, see `schema.rows_of`.
 
-    Attributes:
-        vocab_size: how many token ids the model's embedding has, set before `start`; None = ids are not checked.
-
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
     """
-
-    vocab_size: int | None = None
 
     def __init__(
         self,
@@ -52,11 +47,16 @@ class ReplaySource:
 
     def start(self, run: RunInfo) -> None:
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=self.vocab_size
+            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
         )
         self._files = recorded_files(self._paths)
         self._batches = self._read()
+        self._rows.clear()
         logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
+        if run.rows_consumed:
+            self.poll(run.rows_consumed, 0.0)
+            self._intake.metrics()
+            logger.info("Skipped the %d rows that the run has been trained on.", run.rows_consumed)
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
         """The next `num_rows` recorded rows. Never waits, so `timeout` has no effect and None is never returned."""

@@ -40,6 +40,8 @@ class RunInfo:
     output_dir: str
     save_steps: int
     run_name: str
+    rows_consumed: int = 0  # rows that the steps before `starting_step` took, for a source that can skip them
+    vocab_size: int | None = None  # ids that the model's embedding has; None = token ids are not checked
 
 
 class RolloutSource(Protocol):
@@ -75,14 +77,9 @@ class AtroposSource:
         api_down_timeout: seconds that `poll` lets the API fail in mid-run before it raises.
         record_to: file to which every pulled batch is appended, for `ReplaySource`.
 
-    Attributes:
-        vocab_size: how many token ids the model's embedding has, set before `start`; None = ids are not checked.
-
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
     """
-
-    vocab_size: int | None = None
 
     def __init__(
         self,
@@ -132,7 +129,7 @@ class AtroposSource:
             api_down_timeout=self._api_down_timeout,
         )
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=self.vocab_size
+            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
         )
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:

@@ -71,7 +71,9 @@ class ServerClient:
     # ------------------------------------------------------------------------------------------------------- lease
 
     def hold_lease(self) -> None:
-        """Opens the response whose end tells the server that this process is gone."""
+        """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
+        if self._lease is not None:
+            return
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, parts.port, timeout=self.timeout)

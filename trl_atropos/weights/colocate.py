@@ -144,6 +144,7 @@ class ColocatePublisher(ServerPublisher):
     # -------------------------------------------------------------------------------------------------- each publish
 
     def hold(self) -> None:
+        self.client.hold_lease()  # again, where `close` has ended a former training
         self._writes_when_held = self._writes()
         super().hold()
 
@@ -181,6 +182,7 @@ class ColocatePublisher(ServerPublisher):
             self._held = False  # nothing was written since: the weights are whole
             self.client.resume(self.policy_version)
         self.client.release_lease()
+        super().close()
 
     def _writes(self) -> int:
         """Counts in-place writes to the parameters, to tell whether loading a checkpoint got as far as writing."""

@@ -32,6 +32,7 @@ class PolicyPublisher(ABC):
     def __init__(self):
         self.policy_version = 0
         self.probe_max_abs_diff = 0.0
+        self._unwrap: Callable[[], None] = lambda: None
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def load(self, model: Any, args: Any) -> Any:
@@ -48,9 +49,10 @@ class PolicyPublisher(ABC):
     def begin(self, optimizer: Any, policy_version: int) -> None:
         """Publishes the weights that training starts with, and wraps `optimizer.step` for all that follow."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends the connection to the server. Called on every way out, also after an error; may be called twice."""
+        """Ends what `begin` began. Called on every way out, also after an error; may be called twice."""
+        self._unwrap()
+        self._unwrap = lambda: None
 
     def server_max_length(self) -> int | None:
         """Longest sequence of the server in tokens, or `None` if there is no server."""
@@ -61,6 +63,13 @@ class PolicyPublisher(ABC):
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
         return means
+
+    def _wrap_step(self, optimizer: Any, wrapper: Callable[..., Any]) -> None:
+        """Puts `wrapper` in place of `optimizer.step` until `close`."""
+        step = optimizer.step
+        # Keeps the mark by which torch's schedulers know a step that they count.
+        optimizer.step = functools.update_wrapper(wrapper, step)
+        self._unwrap = lambda: setattr(optimizer, "step", step)
 
     def _note(self, name: str, value: float) -> None:
         self._metrics[name].append(value)
@@ -73,17 +82,13 @@ class NullPublisher(PolicyPublisher):
         self.policy_version = policy_version
         step = optimizer.step
 
-        @functools.wraps(step)
         def counted(*args, **kwargs):
             result = step(*args, **kwargs)
             if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
                 self.policy_version += 1
             return result
 
-        optimizer.step = counted
-
-    def close(self) -> None:
-        pass
+        self._wrap_step(optimizer, counted)
 
 
 class ServerPublisher(PolicyPublisher):
@@ -124,13 +129,12 @@ class ServerPublisher(PolicyPublisher):
         self._publish(lambda: None, policy_version)
         step = optimizer.step
 
-        @functools.wraps(step)  # keeps the mark by which torch's schedulers know a step they count
         def fenced(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
             return self._publish(lambda: step(*args, **kwargs), self.policy_version + 1, optimizer)
 
-        optimizer.step = fenced
+        self._wrap_step(optimizer, fenced)
 
     def _publish(self, step: Callable[[], Any], next_version: int, optimizer: Any = None) -> Any:
         started = time.perf_counter()
