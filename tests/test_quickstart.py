@@ -64,11 +64,13 @@ def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
     train(tmp_path, max_steps=4, **settings)
     run = tmp_path / "run"
+    (run / "checkpoint-6").mkdir()  # of a run that was killed while it saved
     output = train(tmp_path, max_steps=8, resume_from_checkpoint=True, **settings)
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(range(1, 9))
     assert "step 5/8" in output
     assert "step 4/8" not in output
+    assert "Passed over" in output
     moments = torch.load(run / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
     assert {int(entry["step"]) for entry in moments.values()} == {8}
     versions = [entry["policy/version"] for entry in state["log_history"] if "reward" in entry]

@@ -205,21 +205,35 @@ def train(recipe) -> None:
 
 
 def _checkpoint(training) -> str | None:
-    """`resume_from_checkpoint: true` means the last one in `output_dir`; a folder means that one."""
-    from transformers.trainer_utils import get_last_checkpoint
-
+    """`resume_from_checkpoint: true` means the last whole one in `output_dir`; a folder means that one."""
     from trl_atropos.recipe import RecipeError
 
     asked = training.resume_from_checkpoint
     if asked is None or str(asked).lower() in ("false", "none", ""):
         return None
-    path = get_last_checkpoint(training.output_dir) if str(asked).lower() == "true" else str(asked)
+    path = _last_whole_checkpoint(training.output_dir) if str(asked).lower() == "true" else str(asked)
     if path is None or not os.path.isdir(path):
         raise RecipeError(
             f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. Leave "
             "it out to begin anew, or name a folder `checkpoint-N`."
         )
     return path
+
+
+def _last_whole_checkpoint(output_dir: str) -> str | None:
+    """Without those whose saving was interrupted: the trainer's state is what is written last."""
+    import json
+    from pathlib import Path
+
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()]
+    for folder in sorted(folders, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            _say(f"Passed over {folder}: its saving was interrupted.")
+        else:
+            return str(folder)
+    return None
 
 
 def _set_up_logging() -> None:
@@ -231,6 +245,10 @@ def _set_up_logging() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"[trl_atropos] {message}\n")
 
 
 def _say_error(message: str) -> None:
