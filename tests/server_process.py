@@ -54,7 +54,7 @@ def running_server(model: str | Path, log_dir: Path, *flags: str) -> Iterator[Se
     """A vLLM server on `model`, in processes of its own; stopped at the end."""
     port, token = free_port(), uuid.uuid4().hex
     command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), *flags]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), *flags]
     if torch.cuda.is_available():  # several servers share the device with the trainer
         command += ["--gpu-memory-utilization", "0.1"]
     url = f"http://127.0.0.1:{port}"

@@ -98,7 +98,7 @@ def check_files(recipe) -> None:
         raise RecipeError(
             f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror}). Set it to another folder."
         ) from error
-    _checkpoint(recipe.training)
+    recipe.training.resume_from_checkpoint = _checkpoint(recipe.training)
     try:
         AutoConfig.from_pretrained(
             model.model_name_or_path,
@@ -184,7 +184,7 @@ def train(recipe) -> None:
     if not training.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(LineCallback)
-    trainer.train(resume_from_checkpoint=_checkpoint(training))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.create_model_card()
     if training.push_to_hub:

@@ -16,6 +16,7 @@ from trl_atropos.protocol import TOKEN_VARIABLE
 DEFAULTS = {
     "--host": "127.0.0.1",
     "--port": "9001",
+    "--dtype": "float32",  # the trainer updates these very weights, and 16 bits would lose small steps
     "--generation-config": "vllm",  # the model's own generation_config.json would change how environments sample
 }
 # What must hold for the log-probabilities and the control routes to be right.
