@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from recipes.quickstart.make_model import byte_tokenizer
+from recipes.quickstart.make_model import make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.rollouts.recording import record_batch
 from trl_atropos.rollouts.wire import MASKED
@@ -28,25 +28,17 @@ KnownLogprobs = Literal["all", "some", "none", "absent"]
 
 def make_tiny_model(folder: Path) -> Path:
     """A Qwen3 of 30 thousand parameters. Its wide initialisation makes tokens differ in probability."""
-    set_seed(0)
-    tokenizer = byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    make_model(
+        str(folder),
+        0,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=128,
-        tie_word_embeddings=True,
         initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 

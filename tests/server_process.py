@@ -1,6 +1,5 @@
 """Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
 
-import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -67,10 +66,9 @@ def running_server(model: str | Path, log_dir: Path, *flags: str) -> Iterator[Se
 
 def make_tiny_model(folder: Path, seed: int = 0) -> str:
     """The quickstart's model."""
-    import runpy
+    from recipes.quickstart.make_model import make_model
 
-    recipe = runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "recipes", "quickstart", "make_model.py"))
-    recipe["make_model"](str(folder), seed)
+    make_model(str(folder), seed)
     return str(folder)
 
 

@@ -6,7 +6,6 @@ a fork of a process that has done the slow imports (`Forge`), which runs the sam
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -28,6 +27,7 @@ import pytest
 import requests
 import yaml
 
+from recipes.quickstart.make_model import byte_tokenizer, make_model
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import PARTS, RecipeError, _check_keys, parse
@@ -225,12 +225,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models: `model`, the quickstart's, and others that do not fit to it."""
     from transformers import AutoModelForCausalLM, FalconConfig, set_seed
 
-    spec = importlib.util.spec_from_file_location("make_model", ROOT / "recipes/quickstart/make_model.py")
-    make = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make)
     folder = tmp_path_factory.mktemp("models")
-    make.make_model(str(folder / "model"), 42)
-    make.make_model(str(folder / "other_seed"), 1)
+    make_model(str(folder / "model"), 42)
+    make_model(str(folder / "other_seed"), 1)
 
     shutil.copytree(folder / "model", folder / "other_tokenizer")
     tokenizer = json.loads((folder / "other_tokenizer/tokenizer.json").read_text())
@@ -259,7 +256,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=256,
     )
     AutoModelForCausalLM.from_config(falcon).float().save_pretrained(folder / "falcon")
-    make.byte_tokenizer().save_pretrained(folder / "falcon")
+    byte_tokenizer().save_pretrained(folder / "falcon")
     return folder
 
 

@@ -126,7 +126,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
             self.policy_publisher.attach(self)
-        except BaseException:
+        except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
         self.rollout_func = self._hand_over_rows

@@ -28,23 +28,25 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_model(folder: str, seed: int) -> None:
+def make_model(folder: str, seed: int, **changes) -> None:
+    """Saves the model and its tokenizer in `folder`. `changes` are other fields of the configuration."""
     set_seed(seed)
     tokenizer = byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen3Config(**(fields | changes))
     model = Qwen3ForCausalLM(config).to(torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

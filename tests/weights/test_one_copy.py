@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from recipes.quickstart.make_model import make_model
 from tests.server_process import Server, running_server
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.weights.colocate import ColocatePublisher
@@ -52,28 +52,20 @@ def engine_of(server: Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def large_model(server_model, tmp_path_factory) -> tuple[str, int]:
+def large_model(tmp_path_factory) -> tuple[str, int]:
     """A model of at least 100 MB, and its size in bytes."""
-    tokenizer = AutoTokenizer.from_pretrained(server_model)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    folder = tmp_path_factory.mktemp("large_model")
+    make_model(
+        str(folder),
+        0,
         hidden_size=768,
         intermediate_size=3072,
         num_hidden_layers=3,
         num_attention_heads=12,
         num_key_value_heads=12,
         head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config).to(torch.float32)
-    folder = tmp_path_factory.mktemp("large_model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder), sum(parameter.nbytes for parameter in model.parameters())
+    return str(folder), (folder / "model.safetensors").stat().st_size
 
 
 def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path):
