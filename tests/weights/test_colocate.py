@@ -86,9 +86,10 @@ def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_si
         pass
     client.pause()
     disturb(trainer, 0.02)
-    client.resume(1)
+    version = trainer.policy_publisher.policy_version
+    client.resume(version + 1)
     thread.join(60)
-    assert replies[0].headers["x-policy-version"] == "0-1"
+    assert replies[0].headers["x-policy-version"] == f"{version}-{version + 1}"
     reply = replies[0].json()
     (tokens,), (entries,) = reply["token_ids"], reply["logprobs"]
     sampled = torch.tensor([next(iter(entry[0].values())) for entry in entries])
@@ -120,7 +121,7 @@ def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
     assert probe(trainer) <= 1e-4  # fills the cache
     publisher.pause()
     disturb(trainer)
-    publisher.resume(0)
+    publisher.resume(publisher.policy_version)
     with pytest.raises(ProbeError, match="does not sample from the weights"):
         probe(trainer)
 
@@ -131,7 +132,7 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     assert probe(trainer) <= 1e-4
     publisher.pause()
     disturb(trainer)
-    publisher.resume(0)
+    publisher.resume(publisher.policy_version)
     assert probe(trainer) <= 1e-4
 
 

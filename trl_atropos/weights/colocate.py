@@ -54,6 +54,7 @@ class ColocatePublisher(ServerPublisher):
                 "started: launch one (`--num_processes 1`)."
             )
         self._info = info = self.client.info()
+        self.policy_version = info.policy_version
         if info.refusals:
             raise AttachError(
                 f"The weights of the server at {self.client.url} cannot be trained in place: "
