@@ -90,6 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     if not os.environ.get(TOKEN_VARIABLE):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
         sys.stderr.write(f"Control token for the trainer:\n  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}\n")
+    if cpu and "--enforce-eager" in arguments:
+        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.argv = ["trl-atropos serve", *arguments]
     from trl_atropos.server.compat import server_main
 
