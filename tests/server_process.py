@@ -16,6 +16,7 @@ from trl_atropos.services import Services
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
 ENVIRONMENT = {
+    "CXX": "no-such-compiler",  # a machine without one must do
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
