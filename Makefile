@@ -21,9 +21,10 @@ UNWANTED := torchvision torchaudio torchcodec
 
 .PHONY: quickstart test lint clean
 
+# OMP_NUM_THREADS is the recipe's; accelerate would choose another one and say so.
 quickstart: $(VENV)/.installed-cpu
 	$(BIN)/python recipes/quickstart/make_model.py runs/quickstart/model --seed $(SEED)
-	$(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
 		--config recipes/quickstart/colocate.yaml --seed $(SEED)
 
 test: $(VENV)/.installed-test
