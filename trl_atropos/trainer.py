@@ -188,14 +188,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return result
 
     def _max_sequence_length(self) -> int:
+        """As asked for (a publisher refuses what its server cannot take), else the server's limit, or the model's."""
         served = self.policy_publisher.server_max_length()
-        asked = self.args.max_sequence_length
-        if asked is not None and served is not None and asked > served:
-            raise ValueError(
-                f"`max_sequence_length` is {asked}, but the server's max_model_len is {served}: lower it, or start "
-                f"the server with `--max-model-len {asked}`."
-            )
-        return asked or served or self.accelerator.unwrap_model(self.model).config.max_position_embeddings
+        model = self.accelerator.unwrap_model(self.model)
+        return self.args.max_sequence_length or served or model.config.max_position_embeddings
 
     def get_train_dataloader(self) -> DataLoader:
         """
