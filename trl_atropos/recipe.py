@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.flags import stated_flags
 from trl_atropos.rollouts.recording import recorded_files
 
 
@@ -248,7 +249,7 @@ def _check(recipe: Recipe) -> None:
         )
     for spec in recipe.environments:
         argv = spec.argv(recipe.placeholders())
-        stated = _flags(argv)
+        stated = stated_flags(argv)
         _check_command(spec, argv)
         for flag, value in stated.items():
             if flag.endswith("temperature") and _number(value) not in (None, training.temperature):
@@ -281,16 +282,6 @@ def _check_command(spec: EnvironmentSpec, argv: list[str]) -> None:
             f"Environment {spec.name!r}: there is no program {program!r} to run. Correct its `command`; a Python "
             "script is run by `{python} path/to/script.py`."
         )
-
-
-def _flags(argv: list[str]) -> dict[str, str]:
-    """Flags of a command line with their values, in either spelling (`--a v`, `--a=v`)."""
-    stated = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            stated[flag] = value or following
-    return stated
 
 
 def _number(text: str) -> float | None:

@@ -52,7 +52,7 @@ class Control:
         self.paused = False
         self.lease_held = False
         self.broken: str | None = None  # why nothing may be sampled any more
-        self.described: dict | None = None
+        self.fixed: dict | None = None  # the part of `info` that never changes
         self.routes = {
             ("GET", "/info"): self.info,
             ("POST", "/attach"): self.attach,
@@ -162,27 +162,26 @@ class Control:
         await response(scope, receive, send)
 
     async def info(self, app, body: dict) -> dict:
-        engine = app.state.engine_client
-        if self.described is None:
-            (self.described,) = (await engine.collective_rpc(DESCRIBE_METHOD))[:1]
+        if self.fixed is None:
+            self.fixed = await self._describe(app.state.engine_client)
+        now = {"policy_version": self.policy_version, "paused": self.paused, "lease_held": self.lease_held}
+        return ServerInfo(**self.fixed, **now).model_dump()
+
+    async def _describe(self, engine) -> dict:
+        """Made once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
         model = engine.model_config
         tokenizer = None if model.skip_tokenizer_init else engine.get_tokenizer()
-        return ServerInfo(
-            protocol=PROTOCOL_VERSION,
-            vllm_version=str(compat.VLLM_VERSION),
-            model=model.model,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=self.described["device"],
-            max_model_len=model.max_model_len,
-            block_size=self.described["block_size"],
-            vocab_size=model.get_vocab_size(),
-            tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer.get_vocab()),
-            logprobs_mode=model.logprobs_mode,
-            refusals=self.described["refusals"],
-            policy_version=self.policy_version,
-            paused=self.paused,
-            lease_held=self.lease_held,
-        ).model_dump()
+        return {
+            **(await engine.collective_rpc(DESCRIBE_METHOD))[0],
+            "protocol": PROTOCOL_VERSION,
+            "vllm_version": str(compat.VLLM_VERSION),
+            "model": model.model,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.get_vocab_size(),
+            "tokenizer_fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer.get_vocab()),
+            "logprobs_mode": model.logprobs_mode,
+        }
 
     async def attach(self, app, body: dict) -> dict:
         if not self.lease_held:

@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 
+from trl_atropos.flags import stated_flags
 from trl_atropos.protocol import TOKEN_VARIABLE
 
 # What the user did not say. Loopback only: the control routes change weights.
@@ -51,7 +52,7 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool) -> list[str]:
     """The command line of vLLM's server. Raises `ValueError` where `given` contradicts what must hold."""
     required = {**REQUIRED, **(CPU_REQUIRED if cpu else {})}
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
-    stated = _stated(given)
+    stated = {flag.replace("_", "-"): value for flag, value in stated_flags(given).items()}  # vLLM takes both
     for flag, value in required.items():
         if flag in stated and stated[flag] != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
@@ -62,17 +63,6 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool) -> list[str]:
     if cpu and not {"--enforce-eager", "--no-enforce-eager"} & set(stated):
         arguments.append("--enforce-eager")  # compiling takes longer than it saves on small CPU models
     return arguments
-
-
-def _stated(given: list[str]) -> dict[str, str]:
-    """Flags in `given` with their values, in either spelling (`--a-b v`, `--a_b=v`)."""
-    stated = {}
-    for index, word in enumerate(given):
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            following = given[index + 1] if index + 1 < len(given) else ""
-            stated[flag.replace("_", "-")] = value or following
-    return stated
 
 
 def main(argv: list[str] | None = None) -> None:
