@@ -1,5 +1,6 @@
 """Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
 
+import socket
 import sys
 import uuid
 from collections.abc import Iterator
@@ -42,8 +43,7 @@ class Server:
 
 
 def free_port() -> int:
-    import socket
-
+    """A port of this machine where nobody listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

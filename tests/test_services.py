@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.guard import members
 from trl_atropos.services import Services, port_of, require_free_port, tail
@@ -29,9 +30,7 @@ def services(tmp_path):
 
 @pytest.fixture
 def free_url():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    return f"http://127.0.0.1:{port}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def guard_of(services: Services, name: str) -> int:

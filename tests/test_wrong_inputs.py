@@ -28,6 +28,8 @@ import requests
 import yaml
 
 from recipes.quickstart.make_model import byte_tokenizer, make_model
+from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
+from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import PARTS, RecipeError, _check_keys, parse
@@ -37,22 +39,9 @@ ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
 TOKEN = "the-token-of-the-shared-server"
 MARKER = "TRL_ATROPOS_TEST_WRONG_INPUTS"
 PATIENCE = 240.0  # seconds for one run on a machine that is busy with other things
-QUIET_MACHINE = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def free_url() -> str:
@@ -142,7 +131,7 @@ for line in sys.stdin:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=ROOT,
-            env={**os.environ, **QUIET_MACHINE},
+            env={**os.environ, **SERVER_ENVIRONMENT},
         )
         self.line()
         return self
@@ -275,7 +264,7 @@ def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     # fmt: on
     url = f"http://127.0.0.1:{port}"
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with service(command, f"{url}/health", log, **QUIET_MACHINE, **{TOKEN_VARIABLE: TOKEN}):
+    with service(command, f"{url}/health", log, **SERVER_ENVIRONMENT, **{TOKEN_VARIABLE: TOKEN}):
         yield url
 
 
@@ -373,7 +362,7 @@ class Desk:
             "-m", "trl_atropos.train", *argv,
         ]
         # fmt: on
-        return run_command(command, {**QUIET_MACHINE, TOKEN_VARIABLE: TOKEN}, self.folder / "output")
+        return run_command(command, {**SERVER_ENVIRONMENT, TOKEN_VARIABLE: TOKEN}, self.folder / "output")
 
 
 @pytest.fixture

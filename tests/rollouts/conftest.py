@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,16 +12,11 @@ from typing import Any
 import pytest
 import requests
 
+from tests.server_process import free_port
 from trl_atropos.rollouts.source import RunInfo
 
 DATA = Path(__file__).parent / "data"
 START_TIMEOUT = 60.0  # seconds; importing the API takes a few on a loaded machine
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Api:

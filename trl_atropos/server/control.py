@@ -193,10 +193,9 @@ class Control:
     async def pause(self, app, body: dict) -> dict:
         if not self.lease_held:
             raise ControlError("pause needs a lease: nothing would resume the server if the trainer died")
-        started = time.perf_counter()
         self.paused = True  # before the engine has stopped: who arrives now begins with the next version
         await compat.pause(app.state.engine_client, clear_cache=bool(body.get("clear_cache", True)))
-        return {"seconds": time.perf_counter() - started}
+        return {}
 
     async def resume(self, app, body: dict) -> dict:
         version = int(body["policy_version"])
