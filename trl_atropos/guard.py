@@ -2,12 +2,17 @@
 
 `trl_atropos.services` runs this file by its path, once per service:
 
-    python -I -S guard.py --parent PID --grace SECONDS -- command ...
+    python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
 
 The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is told to stop
 (SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its children live
 on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and then removes the
 files in /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
+
+With `--restarts`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
+hour; one that ended in less than `--settled` seconds is not, because it would only do so again. It is the guard that
+does this, because of what comes next. What it does is written to the file descriptor `--report`, one line each:
+`ended CODE LIVED WAIT` before it waits to start again, `started` when it has.
 
 Linux reports the death of the *thread* that started a process, not of the process: guards must be started from the
 main thread, or they end their service when the starting thread does. Standard library only: a guard is up in some
@@ -34,6 +39,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK_EVERY = 2.0  # seconds between two looks at the parent and at the mapped files
 LOOK_SHARE = 0.01  # of one core, at most, on a machine with very many processes
 POLL = 0.05
+RESTART_WINDOW = 3600.0  # seconds within which restarts count against what is allowed
+FIRST_WAIT = 1.0  # seconds before the first restart; doubles with each within the window
 KILL_DEADLINE = 5.0  # seconds that the kernel may take to tear down what was killed
 
 EXIT_PARENT_GONE = 125
@@ -183,15 +190,50 @@ def end_service(
     return pids
 
 
-class Guard:
-    """One service, from its start to its last process."""
+class Restarts:
+    """When a service that ended is started again.
 
-    def __init__(self, parent: int, grace: float, command: list[str]) -> None:
+    Args:
+        allowed: Restarts within `RESTART_WINDOW` seconds.
+        settled: Seconds that it must have lived.
+        report: File descriptor that is told of them, -1 for none.
+    """
+
+    def __init__(self, allowed: int = 0, settled: float = 0.0, report: int = -1) -> None:
+        self._allowed = allowed
+        self._settled = settled
+        self._report = report
+        self._times: list[float] = []
+        if report >= 0:
+            os.set_inheritable(report, False)  # it is the guard's, not the service's
+
+    def wait_after(self, lived: float) -> float | None:
+        """Seconds to wait before the restart that is due now; `None` if there is to be none."""
+        now = time.monotonic()
+        self._times = [moment for moment in self._times if now - moment < RESTART_WINDOW]
+        if lived < self._settled or len(self._times) >= self._allowed:
+            return None
+        self._times.append(now)
+        return FIRST_WAIT * 2 ** (len(self._times) - 1)
+
+    def tell(self, line: str) -> None:
+        """Write a line to who asked for reports. The parent may be gone: then nobody wants to know."""
+        if self._report >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._report, f"{line}\n".encode())
+
+
+class Guard:
+    """One service, from its first start to its last process."""
+
+    def __init__(self, parent: int, grace: float, command: list[str], restarts: Restarts) -> None:
         self._parent = parent
         self._grace = grace
         self._command = command
+        self._restarts = restarts
         self._shared = SharedFiles()
         self._service = 0
+        self._lived = 0.0  # seconds, the last time it ran
         self._exit_code: int | None = None
         self._asked_to_stop = False
         self._wake, wake_end = os.pipe()
@@ -210,19 +252,46 @@ class Guard:
             return EXIT_PARENT_GONE
         # Grandchildren whose parent dies become children of the guard, wherever they moved to: none is lost sight of.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._service = _start(self._command)
+        while self._live() and self._comes_back():
+            pass
+        return 128 + signal.SIGKILL if self._exit_code is None else self._exit_code
+
+    def _over(self) -> bool:
+        """Whether the service is no longer wanted."""
+        return self._asked_to_stop or os.getppid() != self._parent
+
+    def _comes_back(self) -> bool:
+        """After the service has ended: wait until it is to be started again. False if it is not."""
+        wait = None if self._over() else self._restarts.wait_after(self._lived)
+        if wait is None:
+            return False
+        _say(f"{self._command[0]} ended with exit code {self._exit_code}; starting it again in {wait:g} s")
+        self._restarts.tell(f"ended {self._exit_code} {self._lived:.1f} {wait:g}")
+        deadline = time.monotonic() + wait
+        while not self._over() and (left := deadline - time.monotonic()) > 0:
+            self._wait(left)
+        if self._over():
+            return False
+        self._restarts.tell("started")
+        return True
+
+    def _live(self) -> bool:
+        """One life of the service, from its start to its last process. Whether nothing of it is left."""
+        self._exit_code, self._shared = None, SharedFiles()
+        self._service, started = _start(self._command), time.monotonic()
         look_every = LOOK_EVERY
-        while self._exit_code is None and not self._asked_to_stop and os.getppid() == self._parent:
+        while self._exit_code is None and not self._over():
             began = time.monotonic()
             self._shared.note(members(os.getpid(), self._service))
             look_every = max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
             self._wait_until(time.monotonic() + look_every)
+        self._lived = time.monotonic() - started
         if os.getppid() != self._parent:
             _say(f"the parent, process {self._parent}, is gone: stopping {self._command[0]}")
         left = end_service(os.getpid(), self._grace, self._shared, self._service, lambda: self._wait(POLL))
         if left:
             _say(f"processes {left} are still there {KILL_DEADLINE:.0f} s after SIGKILL")
-        return 128 + signal.SIGKILL if self._exit_code is None else self._exit_code
+        return not left
 
     def _wait_until(self, deadline: float) -> None:
         """Sleep until the next look, or until there is something to do; orphans that end are nothing to do."""
@@ -274,13 +343,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="guard.py", usage="guard.py --parent PID --grace SECONDS -- command ...")
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--settled", type=float, default=0.0)
+    parser.add_argument("--report", type=int, default=-1)
     if "--" not in argv[:-1]:
         parser.error("the command to guard is missing: put it after `--`")
     split = argv.index("--")
     options = parser.parse_args(argv[:split])
     if os.getsid(0) != os.getpid():
         os.setsid()  # the session is what is ended: it must hold the service and nothing else
-    return Guard(options.parent, options.grace, argv[split + 1 :]).run()
+    restarts = Restarts(options.restarts, options.settled, options.report)
+    return Guard(options.parent, options.grace, argv[split + 1 :], restarts).run()
 
 
 if __name__ == "__main__":

@@ -6,30 +6,61 @@ models where it enters.
 
 import hashlib
 import json
+import os
 
+import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
 # Methods of the worker extension, called in every worker of the server. The prefix keeps them apart from vLLM's own.
 DESCRIBE_METHOD = "trl_atropos_describe"
 ATTACH_METHOD = "trl_atropos_attach"
+OPEN_CHANNEL_METHOD = "trl_atropos_open_channel"
+LOAD_WEIGHTS_METHOD = "trl_atropos_load_weights"
+FINISH_WEIGHTS_METHOD = "trl_atropos_finish_weights"
+SET_UP_ADAPTER_METHOD = "trl_atropos_set_up_adapter"
+LOAD_ADAPTER_METHOD = "trl_atropos_load_adapter"
+
+VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
+ADAPTER_MODES = ("nccl_lora", "lora")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's `--max-lora-rank` takes."""
+
+ADAPTER_NAME = "policy"
+"""Under which the server knows the adapter that is trained, whatever its version."""
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class LoraInfo(Strict):
+    """What adapters the server can serve."""
+
+    max_rank: int
+    max_loras: int  # in one batch
+    dtype: str
+
+
 class ServerInfo(Strict):
     """Answer of `GET /trl_atropos/info`: what the server is and where it stands."""
 
     protocol: int
+    instance: str  # random: another one after a restart
+    machine: str  # the same for two processes that may share memory
     vllm_version: str
     model: str
     dtype: str  # of the weights, as torch names it: "float32"
     device: str  # "cpu" or "cuda"
+    device_uuids: list[str]  # of the workers' GPUs, in the order of their ranks; empty on the CPU
+    num_workers: int  # data x tensor x pipeline parallel
+    lora: LoraInfo | None  # None: started without --enable-lora
+    prefixes_by_path: bool  # cached prefixes of an adapter are told apart by its path, not by its name alone
+    sleep: bool  # started with --enable-sleep-mode
     max_model_len: int  # tokens
     block_size: int  # tokens of one KV cache block
     vocab_size: int
@@ -37,16 +68,73 @@ class ServerInfo(Strict):
     logprobs_mode: str
     refusals: list[str]  # why this server's memory cannot be shared; empty: it can
     policy_version: int
+    oldest_version_in_flight: int  # that some unfinished request began with
     paused: bool
     lease_held: bool
 
 
+class CheckpointTensor(Strict):
+    """A tensor of the checkpoint that is a part of one parameter, as a strided view of that, in elements."""
+
+    name: str
+    size: list[int]
+    stride: list[int]
+    offset: int
+
+
 class ParameterSpec(Strict):
-    """One parameter of the trainer's model, as its checkpoint names it."""
+    """One parameter of the trainer's model."""
 
     name: str
     shape: list[int]
     dtype: str
+    # The checkpoint tensors that it consists of. None: one of its own name and shape. Empty: it is computed from some.
+    pieces: list[CheckpointTensor] | None = None
+
+
+class LoadReply(Strict):
+    """Answer of `POST /trl_atropos/weights/load` and `/adapter/load`, the slowest worker's."""
+
+    receive_ms: float
+    apply_ms: float
+
+
+class VersionsQuery(Strict):
+    """Body of `POST /trl_atropos/versions`."""
+
+    keys: list[str]  # of `completion_key`, in hexadecimal
+
+
+class VersionsReply(Strict):
+    """Answer of `POST /trl_atropos/versions`: for each key the policy versions at its first and at its last token."""
+
+    versions: list[tuple[int, int] | None]  # None: no such completion is known
+
+
+def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:
+    """
+    What both sides know one sampled completion by: 16 bytes, a hash over all of it.
+
+    The log-probabilities belong to it, to the last bit, because sequences repeat as a policy converges: by tokens
+    alone, a third of them would be taken for those of another version. They survive JSON as they are.
+
+    Args:
+        prompt_ids: (p,) ids of all tokens before the completion, of former turns too.
+        completion_ids: (c,) ids of the sampled tokens.
+        logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was converted to.
+    """
+    prompt, completion = (np.ascontiguousarray(ids, dtype="<i4") for ids in (prompt_ids, completion_ids))
+    values = np.ascontiguousarray(logprobs, dtype="<f4") + np.float32(0.0)  # there is one zero, not two
+    digest = hashlib.blake2b(np.array([prompt.size, completion.size], dtype="<i8"), digest_size=16)
+    for part in (prompt, completion, values):
+        digest.update(part)
+    return digest.digest()
+
+
+def machine_id() -> str:
+    """The same in every process that sees the same /proc and memory as this one, and in no other."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class View(Strict):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import vllm
 from packaging.version import Version
+from vllm.outputs import CompletionOutput
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 
 try:  # later versions have a class for what the client got wrong
@@ -13,6 +14,8 @@ except ImportError:
 
 VLLM_VERSION = Version(Version(vllm.__version__).base_version)
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
+MARKS_TOKENS = Version("0.32") <= VLLM_VERSION
+UNMARKED = "default"  # how vLLM marks what it samples before it was told anything
 
 
 def server_main() -> Callable[[], None]:
@@ -50,3 +53,48 @@ async def pause(engine, clear_cache: bool) -> None:
 
 async def resume(engine) -> None:
     await engine.resume_generation()
+
+
+async def mark_tokens(engine, publishes: int) -> None:
+    """Lets the engine mark what it samples from now on. Only while it is paused."""
+    if MARKS_TOKENS:
+        await engine.update_weight_version(str(publishes))
+
+
+def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
+    """After how many publishes the first and the last token of an ended completion were sampled, if it is marked."""
+    marks = completion.weight_versions if MARKS_TOKENS else None
+    if not marks:
+        return None
+    first, last = (0 if mark.version == UNMARKED else int(mark.version) for mark in (marks[0], marks[-1]))
+    return first, last
+
+
+async def drop_caches(engine) -> None:
+    """Drops cached prefixes, and the KV cache of paused requests, which recompute it when they go on."""
+    await engine.reset_prefix_cache(reset_running_requests=True)
+
+
+def begin_reload(model) -> None:
+    """From here to `finish_reload`, loaded weights are kept until a layer is whole, then processed as at the start."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model, model_config) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+def adapter_name_mapper(model):
+    """Renames modules of an adapter as vLLM's model does, without joining those that vLLM packs; or nothing."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # as vLLM asks for it: most models have none
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+
+
+# From which version on cached prefixes of an adapter are told apart by its path; before, only by its name.
+PREFIXES_KEYED_BY_ADAPTER_PATH = Version("0.32") <= VLLM_VERSION

@@ -1,179 +1,168 @@
 """The control plane of the inference server: an ASGI middleware (`--middleware trl_atropos.server.control.Control`).
 
-It adds `POST /generate` for the environments, and routes under `/trl_atropos/` for the trainer, which need the token
-in `TRL_ATROPOS_TOKEN`. Everything else goes through to vLLM. One instance lives in the API server process.
+It adds `POST /generate` for the environments (`sampling.py`), and routes under `/trl_atropos/` for the trainer, which
+need the token in `TRL_ATROPOS_TOKEN`. Everything else goes through to vLLM. One instance lives in the API server
+process.
 
 A publish is `pause -> (the weights change) -> resume`. While a trainer may be writing to the weights, the server must
 not answer from them: a trainer holds a lease (one response that stays open), so that its death is noticed at once. If
-it dies while the server is paused, the weights may be half written: the server answers 503 from then on, and leaves.
+it dies while the weights may be half written, the server answers 503 from then on, and leaves; if it dies in a pause
+without that, the server resumes.
 """
 
 import asyncio
-import hmac
-import json
+import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
 import time
+import uuid
 
 import psutil
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from vllm.lora.request import LoRARequest
 
 from trl_atropos.protocol import (
+    ADAPTER_NAME,
     ATTACH_METHOD,
     DESCRIBE_METHOD,
+    FINISH_WEIGHTS_METHOD,
+    LOAD_ADAPTER_METHOD,
+    LOAD_WEIGHTS_METHOD,
+    OPEN_CHANNEL_METHOD,
     PROTOCOL_VERSION,
     ROUTE_PREFIX,
+    SET_UP_ADAPTER_METHOD,
     TOKEN_VARIABLE,
+    LoadReply,
     ParameterSpec,
     ServerInfo,
+    machine_id,
     tokenizer_fingerprint,
 )
 from trl_atropos.server import compat
-from trl_atropos.server.generate import BadRequest, NotFinished, generate
+from trl_atropos.server.routes import ControlError, Lease, answer, error, has_token
+from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
 
 logger = logging.getLogger("vllm.trl_atropos")
 
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and leaving all the same
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
-
-
-class ControlError(RuntimeError):
-    """A control request that cannot be done now; the message goes to the trainer."""
+MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
+RECOVERY = 30.0  # seconds to end what a trainer has begun that is gone; a worker may wait for it and never come back
 
 
 class Control:
     def __init__(self, app):
         self.app = app
         self.token = os.environ[TOKEN_VARIABLE]
-        self.policy_version = 0
-        self.paused = False
-        self.lease_held = False
-        self.broken: str | None = None  # why nothing may be sampled any more
+        self.instance = uuid.uuid4().hex
+        self.sampling = Sampling()
+        self.lease = Lease()
+        self.asleep = 0  # vLLM's sleep level
+        self.torn = False  # the weights may be half written, or not those of the version that the server names
+        self.changing = asyncio.Lock()  # held by each call of the trainer, and by the recovery after the last
         self.fixed: dict | None = None  # the part of `info` that never changes
+        self.next_adapter: int | None = None  # its id is loaded and waits for `resume`
+        self.adapters_loaded = 0
         self.routes = {
             ("GET", "/info"): self.info,
             ("POST", "/attach"): self.attach,
             ("POST", "/pause"): self.pause,
             ("POST", "/resume"): self.resume,
+            ("POST", "/channel"): self.open_channel,
+            ("POST", "/weights/load"): self.load_weights,
+            ("POST", "/weights/finish"): self.finish_weights,
+            ("POST", "/adapter/setup"): self.set_up_adapter,
+            ("POST", "/adapter/load"): self.load_adapter,
+            ("POST", "/sleep"): self.sleep,
+            ("POST", "/wake"): self.wake,
+            ("POST", "/versions"): self.versions,
+            ("GET", "/versions"): self.noted,
         }
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request = Request(scope, receive)
-        path = scope["path"]
-        if path.startswith(ROUTE_PREFIX + "/"):
-            return await self._control(request, path.removeprefix(ROUTE_PREFIX), send)
-        if self.broken is not None:
-            return await _error(503, self.broken)(scope, receive, send)
-        if path == "/generate" and request.method == "POST":
-            return await self._generate(request, send)
-        if path in OPENAI_ROUTES and request.method == "POST":
-            receive = await self._any_model_name(request)
+        path, posts = scope["path"], scope["method"] == "POST"
+        self.sampling.recorder(scope["app"].state.engine_client)  # before any route has sampled
+        try:
+            if path.startswith(ROUTE_PREFIX + "/"):
+                return await self._control(request, path.removeprefix(ROUTE_PREFIX), send)
+            if self.sampling.broken is not None:
+                return await error(503, self.sampling.broken)(scope, receive, send)
+            if path == "/generate" and posts:
+                return await self.sampling.generate(request, send)
+            if path in OPENAI_ROUTES and posts:
+                return await self.sampling.openai(request, send, self.app)
+        except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
+            self._leave("vLLM's EngineCore process died")
+            return await error(503, self.sampling.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
-
-    # ------------------------------------------------------------------------------------------- for environments
-
-    async def _generate(self, request: Request, send) -> None:
-        scope, receive = request.scope, request.receive
-        try:
-            body = json.loads(await request.body())
-            if not isinstance(body, dict):
-                raise BadRequest("the body must be a JSON object")
-        except ValueError as error:
-            return await _error(400, f"bad request: {error}")(scope, receive, send)
-        # A request that arrives during a pause begins with the next version.
-        begun = self.policy_version + (1 if self.paused else 0)
-        task = asyncio.create_task(generate(scope["app"].state.engine_client, body))
-        gone = asyncio.create_task(_disconnected(receive))
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not task.done():  # the client went away: let the engine stop working for it
-            task.cancel()
-            await asyncio.wait({task})
-            return None
-        try:
-            response = JSONResponse(task.result())
-            response.headers["x-policy-version"] = f"{begun}-{self.policy_version}"
-        except BadRequest as error:
-            logger.warning("refused a /generate request: %s", error)
-            response = _error(400, str(error))
-        except NotFinished as error:
-            response = _error(503, str(error))
-        except compat.EngineDeadError:
-            response = self._engine_died()
-        except Exception as error:
-            logger.exception("a /generate request failed")
-            response = _error(500, f"{type(error).__name__}: {error}")
-        await response(scope, receive, send)
-
-    async def _any_model_name(self, request: Request):
-        """Environments keep one model name whatever is served, so any name means the model of this server."""
-        body = await request.body()
-        try:
-            parsed = json.loads(body)
-            parsed["model"] = request.scope["app"].state.openai_serving_models.base_model_paths[0].name
-            body = json.dumps(parsed).encode()
-        except (ValueError, TypeError):
-            pass  # not a JSON object: vLLM answers with its own message
-        headers = [(k, v) for k, v in request.scope["headers"] if k != b"content-length"]
-        request.scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-        first = True
-
-        async def receive():
-            nonlocal first
-            if first:
-                first = False
-                return {"type": "http.request", "body": body, "more_body": False}
-            return await request.receive()
-
-        return receive
-
-    # ----------------------------------------------------------------------------------------------- for the trainer
 
     async def _control(self, request: Request, path: str, send) -> None:
         scope, receive = request.scope, request.receive
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-            return await _error(401, "the control token is missing or wrong")(scope, receive, send)
-        if self.broken is not None:
-            return await _error(503, self.broken)(scope, receive, send)
+        if not has_token(request, self.token):
+            return await error(401, "the control token is missing or wrong")(scope, receive, send)
+        if self.sampling.broken is not None:
+            return await error(503, self.sampling.broken)(scope, receive, send)
         if (request.method, path) == ("POST", "/lease"):
             return await self._lease(scope, receive, send)
-        handler = self.routes.get((request.method, path))
-        if handler is None:
-            return await _error(404, f"no control route {request.method} {path}")(scope, receive, send)
-        try:
-            body = json.loads(await request.body() or b"{}")
-            result = await handler(scope["app"], body)
-            response: Response = JSONResponse(result)
-        except ControlError as error:
-            response = _error(409, str(error))
-        except ValueError as error:
-            response = _error(400, str(error))
-        except compat.EngineDeadError:
-            response = self._engine_died()
-        except Exception as error:
-            logger.exception("control request %s failed", path)
-            response = _error(500, f"{type(error).__name__}: {error}")
+        routes = {route: functools.partial(handler, scope["app"]) for route, handler in self.routes.items()}
+        asks = request.method == "GET" or path == "/versions"
+        async with contextlib.nullcontext() if asks else self.changing:
+            response = await answer(request, path, routes, through=compat.EngineDeadError)
         await response(scope, receive, send)
+
+    async def _lease(self, scope, receive, send) -> None:
+        """Open for the trainer's whole life: when it ends, the trainer is gone."""
+        app = scope["app"]
+        await self.lease.hold(scope, receive, send, app.state.server, at_end=lambda: self._left(app))
+
+    async def _left(self, app) -> None:
+        """What a trainer leaves behind is put in order before another may come."""
+        if not self.torn:
+            try:
+                async with asyncio.timeout(RECOVERY), self.changing:  # its last call decides what is whole
+                    if self.sampling.paused and not self.torn:
+                        await self._recover(app)
+            except TimeoutError:
+                if self.sampling.paused:
+                    self._leave(f"the trainer left in a pause, and the engine did not answer for {RECOVERY:.0f} s")
+        if self.torn:
+            self._leave("the trainer left in the middle of a publish: the weights may be half written")
 
     async def info(self, app, body: dict) -> dict:
         if self.fixed is None:
             self.fixed = await self._describe(app.state.engine_client)
-        now = {"policy_version": self.policy_version, "paused": self.paused, "lease_held": self.lease_held}
+        now = {
+            "policy_version": self.sampling.policy_version,
+            "oldest_version_in_flight": self.sampling.oldest_version_in_flight,
+            "paused": self.sampling.paused,
+            "lease_held": self.lease.held,
+        }
         return ServerInfo(**self.fixed, **now).model_dump()
 
     async def _describe(self, engine) -> dict:
         """Made once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
         model = engine.model_config
         tokenizer = None if model.skip_tokenizer_init else engine.get_tokenizer()
+        workers = await engine.collective_rpc(DESCRIBE_METHOD)  # of the first replica, as of every call
+        uuids = [worker.pop("device_uuid") for worker in workers]
+        replicas = engine.vllm_config.parallel_config.data_parallel_size
+        workers[0]["num_workers"] *= replicas
+        if replicas > 1:
+            workers[0]["refusals"].append(
+                f"it has {replicas} copies of the model (start a server with --data-parallel-size 1 for each device)"
+            )
         return {
-            **(await engine.collective_rpc(DESCRIBE_METHOD))[0],
+            **workers[0],
+            "device_uuids": [uuid for uuid in uuids if uuid is not None],
             "protocol": PROTOCOL_VERSION,
+            "instance": self.instance,
+            "machine": machine_id(),
             "vllm_version": str(compat.VLLM_VERSION),
             "model": model.model,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -181,68 +170,163 @@ class Control:
             "vocab_size": model.get_vocab_size(),
             "tokenizer_fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer.get_vocab()),
             "logprobs_mode": model.logprobs_mode,
+            "prefixes_by_path": compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
         }
 
     async def attach(self, app, body: dict) -> dict:
-        if not self.lease_held:
-            raise ControlError("attach needs a lease: open POST /trl_atropos/lease first")
+        self._require_lease("attach")
         specs = [ParameterSpec.model_validate(spec).model_dump() for spec in body["parameters"]]
         (attachment,) = await app.state.engine_client.collective_rpc(ATTACH_METHOD, args=(specs,))
         return attachment
 
     async def pause(self, app, body: dict) -> dict:
-        if not self.lease_held:
-            raise ControlError("pause needs a lease: nothing would resume the server if the trainer died")
-        self.paused = True  # before the engine has stopped: who arrives now begins with the next version
+        """With `in_place`, the trainer writes into this server's memory until `resume`."""
+        self._require_lease("pause")
+        self.torn = self.torn or bool(body.get("in_place", False))
+        self.sampling.hold()  # before the engine has stopped: who arrives now begins with the next version
+        # What is under the name at `resume` came in this pause, and not late from a trainer that is gone.
+        self.sampling.register(app.state.openai_serving_models.lora_requests)
         await compat.pause(app.state.engine_client, clear_cache=bool(body.get("clear_cache", True)))
         return {}
 
     async def resume(self, app, body: dict) -> dict:
         version = int(body["policy_version"])
-        if not self.paused:
+        if not self.sampling.paused:
             raise ControlError("resume without a pause")
-        self.policy_version = version
-        self.paused = False
-        await compat.resume(app.state.engine_client)
+        if self.asleep:
+            raise ControlError(f"resume while asleep (level {self.asleep}): wake first")
+        self.torn = False
+        served = app.state.openai_serving_models.lora_requests
+        adapter = served.get(ADAPTER_NAME)  # one that came from files was put there by vLLM's own route
+        if self.next_adapter is not None or (adapter is not None and adapter is not self.sampling.adapter):
+            # vLLM tells the adapters of a batch apart by these names, and cached prefixes too: each version needs its
+            # own, also one that a former training had.
+            self.adapters_loaded += 1
+            name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
+            if self.next_adapter is not None:
+                adapter = LoRARequest(name, self.next_adapter, f"mem://{name}")
+            else:
+                adapter = LoRARequest(name, adapter.lora_int_id, adapter.lora_path)
+            served[ADAPTER_NAME], self.next_adapter = adapter, None
+        else:  # none came in this pause, and a former trainer's is not this one's policy
+            adapter = None
+        self.sampling.serve(version, adapter)
+        await compat.mark_tokens(app.state.engine_client, self.sampling.history.publishes)
+        await self._let_go(app)
         return {"policy_version": version}
 
-    async def _lease(self, scope, receive, send) -> None:
-        """Stays open for the trainer's whole life: when the kernel closes the connection, the trainer is gone."""
-        for _ in range(20):  # a former trainer's connection may be closing at this very moment
-            if not self.lease_held:
-                break
-            await asyncio.sleep(0.05)
-        else:
-            return await _error(409, "another trainer holds this server: stop it, or start a server for this run")(
-                scope, receive, send
-            )
-        self.lease_held = True
-        headers = [(b"content-type", b"text/plain")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
-        gone = asyncio.create_task(_disconnected(receive))
-        server = scope["app"].state.server  # uvicorn's, which waits for open responses when it shuts down
-        while not gone.done() and not server.should_exit:
-            await asyncio.wait({gone}, timeout=0.5)
-        gone.cancel()
-        self.lease_held = False
-        if self.paused:
-            self._leave("the trainer left while the server was paused: its weights may be half written")
-        return None
+    async def _let_go(self, app) -> None:
+        await compat.resume(app.state.engine_client)
+        self.sampling.let_go()
 
-    def _engine_died(self) -> Response:
-        """vLLM itself would notice within five seconds, and then wait for its clients."""
-        self._leave("vLLM's EngineCore process died")
-        return _error(503, self.broken)
+    async def open_channel(self, app, body: dict) -> dict:
+        self._require_lease("opening a channel")
+        await app.state.engine_client.collective_rpc(OPEN_CHANNEL_METHOD, args=(body,))
+        return {}
+
+    async def load_weights(self, app, body: dict) -> dict:
+        self._require_pause("loading weights")
+        self.torn = True
+        tensors = [ParameterSpec.model_validate(tensor).model_dump() for tensor in body["tensors"]]
+        replies = await app.state.engine_client.collective_rpc(LOAD_WEIGHTS_METHOD, args=(tensors,))
+        return _slowest(replies)
+
+    async def finish_weights(self, app, body: dict) -> dict:
+        self._require_pause("finishing the weights")
+        missing = await app.state.engine_client.collective_rpc(FINISH_WEIGHTS_METHOD)
+        return {"missing": sorted(set().union(*missing))}
+
+    async def set_up_adapter(self, app, body: dict) -> dict:
+        self._require_lease("setting up an adapter")
+        tensors = [ParameterSpec.model_validate(tensor).model_dump() for tensor in body["tensors"]]
+        arguments = (tensors, body["config"])
+        refused = await app.state.engine_client.collective_rpc(SET_UP_ADAPTER_METHOD, args=arguments)
+        return {"refused": next((reason for reason in refused if reason is not None), None)}
+
+    async def load_adapter(self, app, body: dict) -> dict:
+        """Loads into the one of two ids that new requests do not use; `resume` makes it the one they use."""
+        self._require_pause("loading an adapter")
+        engine = app.state.engine_client
+        adapter = self.sampling.adapter
+        first, second = MEMORY_ADAPTERS
+        adapter_id = second if adapter is not None and adapter.lora_int_id == first else first
+        if self.sampling.in_flight[adapter_id]:
+            # They began two versions ago. They go on with the new weights, and recompute what they cached before.
+            await compat.drop_caches(engine)
+        try:
+            replies = await engine.collective_rpc(LOAD_ADAPTER_METHOD, args=(adapter_id,))
+        except compat.EngineDeadError:
+            raise
+        except Exception as problem:  # of a worker, whose errors all come as one type
+            self.torn = self.torn or bool(self.sampling.in_flight[adapter_id])
+            raise ControlError(str(problem)) from problem
+        self.next_adapter = adapter_id
+        return _slowest(replies)
+
+    async def sleep(self, app, body: dict) -> dict:
+        """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
+        self._require_lease("sleep")
+        self.sampling.hold()
+        self.asleep = int(body["level"])
+        self.torn = self.torn or self.asleep > 1  # level 2 forgets the weights
+        await app.state.engine_client.sleep(self.asleep, mode="keep")
+        return {}
+
+    async def wake(self, app, body: dict) -> dict:
+        """`tags`: which memory to take again, `weights` or `kv_cache`."""
+        self._require_pause("wake")
+        await app.state.engine_client.wake_up(body["tags"])
+        if "kv_cache" in body["tags"]:
+            self.asleep = 0
+        return {}
+
+    async def versions(self, app, body: dict) -> dict:
+        """Answers at any time, also while a publish is under way."""
+        return self.sampling.ledger.answer(body)
+
+    async def noted(self, app, body: dict) -> dict:
+        """The keys of all completions that `versions` knows, for who will outlive this server."""
+        return {"keys": self.sampling.ledger.keys()}
+
+    def _require_lease(self, what: str) -> None:
+        if not self.lease.held:
+            raise ControlError(f"{what} needs a lease, or nothing would notice if the trainer died: open it first")
+
+    def _require_pause(self, what: str) -> None:
+        self._require_lease(what)
+        if not self.sampling.paused:
+            raise ControlError(f"{what} needs a pause, or requests would sample from weights in the making")
+
+    async def _recover(self, app) -> None:
+        """The trainer is gone, the weights are whole: goes on with them."""
+        logger.warning(
+            "the trainer left while the server was paused; resuming version %d", self.sampling.policy_version
+        )
+        self.next_adapter = None
+        try:
+            if self.asleep:
+                await app.state.engine_client.wake_up(["weights", "kv_cache"])
+                self.asleep = 0
+            await self._let_go(app)
+        except Exception as problem:  # whatever it is, a server that stays paused helps nobody
+            logger.exception("resuming failed")
+            self._leave(f"the trainer left while the server was paused, and it cannot resume ({problem})")
 
     def _leave(self, reason: str) -> None:
         """Answers nothing from now on and ends the process, whatever connections are still open."""
-        if self.broken is not None:
+        if self.sampling.broken is not None:
             return
-        self.broken = f"{reason}. This server is shutting down: start it again"
-        logger.error("%s", self.broken)
+        self.sampling.broken = f"{reason}. This server is shutting down: start it again"
+        logger.error("%s", self.sampling.broken)
+        self.sampling.let_go()  # those who wait get the reason
         threading.Thread(target=_exit_within, args=(LEAVE_GRACE,), daemon=True).start()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _slowest(replies: list[dict]) -> dict:
+    """The reply of the worker that took longest."""
+    parsed = [LoadReply.model_validate(reply) for reply in replies]
+    return max(parsed, key=lambda reply: reply.receive_ms + reply.apply_ms).model_dump()
 
 
 def _exit_within(seconds: float) -> None:
@@ -251,12 +335,3 @@ def _exit_within(seconds: float) -> None:
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(1)
-
-
-async def _disconnected(receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status)

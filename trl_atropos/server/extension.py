@@ -5,10 +5,14 @@ loader, which happens before the model is built. Methods are reached through `co
 take and return plain JSON values.
 """
 
+import torch
 from vllm.config import set_current_vllm_config
 
-from trl_atropos.protocol import Attachment, ParameterSpec
+from trl_atropos.channel import open_receiver
+from trl_atropos.protocol import Attachment, LoraInfo, ParameterSpec
 from trl_atropos.server import layout, loader
+from trl_atropos.server.adapters import AdapterReceiver, without_adapters
+from trl_atropos.server.weights import WeightReceiver
 from trl_atropos.transport import export_storage
 
 
@@ -16,9 +20,18 @@ class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
         config = self.vllm_config
+        lora = config.lora_config
+        if lora is not None:
+            dtype = str(lora.lora_dtype).removeprefix("torch.")
+            lora = LoraInfo(max_rank=lora.max_lora_rank, max_loras=lora.max_loras, dtype=dtype).model_dump()
+        cuda = self.device.type == "cuda"
         return {
             "device": self.device.type,
+            "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if cuda else None,
+            "num_workers": config.parallel_config.world_size,
             "block_size": config.cache_config.block_size,
+            "lora": lora,
+            "sleep": config.model_config.enable_sleep_mode,
             "refusals": _refusals(config, self.device.type),
         }
 
@@ -26,10 +39,41 @@ class WorkerExtension:
         """Traces where each of the trainer's parameters lives here, and exports the memory behind them."""
         model = self.model_runner.get_model()
         parsed = [ParameterSpec.model_validate(spec) for spec in specs]
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), without_adapters(model):
             views, refused = layout.trace(model, parsed, self.device)
-        storages = [] if refused else [export_storage(s) for s in layout.unique_storages(model).values()]
+        storages = [export_storage(storage) for storage in layout.unique_storages(model).values()]
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
+
+    def trl_atropos_open_channel(self, specification: dict) -> None:
+        """Joins the trainer's channel, in place of a former one."""
+        parallel = self.vllm_config.parallel_config
+        # Not `data_parallel_rank`, which is 0 in every replica of a dense model.
+        rank = parallel.data_parallel_index * parallel.world_size + self.rank
+        self._trl_atropos_channel = open_receiver(specification, rank, self.device)
+        self._trl_atropos_weights = None
+        self._trl_atropos_adapter = None
+
+    def trl_atropos_load_weights(self, tensors: list[dict]) -> dict:
+        if self._trl_atropos_weights is None:
+            self._trl_atropos_weights = WeightReceiver(
+                self.model_runner.get_model(), self.vllm_config, self._trl_atropos_channel
+            )
+        return self._trl_atropos_weights.load([ParameterSpec.model_validate(t) for t in tensors]).model_dump()
+
+    def trl_atropos_finish_weights(self) -> list[str]:
+        return self._trl_atropos_weights.finish()
+
+    def trl_atropos_set_up_adapter(self, tensors: list[dict], config: dict) -> str | None:
+        """Returns why vLLM cannot serve such an adapter, or nothing."""
+        parsed = [ParameterSpec.model_validate(tensor) for tensor in tensors]
+        try:
+            self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, parsed, config)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def trl_atropos_load_adapter(self, adapter_id: int) -> dict:
+        return self._trl_atropos_adapter.load(adapter_id).model_dump()
 
 
 def _refusals(config, device: str) -> list[str]:
@@ -44,8 +88,6 @@ def _refusals(config, device: str) -> list[str]:
         found.append(f"its weights are quantised ({config.model_config.quantization}); serve an unquantised model")
     if config.model_config.enable_sleep_mode:
         found.append("it was started with --enable-sleep-mode, whose memory cannot be shared; leave the flag out")
-    if config.lora_config is not None:
-        found.append("it was started with --enable-lora; leave the flag out")
     if config.model_config.use_mla:
         found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
     if device == "cpu" and config.load_config.load_format != loader.LOAD_FORMAT:

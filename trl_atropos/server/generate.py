@@ -10,13 +10,15 @@ Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][t
 import uuid
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from trl_atropos.server.compat import CLIENT_ERRORS
+from trl_atropos.server.ledger import Span
+from trl_atropos.server.recorder import LOWEST_LOGPROB, Recorder, sampled_logprobs
 
 # Fields of the OpenAI protocol that environments send along and that mean nothing here.
 IGNORED_FIELDS = ("model", "stream", "user")
-LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
 
 class BadRequest(ValueError):
@@ -47,13 +49,18 @@ def parse(body: dict) -> tuple[dict, SamplingParams]:
         raise BadRequest(str(error)) from error
 
 
-async def generate(engine, body: dict) -> dict:
-    """Samples and returns the response. Cancelling the task aborts the request in the engine."""
+async def generate(recorder: Recorder, body: dict, adapter: LoRARequest | None = None) -> tuple[dict, list[Span]]:
+    """
+    Samples, from `adapter` if there is one. Cancelling the task aborts the request.
+
+    Returns the response, and the policy versions of each completion.
+    """
     prompt, params = parse(body)
-    result = None
+    result, spans = None, []
+    request_id = f"trl-atropos-{uuid.uuid4().hex}"
     try:
-        async for output in engine.generate(prompt, params, f"trl-atropos-{uuid.uuid4().hex}"):
-            result = output
+        async for output in recorder.stream(prompt, params, request_id, lora_request=adapter):
+            result, spans = output
     except CLIENT_ERRORS as error:
         raise BadRequest(str(error)) from error
     completions = sorted(result.outputs, key=lambda completion: completion.index)
@@ -69,21 +76,19 @@ async def generate(engine, body: dict) -> dict:
         "token_ids": [list(completion.token_ids) for completion in completions],
     }
     if params.logprobs is not None:
-        response["logprobs"] = [_sampled_logprobs(completion) for completion in completions]
+        response["logprobs"] = [_logprobs_entries(completion) for completion in completions]
     if params.prompt_logprobs is not None:
         response["prompt_logprobs"] = [
             entry if entry is None else {str(token): _finite(value) for token, value in entry.items()}
             for entry in result.prompt_logprobs
         ]
-    return response
+    return response, spans
 
 
-def _sampled_logprobs(completion) -> list[list[dict[str, float]]]:
+def _logprobs_entries(completion) -> list[list[dict[str, float]]]:
     """One entry per token, the sampled token first: the client reads nothing but the first key."""
-    return [
-        [{str(token): _finite(entry[token])}]
-        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
+    pairs = zip(completion.token_ids, sampled_logprobs(completion), strict=True)
+    return [[{str(token): logprob}] for token, logprob in pairs]
 
 
 def _finite(logprob) -> float:

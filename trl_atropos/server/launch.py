@@ -7,17 +7,15 @@
 
 import argparse
 import os
-import secrets
 import sys
 
 from trl_atropos.flags import stated_flags
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES
 
 # What the user did not say. Loopback only: the control routes change weights.
 DEFAULTS = {
     "--host": "127.0.0.1",
     "--port": "9001",
-    "--dtype": "float32",  # the trainer updates these very weights, and 16 bits would lose small steps
     "--generation-config": "vllm",  # the model's own generation_config.json would change how environments sample
 }
 # What must hold for the log-probabilities and the control routes to be right.
@@ -25,8 +23,10 @@ REQUIRED = {
     "--logprobs-mode": "processed_logprobs",
     "--worker-extension-cls": "trl_atropos.server.extension.WorkerExtension",
 }
-CPU_DEFAULTS = {"--distributed-executor-backend": "uni"}
+CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
+# For a mode that sends adapters: places for the version in use and the next, and room for those of long requests.
+LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
 MIDDLEWARE = "trl_atropos.server.control.Control"
 
 
@@ -41,14 +41,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="Hub name or folder of the model")
     parser.add_argument(
         "--vllm_mode",
-        choices=["colocate"],
+        choices=VLLM_MODES,
         default="colocate",
-        help="how the trainer will publish its weights (default: colocate)",
+        help="how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
+        "'restart' puts a front before the server that holds requests while it is away",
     )
     return parser
 
 
-def vllm_arguments(model: str, given: list[str], *, cpu: bool) -> list[str]:
+def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colocate") -> list[str]:
     """The command line of vLLM's server. Raises `ValueError` where `given` contradicts what must hold."""
     required = {**REQUIRED, **(CPU_REQUIRED if cpu else {})}
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
@@ -57,6 +58,10 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool) -> list[str]:
         if flag in stated and stated[flag] != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
     arguments = ["--model", model, "--middleware", MIDDLEWARE, *given]
+    if mode in ADAPTER_MODES or "--enable-lora" in stated:
+        defaults |= LORA_DEFAULTS
+        if "--enable-lora" not in stated:
+            arguments.append("--enable-lora")
     for flag, value in {**required, **defaults}.items():
         if flag not in stated:
             arguments += [flag, value]
@@ -67,19 +72,26 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     options, given = build_parser().parse_known_args(argv)
+    if options.vllm_mode == "restart":
+        from trl_atropos.server.front import main as front
+
+        return front([options.model, *given])
+    if options.vllm_mode == "lora":
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     import torch  # after the help text, which should not wait for it
 
     cpu = not torch.cuda.is_available()
-    if cpu:
+    if cpu and "--data-parallel-size" not in {flag.replace("_", "-") for flag in stated_flags(given)}:
         # One process less, and eight seconds less to start; forced back to two unless this is set.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        arguments = vllm_arguments(options.model, given, cpu=cpu)
+        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
     except ValueError as error:
-        sys.exit(f"trl-atropos serve: {error}")
-    if not os.environ.get(TOKEN_VARIABLE):
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
-        sys.stderr.write(f"Control token for the trainer:\n  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}\n")
+        sys.stderr.write(f"trl-atropos serve: {error}\n")
+        sys.exit(2)
+    from trl_atropos.server.routes import control_token
+
+    control_token()
     if cpu and "--enforce-eager" in arguments:
         # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -7,6 +7,7 @@ itself. On the GPU neither is needed: vLLM's default loader leaves unquantised w
 """
 
 import dataclasses
+import logging
 
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -15,6 +16,8 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from trl_atropos.transport import allocate_arena
+
+logger = logging.getLogger("vllm.trl_atropos")
 
 LOAD_FORMAT = "trl_atropos_shared"
 ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
@@ -41,6 +44,8 @@ class SharedArenaLoader(DefaultModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         for module in model.modules():
+            if type(module).__name__ == "UnquantizedFusedMoEMethod":  # itself a module
+                keep_experts(module)
             method = module.__dict__.get("quant_method")
             if type(method) is UnquantizedLinearMethod:
                 module.quant_method = InPlaceLinearMethod()
@@ -48,6 +53,20 @@ class SharedArenaLoader(DefaultModelLoader):
                 module.quant_method = InPlaceEmbeddingMethod()
         move_to_arena(model)
         super().load_weights(model, model_config)
+
+
+def keep_experts(method: torch.nn.Module) -> None:
+    """Makes a mixture-of-experts layer's method multiply with the experts as they were loaded."""
+    try:
+        from trl_atropos.server.experts import InPlaceExperts
+    except ImportError as error:  # vLLM 0.26 is made otherwise
+        logger.warning(
+            "This vLLM packs the experts of the model for the CPU, once (%s): new ones reach it with `vllm_mode: "
+            "restart` only. Install vLLM 0.32, or train on a GPU.",
+            error,
+        )
+        return
+    method.experts_cls = InPlaceExperts
 
 
 def move_to_arena(model: torch.nn.Module) -> None:

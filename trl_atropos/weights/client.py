@@ -7,14 +7,25 @@ import http.client
 import json
 import logging
 import os
+import time
 from urllib.parse import urlsplit
 
 import requests
 
 from trl_atropos.errors import ServerError
-from trl_atropos.protocol import PROTOCOL_VERSION, ROUTE_PREFIX, TOKEN_VARIABLE, Attachment, ParameterSpec, ServerInfo
+from trl_atropos.protocol import (
+    PROTOCOL_VERSION,
+    ROUTE_PREFIX,
+    TOKEN_VARIABLE,
+    Attachment,
+    LoadReply,
+    ParameterSpec,
+    ServerInfo,
+)
 
 logger = logging.getLogger(__name__)
+
+RESTART_TIMEOUT = 1800.0  # seconds: requests in flight are drained, and a large model takes minutes to load
 
 
 class ServerClient:
@@ -28,6 +39,7 @@ class ServerClient:
     def __init__(self, url: str, timeout: float, token: str | None = None):
         self.url = url
         self.timeout = timeout
+        self.restart_timeout = max(timeout, RESTART_TIMEOUT)
         self.token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         self.session = requests.Session()
         self.session.trust_env = False  # a proxy of the environment must not see the token
@@ -48,25 +60,91 @@ class ServerClient:
         body = {"parameters": [spec.model_dump() for spec in specs]}
         return Attachment.model_validate(self._call("POST", "/attach", "attaching to the server's memory", body))
 
-    def pause(self, clear_cache: bool = True) -> None:
-        """Stops sampling after the running step. Requests in flight stay, and recompute with the new weights."""
-        self._call("POST", "/pause", "pausing the server", {"clear_cache": clear_cache})
+    def pause(self, clear_cache: bool = True, in_place: bool = False) -> None:
+        """
+        Stops sampling after the running step. Requests in flight stay.
+
+        Args:
+            clear_cache (`bool`): Requests in flight recompute what they cached, with the new weights.
+            in_place (`bool`): This process will write into the server's memory, so that its death would leave the
+                weights torn.
+        """
+        body = {"clear_cache": clear_cache, "in_place": in_place}
+        self._call("POST", "/pause", "pausing the server", body)
+
+    def drain(self) -> None:
+        """Pauses a front, which first lets the requests in flight end."""
+        self._call("POST", "/pause", "waiting for the requests in flight to end", {}, self.restart_timeout)
 
     def resume(self, policy_version: int) -> None:
         self._call("POST", "/resume", "resuming the server", {"policy_version": policy_version})
 
-    def sample(self, prompt_ids: list[int], num_tokens: int, temperature: float) -> tuple[list[int], list[float]]:
-        """Samples `num_tokens` tokens. Returns their ids and log-probabilities, each of length `num_tokens`."""
+    def open_channel(self, specification: dict) -> None:
+        """Lets the server's workers join a channel of `trl_atropos.channel`."""
+        self._call("POST", "/channel", "opening a channel to the server's workers", specification)
+
+    def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
+        """Lets the server receive one message and load it. Returns when it has."""
+        body = {"tensors": [tensor.model_dump() for tensor in tensors]}
+        return LoadReply.model_validate(self._call("POST", "/weights/load", "loading weights into the server", body))
+
+    def finish_weights(self) -> list[str]:
+        """Ends a transfer of weights. Returns vLLM's names of parameters that nothing was loaded into."""
+        return self._call("POST", "/weights/finish", "finishing the server's weights", {})["missing"]
+
+    def set_up_adapter(self, tensors: list[ParameterSpec], config: dict) -> str | None:
+        """Announces an adapter. Returns why the server cannot serve it, if so."""
+        body = {"tensors": [tensor.model_dump() for tensor in tensors], "config": config}
+        return self._call("POST", "/adapter/setup", "setting up the adapter", body)["refused"]
+
+    def load_adapter(self) -> LoadReply:
+        """Lets the server receive the adapter's next version. Returns when it has."""
+        return LoadReply.model_validate(self._call("POST", "/adapter/load", "loading the adapter", {}))
+
+    def swap_adapter(self, name: str, path: str) -> float:
+        """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
+        started = time.monotonic()
+        phase = f"loading the adapter in {path}"
+        self._vllm("/v1/unload_lora_adapter", phase, {"lora_name": name}, may_be_absent=True)
+        self._vllm("/v1/load_lora_adapter", phase, {"lora_name": name, "lora_path": path})
+        return time.monotonic() - started
+
+    def oldest_version_in_flight(self) -> int:
+        return self.info().oldest_version_in_flight
+
+    def restart(self, path: str) -> float:
+        """Lets the front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
+        body = {"model": path}
+        return self._call("POST", "/restart", f"restarting on {path}", body, self.restart_timeout)["restart_s"]
+
+    def sleep(self, level: int) -> None:
+        self._call("POST", "/sleep", "putting the server to sleep", {"level": level})
+
+    def wake(self, tag: str) -> None:
+        """Takes memory again: first `"weights"`, then `"kv_cache"`."""
+        self._call("POST", "/wake", f"waking the server ({tag})", {"tags": [tag]})
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname
+
+    def sample(
+        self, prompt_ids: list[int], num_tokens: int, temperature: float, num_samples: int = 1
+    ) -> list[tuple[list[int], list[float]]]:
+        """Samples continuations. Returns the ids and log-probabilities of each, of length `num_tokens`."""
         body = {
             "prompt": {"prompt_token_ids": prompt_ids},
+            "n": num_samples,
             "max_tokens": num_tokens,
             "temperature": temperature,
             "ignore_eos": True,
             "logprobs": 0,
         }
         reply = self._request("POST", "/generate", "sampling the probe", body)
-        (tokens,), (entries,) = reply["token_ids"], reply["logprobs"]
-        return tokens, [next(iter(entry[0].values())) for entry in entries]
+        return [
+            (tokens, [next(iter(entry[0].values())) for entry in entries])
+            for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
+        ]
 
     # ------------------------------------------------------------------------------------------------------- lease
 
@@ -80,11 +158,13 @@ class ServerClient:
         try:
             connection.request("POST", f"{ROUTE_PREFIX}/lease", headers=self._headers())
             response = connection.getresponse()
-        except OSError as error:
+            text = response.read(len(b"held\n")) if response.status == 200 else response.read()
+        except TimeoutError as error:
+            raise ServerError(self._late("taking the lease", self.timeout)) from error
+        except (OSError, http.client.HTTPException) as error:
             raise ServerError(self._unreachable("taking the lease", error)) from error
         if response.status != 200:
-            raise ServerError(self._refused("taking the lease", response.status, response.read().decode()))
-        response.read(len(b"held\n"))
+            raise ServerError(self._refused("taking the lease", response.status, text.decode()))
         self._lease = (connection, response)
 
     def release_lease(self) -> None:
@@ -97,31 +177,59 @@ class ServerClient:
 
     # ----------------------------------------------------------------------------------------------------- plumbing
 
-    def _call(self, method: str, route: str, phase: str, body: dict | None = None) -> dict:
-        return self._request(method, ROUTE_PREFIX + route, phase, body)
+    def _call(
+        self, method: str, route: str, phase: str, body: dict | None = None, timeout: float | None = None
+    ) -> dict:
+        return self._request(method, ROUTE_PREFIX + route, phase, body, timeout)
+
+    def _vllm(self, path: str, phase: str, body: dict, may_be_absent: bool = False) -> None:
+        """One of vLLM's own routes for adapters, which answer in plain text."""
+        response = self._send("POST", path, phase, body, self.timeout)
+        absent = response.status_code == 404 and "NotFoundError" in response.text  # else the route itself is
+        if absent and may_be_absent:
+            return
+        if response.status_code == 404 and not absent:
+            raise ServerError(
+                f"The server at {self.url} has no route {path}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in "
+                "its environment, or by `trl-atropos serve --vllm_mode lora`."
+            )
+        if absent:
+            raise ServerError(
+                f"The server at {self.url} cannot read {body['lora_path']}: the trainer's `output_dir` must be "
+                "readable where the server runs, under the same path."
+            )
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self._refused(phase, response.status_code, response.text)} If vLLM cannot serve such an adapter, "
+                "change it, or use `vllm_mode: server`, which sends merged weights."
+            )
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
 
-    def _request(self, method: str, path: str, phase: str, body: dict | None) -> dict:
-        data = None if body is None else json.dumps(body)
-        try:
-            response = self.session.request(
-                method, self.url + path, data=data, headers=self._headers(), timeout=self.timeout
-            )
-        except requests.Timeout as error:
-            raise ServerError(
-                f"The server at {self.url} did not answer within {self.timeout:.0f} s while {phase}. It hangs or is "
-                "overloaded: look at its log, or raise `publish_timeout`."
-            ) from error
-        except requests.RequestException as error:
-            raise ServerError(self._unreachable(phase, error)) from error
+    def _request(self, method: str, path: str, phase: str, body: dict | None, timeout: float | None = None) -> dict:
+        response = self._send(method, path, phase, body, timeout or self.timeout)
         if response.status_code != 200:
             raise ServerError(self._refused(phase, response.status_code, response.text))
         try:
             return response.json()
         except ValueError as error:
             raise ServerError(self._stranger(f"{method} {path} gave {response.text[:80]!r}")) from error
+
+    def _send(self, method: str, path: str, phase: str, body: dict | None, timeout: float) -> requests.Response:
+        data = None if body is None else json.dumps(body)
+        try:
+            return self.session.request(method, self.url + path, data=data, headers=self._headers(), timeout=timeout)
+        except requests.Timeout as error:
+            raise ServerError(self._late(phase, timeout)) from error
+        except requests.RequestException as error:
+            raise ServerError(self._unreachable(phase, error)) from error
+
+    def _late(self, phase: str, timeout: float) -> str:
+        return (
+            f"The server at {self.url} did not answer within {timeout:.0f} s while {phase}. It hangs or is "
+            "overloaded: look at its log, or raise `publish_timeout`."
+        )
 
     def _unreachable(self, phase: str, error: Exception) -> str:
         return (
@@ -140,6 +248,7 @@ class ServerClient:
     def _refused(self, phase: str, status: int, text: str) -> str:
         try:
             message = json.loads(text)["error"]
+            message = message["message"] if isinstance(message, dict) else message  # as vLLM's own routes answer
         except (ValueError, KeyError, TypeError):
             message = text[:300]
         if status == 401:

@@ -2,6 +2,10 @@
 
 The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view,
 which frees the loaded copy: one copy of the weights remains. The optimizer writes into it in place, under the fence.
+
+With adapters, the frozen base is shared in this way and the adapter goes through memory (`memory_lora.py`). Where a
+server's memory cannot be shared at all, its weights are copied on the device instead (`full_weights.py`), and a
+warning says so.
 """
 
 import logging
@@ -9,182 +13,109 @@ import time
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl.trainer.utils import create_model_from_path
+from accelerate import PartialState
+from transformers import PreTrainedModel
 
 from trl_atropos.errors import AttachError
-from trl_atropos.protocol import ServerInfo, tokenizer_fingerprint
-from trl_atropos.weights import layout
-from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.probe import Probe, Tolerance
-from trl_atropos.weights.publisher import ServerPublisher
+from trl_atropos.weights import layout, ranks
+from trl_atropos.weights.full_weights import FullWeights
+from trl_atropos.weights.memory_lora import MemoryLora
+from trl_atropos.weights.names import parameter_specs
+from trl_atropos.weights.servers import Servers
+from trl_atropos.weights.transfer import Moved, Transfer, load_model
 
 logger = logging.getLogger(__name__)
 
 
-class ColocatePublisher(ServerPublisher):
-    """
-    Args:
-        url (`str`): Base URL of the vLLM server, on this machine and device.
-        timeout (`float`): Seconds that the server may take for any one step of a publish.
-        probe_every_n_steps (`int`): Publishes between two probes; 0 for none.
-        token (`str`, *optional*): Control token; defaults to `TRL_ATROPOS_TOKEN`.
-    """
+class Colocate(Transfer):
+    """Each rank trains the memory of a server of its own, on its own device."""
 
-    writes_in_place = True
+    steps_in_place = True
 
-    def __init__(self, url: str, timeout: float = 60.0, probe_every_n_steps: int = 1, token: str | None = None):
-        super().__init__()
-        self.client = ServerClient(url, timeout, token)
-        self.probe_every_n_steps = probe_every_n_steps
-        self.clear_cache = True  # off, resumed requests and cached prefixes keep the old policy's keys and values
-        self._views: dict[str, torch.Tensor] = {}
-        self._info: ServerInfo | None = None
-        self._probe: Probe | None = None
-        self._publishes = 0
-        self._writes_when_held = 0
+    def __init__(self, servers: Servers):
+        super().__init__(servers)
+        self.views: dict[str, torch.Tensor] = {}
 
-    # ------------------------------------------------------------------------------------------------------- attach
-
-    def load(self, model: Any, args: Any) -> PreTrainedModel:
-        if args.world_size > 1:
-            raise AttachError(
-                f"vllm_mode='colocate' has one server's memory to train, but {args.world_size} processes were "
-                "started: launch one (`--num_processes 1`)."
-            )
-        self._info = info = self.client.info()
-        self.policy_version = info.policy_version
-        if info.refusals:
-            raise AttachError(
-                f"The weights of the server at {self.client.url} cannot be trained in place: "
-                f"{'; '.join(info.refusals)}."
-            )
-        if info.dtype != "float32":
-            raise AttachError(
-                f"The server's weights are {info.dtype}. Training them in place would lose every update smaller than "
-                "their resolution: start the server with `--dtype float32`."
-            )
-        if info.logprobs_mode != "processed_logprobs":
-            raise AttachError(
-                f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
-                "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
-            )
-        if args.max_sequence_length is not None and args.max_sequence_length > info.max_model_len:
-            raise AttachError(
-                f"`max_sequence_length` is {args.max_sequence_length}, but the server's max_model_len is "
-                f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
-                f"{args.max_sequence_length}`."
-            )
-        model = self._load_model(model, args)
-        self.client.hold_lease()
-        started = time.perf_counter()
-        try:
-            self._views = layout.attach(model, self.client.attach(layout.specs_of(model)))
-        except AttachError as error:
-            raise AttachError(f"{error} (The server has {info.model}, the trainer {model.name_or_path}.)") from error
-        logger.info(
-            "attached %d parameters (%.1f MB) of %s in %.2f s, bit for bit the checkpoint",
-            len(self._views),
-            sum(view.nbytes for view in self._views.values()) / 1e6,
-            self.client.url,
-            time.perf_counter() - started,
-        )
-        return model
-
-    def _load_model(self, model: Any, args: Any) -> PreTrainedModel:
-        if isinstance(model, str):
-            kwargs = dict(args.model_init_kwargs or {})
-            if str(kwargs.get("dtype", "float32")).removeprefix("torch.") not in ("float32", "auto", "None"):
-                raise AttachError(
-                    f"The trainer's dtype is {kwargs['dtype']}, the server's float32. With vllm_mode='colocate' they "
-                    "are the same memory: set `dtype: float32`."
-                )
-            # On the CPU first, so that the device never holds the weights twice.
-            kwargs |= {"dtype": "float32", "device_map": None}
-            kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-            set_seed(args.seed)
-            model = create_model_from_path(model, **kwargs)
+    def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
+        self.servers.connect(one_per_rank=True)
+        if args.device.type == "cpu":
+            # With several processes accelerate numbers it, and `model.to("cpu:0")` copies what is on "cpu".
+            PartialState().device = vars(args)["_setup_devices"] = torch.device("cpu")
+        info = self.servers.infos[0]
+        refusals = ranks.together(lambda: list(info.refusals))
+        model = load_model(model, args, None if refusals else info.dtype)
         if not isinstance(model, PreTrainedModel):
             raise AttachError(
                 f"`model` is a {type(model).__name__}. vllm_mode='colocate' needs a name, a folder or a plain "
-                "`PreTrainedModel`: adapters would never reach the server."
+                "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`)."
             )
-        return model
+        if not refusals:
+            ranks.together(lambda: self._check_dtype(model, info.dtype))
+            self.servers.hold_leases()
+            refusals = ranks.together(lambda: self._attach_views(model))
+        if refusals:
+            return self._fall_back(refusals, peft_config), model
+        if peft_config is not None:
+            return MemoryLora(self.servers, "memory", base=self), model
+        return self, model
+
+    def _check_dtype(self, model: PreTrainedModel, dtype: str) -> None:
+        own = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+        if own != {dtype}:
+            raise AttachError(
+                f"The model's parameters are {', '.join(sorted(own))}, the server's {dtype}. With "
+                f"vllm_mode='colocate' they are the same memory: load the model in {dtype}, or start the server with "
+                "another `--dtype`."
+            )
+
+    def _attach_views(self, model: PreTrainedModel) -> list[str]:
+        """Replaces the parameters by views. Returns why it cannot be done, if so; then nothing is replaced."""
+        (client,) = self.servers.clients
+        started = time.perf_counter()
+        try:
+            opened = layout.open_views(model.named_parameters(), client.attach(parameter_specs(model)))
+        except AttachError as error:
+            raise AttachError(
+                f"{error} (The server has {self.servers.infos[0].model}, the trainer {model.name_or_path}.)"
+            ) from error
+        if opened.refused:
+            return [f"{name}: {reason}" for name, reason in opened.refused.items()]
+        layout.replace(model, opened.views)
+        self.views = opened.views
+        logger.info(
+            "attached %d parameters (%.1f MB) of %s in %.2f s, bit for bit the checkpoint",
+            len(self.views),
+            sum(view.nbytes for view in self.views.values()) / 1e6,
+            client.url,
+            time.perf_counter() - started,
+        )
+        return []
+
+    def _fall_back(self, refusals: list[str], peft_config: Any) -> Transfer:
+        shown = "; ".join(refusals[:3]) + (f" and {len(refusals) - 3} more" if len(refusals) > 3 else "")
+        what = "the adapter is sent and the base is held twice" if peft_config is not None else "they are held twice"
+        logger.warning(
+            "The weights of the server at %s cannot be shared (%s). Falling back to a copy on the same device: %s.",
+            self.servers.clients[0].url,
+            shown,
+            what,
+        )
+        if peft_config is not None and self.servers.infos[0].lora is not None:
+            return MemoryLora(self.servers, "memory")
+        return FullWeights(self.servers, "memory")
 
     def attach(self, trainer: Any) -> None:
-        if not isinstance(trainer.model, PreTrainedModel):
-            raise AttachError(
-                "vllm_mode='colocate' trains the server's own weights, but a `peft_config` was given (`use_peft`), "
-                "whose adapter the server would never see: remove it."
-            )
-        info = self._info
-        tokenizer = trainer.processing_class
-        comparable = isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None
-        if comparable and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
-            raise AttachError(
-                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
-                "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
-            )
         self._model = trainer.model
-        self._accelerator = trainer.accelerator
-        compute = torch.bfloat16 if trainer.args.bf16 or trainer.args.fp16 else torch.float32
-        if self.probe_every_n_steps:
-            self._probe = Probe(
-                self.client,
-                trainer.args.temperature,
-                Tolerance.for_dtype(compute),
-                info.block_size,
-                info.max_model_len,
-                info.vocab_size,
-            )
 
-    def server_max_length(self) -> int:
-        return self._info.max_model_len
-
-    # -------------------------------------------------------------------------------------------------- each publish
-
-    def hold(self) -> None:
-        self.client.hold_lease()  # again, where `close` has ended a former training
-        self._writes_when_held = self._writes()
-        super().hold()
-
-    def pause(self) -> None:
+    def check(self) -> None:
         """Everything depends on the parameters still being the server's memory: checked before the step writes."""
-        lost = layout.detached(self._model, self._views)
+        lost = layout.detached(self._model, self.views)
         if lost:
             raise AttachError(
                 f"{len(lost)} parameters are no longer the server's memory (first: {lost[0]!r}). Something replaced "
                 "them after the trainer was built (`model.to`, a wrapper, `param.data = ...`): do that before."
             )
-        self.client.pause(self.clear_cache)
 
-    def transfer(self) -> None:
+    def send(self, policy_version: int) -> Moved:
         """Nothing to move: the step has written into the server's memory."""
-
-    def resume(self, policy_version: int) -> None:
-        self.client.resume(policy_version)
-
-    def probe(self) -> None:
-        due = self._probe is not None and self._publishes % self.probe_every_n_steps == 0
-        self._publishes += 1
-        if not due:
-            return
-        started = time.perf_counter()
-        with self._accelerator.autocast():
-            result = self._probe.run(self._model, self.policy_version)
-        self.probe_max_abs_diff = max(self.probe_max_abs_diff, result.max_abs_diff)
-        self._note("policy/probe_max_abs_diff", result.max_abs_diff)
-        self._note("time/probe", time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Releases the lease. A server that is paused at this moment takes its weights for torn, and leaves."""
-        if self._held and self._writes() == self._writes_when_held:
-            self._held = False  # nothing was written since: the weights are whole
-            self.client.resume(self.policy_version)
-        self.client.release_lease()
-        super().close()
-
-    def _writes(self) -> int:
-        """Counts in-place writes to the parameters, to tell whether loading a checkpoint got as far as writing."""
-        return sum(parameter._version for parameter in self._model.parameters())
+        return Moved()

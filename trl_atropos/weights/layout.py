@@ -1,47 +1,55 @@
 """Makes a model's parameters views of another process's memory, after checking that they hold the same values."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 
 from trl_atropos.errors import AttachError
-from trl_atropos.protocol import Attachment, ParameterSpec, View
+from trl_atropos.protocol import Attachment, View
 from trl_atropos.transport import open_storage
 
 
-def specs_of(model: torch.nn.Module) -> list[ParameterSpec]:
-    """One entry per parameter, tied ones once."""
-    return [
-        ParameterSpec(name=name, shape=list(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."))
-        for name, parameter in model.named_parameters()
-    ]
+@dataclass
+class OpenedViews:
+    """The server's memory, seen as the parameters of a model. `views`: by parameter name; `refused`: why not."""
+
+    views: dict[str, torch.Tensor]
+    refused: dict[str, str]
 
 
-def attach(model: torch.nn.Module, attachment: Attachment) -> dict[str, torch.Tensor]:
+def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment) -> OpenedViews:
     """
-    Replaces every parameter of `model` by a view of the server's memory. Returns the views by parameter name.
+    Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded.
 
-    Nothing is replaced unless every parameter has a view that holds, bit for bit, the values that the model was loaded
-    with. That is what finds a server of another checkpoint, and weights that vLLM transforms after loading.
+    A parameter that vLLM transforms after loading differs and is refused. If most do, the server has other weights,
+    and that is an error.
+
+    Raises:
+        AttachError: The server has other weights, or what it says cannot be.
     """
-    if attachment.refused:
-        raise AttachError(_refused_message(attachment.refused))
     storages = [open_storage(handle) for handle in attachment.storages]
-    views: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    opened = OpenedViews({}, dict(attachment.refused))
+    differing = []
+    for name, parameter in parameters:
+        if name in opened.refused:
+            continue
         view = _open_view(name, parameter, attachment.views[name], storages)
-        if not torch.equal(view, parameter.detach().to(view.device)):
-            raise AttachError(
-                f"The server's weights differ from the trainer's model at {name!r}. Either the server serves another "
-                "model or another checkpoint, or a former run has trained it: start it again on the model that the "
-                "trainer loads. If it is the same checkpoint, vLLM transforms this weight after loading, and the "
-                "architecture cannot be trained in place."
-            )
-        views[name] = view
-    _replace(model, views)
-    model.register_state_dict_post_hook(_make_contiguous)
-    return views
+        if torch.equal(view, parameter.detach().to(view.device)):
+            opened.views[name] = view
+        else:
+            differing.append(name)
+    if len(differing) > len(opened.views):
+        raise AttachError(
+            f"The server's weights differ from the trainer's model at {differing[0]!r}. Either the server serves "
+            "another model or another checkpoint, or a former run has trained it: start it again on the model that "
+            "the trainer loads."
+        )
+    opened.refused |= dict.fromkeys(differing, "vLLM transforms it after loading, or has another value")
+    return opened
 
 
-def _open_view(name: str, parameter: torch.nn.Parameter, place: View, storages: list[torch.Tensor]) -> torch.Tensor:
+def _open_view(name: str, parameter: torch.Tensor, place: View, storages: list[torch.Tensor]) -> torch.Tensor:
     """Checks the place that the server named before it is used as an address."""
     if place.dtype != str(parameter.dtype).removeprefix("torch.") or place.size != list(parameter.shape):
         raise AttachError(f"The server describes {name!r} as {place.dtype} {place.size}, which is not the trainer's.")
@@ -52,7 +60,7 @@ def _open_view(name: str, parameter: torch.nn.Parameter, place: View, storages: 
     return flat.as_strided(place.size, place.stride, place.offset)
 
 
-def _replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
+def replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
     """Puts the views in place of the parameters, everywhere a tied parameter is used."""
     replacements = {
         id(parameter): torch.nn.Parameter(views[name], requires_grad=parameter.requires_grad)
@@ -61,6 +69,7 @@ def _replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
     for module in model.modules():
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, leaf, replacements[id(parameter)])
+    model.register_state_dict_post_hook(_make_contiguous)
 
 
 def _make_contiguous(model: torch.nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
@@ -72,17 +81,5 @@ def _make_contiguous(model: torch.nn.Module, state_dict: dict, prefix: str, meta
 
 def detached(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> list[str]:
     """Names of the parameters that are no longer the server's memory."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if name not in views or parameter.data_ptr() != views[name].data_ptr()
-    ]
-
-
-def _refused_message(refused: dict[str, str]) -> str:
-    shown = [f"{name}: {reason}" for name, reason in list(refused.items())[:3]]
-    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-    return (
-        f"{len(refused)} parameters of this architecture cannot be views of vLLM's memory, so it cannot be trained "
-        f"with vllm_mode='colocate' ({'; '.join(shown)}{more}). Use another model."
-    )
+    present = {parameter.data_ptr() for parameter in model.parameters()}
+    return [name for name, view in views.items() if view.data_ptr() not in present]

@@ -1,42 +1,46 @@
-"""How a new policy reaches the sampler: the life of a publish, written once for every mode.
+"""`PolicyPublisher`: how a new policy reaches the sampler, as the trainer sees it.
 
-    hold -> (a checkpoint may be loaded) -> begin -> [pause -> optimizer.step -> version + 1 -> resume -> probe]*
-
-A `PolicyPublisher` is given to the trainer, which calls `load` on its model, `attach` once it is built, and `hold`,
-`begin` and `close` around training. `begin` wraps `optimizer.step`, because only that is left on every path, also when
-the step raises; callbacks and torch's step hooks would skip the resume.
+The trainer calls `load` on its model, `attach` once it is built, and `hold`, `begin` and `close` around training, on
+every rank. `begin` wraps `optimizer.step`. `fence.py` has the publisher for vLLM servers; this file the protocol, and
+the publisher for nobody.
 """
 
 import functools
-import logging
-import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from trl_atropos.signals import deferred
-
-logger = logging.getLogger(__name__)
+from trl_atropos.timing import Stopwatch
 
 
 class PolicyPublisher(ABC):
     """
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
-        probe_max_abs_diff (`float`): Largest difference that any probe has seen, in nats.
+        probe_max_abs_diff (`float`, *optional*): Largest difference that any probe has seen, in nats; `None` before
+            the first one, and where there is none.
+        stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step is to be in its part
+            `publish`.
+        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: who asks
+            them now begins with the next version.
     """
 
     def __init__(self):
         self.policy_version = 0
-        self.probe_max_abs_diff = 0.0
+        self.probe_max_abs_diff: float | None = None
+        self.stopwatch = Stopwatch()
+        self.on_pause: Callable[[], None] = lambda: None
         self._unwrap: Callable[[], None] = lambda: None
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
-    def load(self, model: Any, args: Any) -> Any:
-        """Called with the trainer's `model` argument before the trainer is built. Returns what it shall use."""
+    @property
+    def trainer_version(self) -> int:
+        """Version of the weights that the trainer has: a batch that it is given now is trained at this one."""
+        return self.policy_version
+
+    def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
+        """Called with the trainer's arguments before it is built. Returns the model that it shall use."""
         return model
 
     def attach(self, trainer: Any) -> None:  # noqa: B027 - not every mode has something to do
@@ -49,10 +53,13 @@ class PolicyPublisher(ABC):
     def begin(self, optimizer: Any, policy_version: int) -> None:
         """Publishes the weights that training starts with, and wraps `optimizer.step` for all that follow."""
 
+    def computing(self) -> None:  # noqa: B027
+        """Called when the trainer has a batch and needs no samples before the next publish."""
+
     def close(self) -> None:
         """Ends what `begin` began. Called on every way out, also after an error; may be called twice."""
         self._unwrap()
-        self._unwrap = lambda: None
+        self._unwrap = self.on_pause = lambda: None
 
     def server_max_length(self) -> int | None:
         """Longest sequence of the server in tokens, or `None` if there is no server."""
@@ -89,71 +96,3 @@ class NullPublisher(PolicyPublisher):
             return result
 
         self._wrap_step(optimizer, counted)
-
-
-class ServerPublisher(PolicyPublisher):
-    """
-    The fence around a step for every mode with a server. A mode says how to pause, resume, move the bytes and probe.
-
-    Subclasses whose trainer writes into the server's own memory set `writes_in_place`: they are paused for the whole
-    step, and a step that raises leaves the server to the lease (it takes its weights for torn).
-    """
-
-    writes_in_place = False
-
-    def __init__(self):
-        super().__init__()
-        self._held = False
-
-    @abstractmethod
-    def pause(self) -> None: ...
-
-    @abstractmethod
-    def transfer(self) -> None:
-        """Moves the new weights. Called while the server is paused."""
-
-    @abstractmethod
-    def resume(self, policy_version: int) -> None: ...
-
-    @abstractmethod
-    def probe(self) -> None:
-        """Raises `ProbeError` if the server does not sample from the trainer's weights."""
-
-    def hold(self) -> None:
-        if self.writes_in_place:
-            with deferred():
-                self.pause()
-                self._held = True
-
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        self._publish(lambda: None, policy_version)
-        step = optimizer.step
-
-        def fenced(*args, **kwargs):
-            if not optimizer.gradient_state.sync_gradients:
-                return step(*args, **kwargs)
-            return self._publish(lambda: step(*args, **kwargs), self.policy_version + 1, optimizer)
-
-        self._wrap_step(optimizer, fenced)
-
-    def _publish(self, step: Callable[[], Any], next_version: int, optimizer: Any = None) -> Any:
-        started = time.perf_counter()
-        with deferred():  # Ctrl-C must leave no weights half written, nor a server paused that would take them for it
-            if self.writes_in_place and not self._held:
-                self.pause()
-            paused = time.perf_counter()
-            result = step()
-            if optimizer is not None and optimizer.step_was_skipped:
-                next_version = self.policy_version  # a gradient scaler found no finite gradient: nothing is new
-            stepped = time.perf_counter()
-            if not self.writes_in_place:
-                self.pause()
-            self.transfer()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the step is queued on the device; resume must not overtake it
-            self.resume(next_version)
-            self._held = False
-        self.policy_version = next_version
-        self._note("time/publish", time.perf_counter() - started - (stepped - paused))
-        self.probe()
-        return result

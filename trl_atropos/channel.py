@@ -1,0 +1,320 @@
+"""How tensors travel from the trainer (rank 0) to the workers of its servers: all that differs between devices.
+
+A channel carries flat byte buffers. Both ends are here, because they must agree byte for byte:
+
+- `gloo` and `nccl`: one process group of the trainer and every worker of every server; a send is a broadcast.
+- `memory`: one buffer of shared memory (a memfd on the CPU, CUDA IPC on a GPU) that the trainer fills and the workers
+  of the same machine read; nothing is sent.
+
+The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`.
+What a channel must know of the other end comes as JSON over the authenticated control routes. Nothing is pickled.
+"""
+
+import base64
+import contextlib
+import math
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trl_atropos.protocol import ParameterSpec
+from trl_atropos.transport import allocate_shared, export_storage, open_storage
+
+ALIGNMENT = 16
+"""Bytes: where each tensor of a message begins, so that any dtype can be viewed in place."""
+POLL = 2e-4  # seconds between looks at a transfer in flight
+
+
+def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
+    """Offset of each tensor in a message, and the message's length, in bytes."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        size = math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def unpack(message: torch.Tensor, tensors: list[ParameterSpec]) -> list[torch.Tensor]:
+    """Views of a message (flat `uint8`), one per tensor."""
+    offsets, _ = message_layout(tensors)
+    views = []
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        dtype = getattr(torch, tensor.dtype)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        views.append(message[offset : offset + size].view(dtype).view(tensor.shape))
+    return views
+
+
+class ChannelError(RuntimeError):
+    """A transfer failed or did not end in time; the message names what was waited for."""
+
+
+class Channel(ABC):
+    """One end of a channel. Buffers are flat `uint8` tensors on `device`."""
+
+    device: torch.device
+    broken = False  # a message may have been sent in part, or not been received
+
+    @abstractmethod
+    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
+        """Starts to send `buffer` from the trainer. Returns a function that tells whether it may be filled again."""
+
+    @abstractmethod
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """What the trainer sent, valid until the next call."""
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """A buffer for the sender to fill, of `num_bytes`."""
+        if self._staging is None or self._staging.numel() < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._staging[:num_bytes]
+
+    _staging: torch.Tensor | None = None
+
+
+class GlooChannel(Channel):
+    """A gloo group over TCP, bound to the address by which the two sides reach each other."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float):
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("trl_atropos", store), rank, world_size, options)
+
+    def _broadcast(self, buffer: torch.Tensor) -> dist.Work:
+        return self._group.broadcast([buffer], dist.BroadcastOptions())  # from rank 0, the trainer
+
+    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
+        work = self._broadcast(buffer)
+
+        def done() -> bool:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what the other side's end has caused
+            return True
+
+        return done
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        buffer = self.staging(num_bytes)
+        self._broadcast(buffer).wait()
+        return buffer
+
+
+class NcclChannel(Channel):
+    """
+    An NCCL communicator made from an id that came over HTTP: no store, no open port of ours.
+
+    Through vLLM's binding, which both sides have, rather than a process group of torch's: vLLM sets NCCL variables in
+    its own processes, and a communicator shared with a process without them hangs. It is left to the process's end:
+    destroying it waits for the other side, which may be gone.
+    """
+
+    def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, buffer_type, cudaStream_t
+
+        self.device = device
+        self._nccl, self._buffer_type, self._stream_type = NCCLLibrary(), buffer_type, cudaStream_t
+        with torch.cuda.device(device), _environment_of_both_sides():
+            identity = self._nccl.unique_id_from_bytes(unique_id)
+            self._communicator = self._nccl.ncclCommInitRank(world_size, identity, rank)
+            self._stream = torch.cuda.Stream(device)
+
+    @staticmethod
+    def unique_id() -> bytes:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.cuda.Event:
+        pointer, event = self._buffer_type(buffer.data_ptr()), torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            self._nccl.ncclBroadcast(
+                pointer, pointer, buffer.numel(), 1, 0, self._communicator, self._stream_type(self._stream.cuda_stream)
+            )  # 1 is ncclUint8
+            event.record(self._stream)
+        return event
+
+    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
+        return self._broadcast(buffer).query
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        buffer = self.staging(num_bytes)
+        self._broadcast(buffer).synchronize()
+        return buffer
+
+
+class MemoryChannel(Channel):
+    """A buffer that both ends map. Only as large as the largest message, which `num_bytes` states in advance."""
+
+    def __init__(self, buffer: torch.Tensor):
+        self.device = buffer.device
+        self._staging = buffer
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes > self._staging.numel():
+            raise ChannelError(f"{num_bytes} bytes do not fit into the shared buffer of {self._staging.numel()}")
+        return self._staging[:num_bytes]
+
+    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()  # the readers are not in our stream
+        return lambda: True
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        return self.staging(num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------- rendezvous
+
+
+def open_memory(device: torch.device, num_bytes: int) -> tuple[MemoryChannel, dict]:
+    """The sender's end, and the JSON that `open_receiver` takes on the other."""
+    buffer = allocate_shared(num_bytes, device)
+    handle = export_storage(buffer.untyped_storage())
+    return MemoryChannel(buffer), {"kind": "memory", "handle": handle}
+
+
+def open_group(
+    kind: str,
+    device: torch.device,
+    servers: list[tuple[str, int]],
+    join: Callable[[int, dict], Any],
+    timeout: float,
+) -> Channel:
+    """
+    The sender's end of a group with every worker of every server.
+
+    Args:
+        kind (`str`): `"gloo"` or `"nccl"`.
+        device (`torch.device`): Where the trainer's buffers are.
+        servers (`list[tuple[str, int]]`): Host and number of workers of each.
+        join (`Callable`): `join(index, specification)` asks a server to join, and returns when it has. Called from
+            threads, one per server.
+        timeout (`float`): Seconds until all have joined, and that any one transfer may take.
+    """
+    world_size = 1 + sum(workers for _, workers in servers)
+    common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
+    store = None
+    if kind == "nccl":
+        identity = NcclChannel.unique_id()
+        common["unique_id"] = base64.b64encode(identity).decode()
+    else:
+        address = _own_address([host for host, _ in servers])
+        store, port = _bound_store(address, world_size, timeout)
+        common |= {"host": address, "port": port}
+    first = 1
+    joining = []
+    for index, (_, workers) in enumerate(servers):
+        specification = {**common, "rank_offset": first}
+        joining.append(Background(lambda i=index, s=specification: join(i, s)))
+        first += workers
+    if kind == "nccl":
+        own = Background(lambda: NcclChannel(device, 0, world_size, identity))
+    else:
+        own = Background(lambda: GlooChannel(store, 0, world_size, address, timeout))
+    wait_for(lambda: all(part.done() for part in (*joining, own)), timeout, f"{world_size - 1} workers to join {kind}")
+    return own.result()
+
+
+def open_receiver(specification: dict, rank: int, device: torch.device) -> Channel:
+    """
+    A worker's end. `rank` counts the workers of this server from 0.
+
+    Raises:
+        ValueError: The specification names no kind of channel that there is.
+    """
+    kind = specification["kind"]
+    if kind == "memory":
+        return MemoryChannel(open_storage(specification["handle"]))
+    own_rank, world_size = int(specification["rank_offset"]) + rank, int(specification["world_size"])
+    if kind == "nccl":
+        return NcclChannel(device, own_rank, world_size, base64.b64decode(specification["unique_id"]))
+    if kind != "gloo":
+        raise ValueError(f"unknown kind of channel: {kind!r}")
+    host, port, timeout = specification["host"], int(specification["port"]), float(specification["timeout"])
+    store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout), wait_for_workers=False)
+    return GlooChannel(store, own_rank, world_size, _own_address([host]), timeout)
+
+
+def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:
+    """Waits until `done` is true, whose errors come through. Raises `ChannelError` at the deadline, naming `what`."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            raise ChannelError(f"waited {timeout:.0f} s for {what}")
+        time.sleep(POLL)
+
+
+class Background:
+    """A call in a thread that nobody has to wait for: if it hangs, it does not keep the process."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._outcome: list[Any] = []
+        threading.Thread(target=self._run, args=(call,), daemon=True).start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._outcome.append((call(), None))
+        except Exception as error:  # noqa: BLE001 - raised again where the result is taken
+            self._outcome.append((None, error))
+
+    def done(self) -> bool:
+        """Raises the call's error, if it ended in one."""
+        if not self._outcome:
+            return False
+        self.result()
+        return True
+
+    def result(self) -> Any:
+        value, error = self._outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def _own_address(hosts: list[str]) -> str:
+    """The address of this machine by which the given ones are reached: loopback if they are all here."""
+    addresses = []
+    for host in hosts:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing
+            addresses.append(probe.getsockname()[0])
+    outside = [address for address in addresses if not address.startswith("127.")]
+    return outside[0] if outside else "127.0.0.1"
+
+
+def _bound_store(address: str, world_size: int, timeout: float) -> tuple[dist.TCPStore, int]:
+    """A store that listens on one address only, where torch's own would listen on all."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size,
+        True,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def _environment_of_both_sides():
+    """vLLM 0.32 sets NCCL variables for its own communicators; one that is shared must be made without them."""
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:  # 0.26 sets none
+        return contextlib.nullcontext()
+    return unpinned_nccl_env()

@@ -1,0 +1,202 @@
+"""`vllm_mode: server`: all weights go to running servers, packed, one layer after the other.
+
+Also what `colocate` falls back to. Rank 0 packs what all ranks gather, and sends it through a channel (NCCL between
+devices, gloo on the CPU, shared memory on one device). On one device, parameters that vLLM keeps as they are get
+written straight into the server's memory, and only the others take the way through its loader.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from trl_atropos.channel import ALIGNMENT, Channel, message_layout
+from trl_atropos.errors import AttachError
+from trl_atropos.protocol import ParameterSpec
+from trl_atropos.weights import layout, ranks
+from trl_atropos.weights.gather import WHOLE, iter_full_parameters, shapes_of, sharding_of
+from trl_atropos.weights.links import choose_transport, open_channel, send_message
+from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.servers import Servers
+from trl_atropos.weights.transfer import Moved, Transfer, base_model
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Of one message. A larger one costs memory on both sides, a smaller one a call to the server more often."""
+
+
+class FullWeights(Transfer):
+    """
+    Args:
+        servers (`Servers`): Where the weights go.
+        transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
+        chunk_bytes (`int`, *optional*): Of one message; a larger parameter makes a larger one.
+    """
+
+    def __init__(self, servers: Servers, transport: str = "auto", chunk_bytes: int | None = None):
+        super().__init__(servers)
+        self.transport = transport
+        self.chunk_bytes = chunk_bytes
+        self.views: list[dict[str, torch.Tensor]] = []  # of each client's memory, by parameter name
+        self._channel: Channel | None = None
+        self._room = 0  # bytes of a message
+        self._checked = False
+
+    def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
+        self.servers.connect()
+        return self, model
+
+    def attach(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._dtype = getattr(torch, self.servers.info.dtype)
+        specs = shapes_of(trainer.model, trainer.accelerator, self._dtype)
+        self._shapes = {spec.name: (torch.Size(spec.shape), self._dtype) for spec in specs}
+        device = trainer.accelerator.device
+        transport = ranks.on_main(lambda: choose_transport(self.transport, self.servers, device))
+        if transport == "memory" and sharding_of(trainer.accelerator) in WHOLE:
+            ranks.together(self._open_views)
+        self.in_place = bool(self.views)
+        self._direct = self._all_direct(trainer.model)
+        ranks.together(lambda: self._connect(transport, specs, device))
+
+    def _open_views(self) -> None:
+        """The parameters that the servers keep as they are, as views of their memory."""
+        if any(info.refusals for info in self.servers.infos):
+            return
+        model = base_model(self._trainer.model)
+        specs = [spec.model_copy(update={"dtype": self.servers.info.dtype}) for spec in parameter_specs(model)]
+        for client in self.servers.clients:
+            parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
+            self.views.append(layout.open_views(parameters, client.attach(specs)).views)
+
+    def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The views and what goes into them, if that is all there is to do: every parameter as it is."""
+        if not self.views or isinstance(model, PeftModel):
+            return None
+        parameters = dict(model.named_parameters())
+        if any(views.keys() != parameters.keys() for views in self.views):
+            return None
+        pairs = [(view, parameters[name].detach()) for views in self.views for name, view in views.items()]
+        return [view for view, _ in pairs], [parameter for _, parameter in pairs]
+
+    def _connect(self, transport: str, specs: list[ParameterSpec], device: torch.device) -> None:
+        if not self.servers.clients:
+            return
+        direct = set.intersection(*(set(views) for views in self.views)) if self.views else set()
+        sizes = [message_layout([spec])[1] for spec in specs if spec.name not in direct]
+        if sizes:
+            chunk = self.chunk_bytes or CHUNK_BYTES[device.type]
+            # Twice the largest: some checkpoint tensors are computed from several parameters.
+            self._room = max(2 * max(sizes), min(chunk, sum(sizes)))
+            self._channel = open_channel(transport, self.servers, device, self._room)
+        logger.info(
+            "%d parameters (%.1f MB) go to %d server(s): %d straight into memory, %d through %s",
+            len(specs),
+            sum(message_layout([spec])[1] for spec in specs) / 1e6,
+            len(self.servers.clients),
+            len(direct),
+            len(sizes),
+            transport,
+        )
+
+    # -------------------------------------------------------------------------------------------------- each publish
+
+    def send(self, policy_version: int) -> Moved:
+        """
+        Every rank gathers every layer, to the end, also after rank 0 has failed to send one: the others could not
+        know.
+        """
+        sender = _Sender(self._channel, self.servers, self._room) if self.servers.clients else None
+        model = self._trainer.model
+        with torch.no_grad():
+            if self._direct is not None:
+                torch._foreach_copy_(*self._direct)
+                return ranks.together(lambda: None) or Moved(sum(view.nbytes for view in self._direct[0]))
+            parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
+            rest = self._write_views(parameters, sender)
+            for name, tensor in checkpoint_tensors(base_model(model), rest, self._shapes):
+                if sender is not None:
+                    sender.add(name, tensor)
+        return ranks.together(lambda: self._finish(sender)) or Moved()
+
+    def _write_views(
+        self, parameters: Iterator[tuple[str, torch.Tensor]], sender: "_Sender | None"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Writes what can be written into the servers' memory, and passes on the rest."""
+        for name, tensor in parameters:
+            held = [views[name] for views in self.views if name in views]
+            for view in held:
+                view.copy_(tensor)
+                sender.moved.num_bytes += view.nbytes
+            if len(held) < max(len(self.servers.clients), 1):
+                yield name, tensor
+
+    def _finish(self, sender: "_Sender | None") -> Moved | None:
+        if sender is None:
+            return None
+        missing = sender.finish()
+        if missing and not self.views and not self._checked:
+            raise AttachError(
+                f"{len(missing)} of the server's parameters got no value from the trainer (first: {missing[:3]}): "
+                f"they are different models. The server has {self.servers.info.model}."
+            )
+        self._checked = True
+        return sender.moved
+
+
+class _Sender:
+    """Packs tensors into messages and sends each when it is full. An error is kept until `finish`."""
+
+    def __init__(self, channel: Channel | None, servers: Servers, room: int):
+        self.channel = channel
+        self.servers = servers
+        self.room = room
+        self.moved = Moved()
+        self.error: Exception | None = None
+        self.specs: list[ParameterSpec] = []
+        self.filled = 0  # bytes of the buffer
+        self.sent = False
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies `tensor` into the message in the making: it may change afterwards."""
+        if self.error is not None:
+            return
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        try:
+            if self.specs and self.filled + size > self.room:
+                self._flush()
+            if not self.specs:
+                self.buffer = self.channel.staging(max(size, self.room))
+            target = self.buffer[self.filled : self.filled + tensor.nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        except Exception as error:  # noqa: BLE001 - raised in `finish`, where all ranks meet
+            self.error = error
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.specs.append(ParameterSpec(name=name, shape=list(tensor.shape), dtype=dtype))
+        self.filled += size
+
+    def _flush(self) -> None:
+        specs = self.specs
+        replies = send_message(
+            self.channel, self.buffer[: self.filled], self.servers, lambda client: client.load_weights(specs)
+        )
+        self.moved.num_bytes += self.filled
+        self.moved.apply_ms += max(reply.apply_ms for reply in replies)
+        self.specs, self.filled, self.sent = [], 0, True
+
+    def finish(self) -> list[str]:
+        """Sends what is left. Returns the parameters that a server did not get, if all went through its loader."""
+        if self.error is None and self.specs:
+            self._flush()
+        if self.error is not None:
+            raise self.error
+        if not self.sent:
+            return []
+        started = time.perf_counter()
+        missing = self.servers.each_here(lambda client: client.finish_weights())
+        self.moved.apply_ms += (time.perf_counter() - started) * 1e3
+        return sorted(set().union(*missing))

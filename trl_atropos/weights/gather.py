@@ -1,0 +1,174 @@
+"""Whole parameters out of a trainer that may be sharded and may have adapters, one layer at a time.
+
+Comes in: the trainer's model, wrapped or not, as it is now (`trainer.model_wrapped`: references taken before training
+began go stale). Goes out: (name, whole tensor) in the order of the plain model, on every rank, for one process, DDP,
+ZeRO-1 to 3 and FSDP2, and LoRA over each of them. Publishers that move weights to a server call this.
+
+Gathering is a collective: every rank iterates, to the end, also those that send nothing, and a rank whose server has
+died drains the rest. Between two items nothing is gathered and nothing is merged but the tensor that was handed out,
+so an iterator may be closed or abandoned anywhere, as long as all ranks do. Merging happens in copies, so the model's
+own tensors are never written. Who drops a tensor before asking for the next has one layer in memory beyond the shards,
+or two while adapters are being merged into it.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+import torch
+from accelerate import Accelerator, DistributedType
+from peft.tuners.lora import LoraLayer
+from torch.distributed.tensor import DTensor
+
+from trl_atropos.errors import GatherError
+from trl_atropos.protocol import ParameterSpec
+from trl_atropos.weights.parameters import Unit, adapter_entries, units_of, unwrap
+
+
+class Sharding(StrEnum):
+    """How a trainer's parameters lie over its processes."""
+
+    NONE = "none"
+    DDP = "ddp"
+    ZERO12 = "zero1/2"  # optimizer states and gradients are sharded, parameters are whole
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
+
+
+WHOLE = (Sharding.NONE, Sharding.DDP, Sharding.ZERO12)
+"""Where each rank has all parameters, so that what `iter_*_parameters` yields are the parameters themselves."""
+
+
+def sharding_of(accelerator: Accelerator) -> Sharding:
+    """How the parameters lie over the processes. Raises `GatherError` where whole ones cannot be had."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise GatherError(
+            "The trainer is sharded with FSDP version 1, whose root parameters cannot be reached by name before the "
+            "first forward pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or "
+            "`version: 2` in `fsdp_config`."
+        )
+    if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise GatherError(
+            f"The trainer is distributed by {kind.value}, from which weights cannot be sent to a server: use DDP, "
+            "DeepSpeed or FSDP2."
+        )
+    if kind == DistributedType.DEEPSPEED:
+        return Sharding.ZERO3 if accelerator.state.deepspeed_plugin.zero_stage == 3 else Sharding.ZERO12
+    if kind == DistributedType.FSDP:
+        return Sharding.FSDP2
+    return Sharding.NONE if kind == DistributedType.NO else Sharding.DDP
+
+
+def iter_full_parameters(
+    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Every parameter whole, on the training device, under its name in the plain model; tied ones once.
+
+    Adapters are merged and have no names of their own. To be exhausted on every rank (see the top of this file); the
+    tensors may be the model's own memory, so they are for reading, and before the next optimizer step.
+
+    Args:
+        model: The trainer's model, wrapped or not.
+        accelerator: The trainer's accelerator.
+        dtype: To convert to; the parameters' own where it is `None`.
+
+    Raises `GatherError`, before anything is gathered, for FSDP1, quantised models, adapters other than LoRA, and
+    adapters on one side of a pair of tied weights.
+    """
+    sharding, units = sharding_of(accelerator), units_of(unwrap(model))
+    return _stream(units, sharding, accelerator.device, dtype)
+
+
+def iter_adapter_parameters(
+    model: torch.nn.Module, accelerator: Accelerator, adapter_name: str = "default"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    The adapter's tensors whole, under the names of PEFT's checkpoints (`base_model.model.X.lora_A.weight`).
+
+    As with `iter_full_parameters`, to be exhausted on every rank. Raises `GatherError` if whole modules are trained
+    besides the adapter (`modules_to_save`), which would be missing.
+    """
+    sharding, entries = sharding_of(accelerator), adapter_entries(unwrap(model), adapter_name)
+    return _stream([Unit([entry], None) for entry in entries], sharding, accelerator.device, None)
+
+
+def shapes_of(
+    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
+) -> list[ParameterSpec]:
+    """What `iter_full_parameters` yields, in its order: names, whole shapes and dtypes. Gathers nothing."""
+    sharding_of(accelerator)  # refuses what cannot be gathered
+    units = units_of(unwrap(model))
+    return [_spec(name, parameter, dtype) for unit in units for name, parameter in unit.entries]
+
+
+def adapter_shapes_of(
+    model: torch.nn.Module, accelerator: Accelerator, adapter_name: str = "default"
+) -> list[ParameterSpec]:
+    """What `iter_adapter_parameters` yields, in its order. Gathers nothing."""
+    sharding_of(accelerator)  # refuses what cannot be gathered
+    return [_spec(name, parameter, None) for name, parameter in adapter_entries(unwrap(model), adapter_name)]
+
+
+def _spec(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> ParameterSpec:
+    # DeepSpeed leaves an empty tensor behind, and the shape in an attribute; parameters that it has not met have none.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return ParameterSpec(name=name, shape=list(shape), dtype=str(dtype or parameter.dtype).removeprefix("torch."))
+
+
+# ----------------------------------------------------------------------------------------------------------- gathering
+
+
+def _stream(
+    units: list[Unit], sharding: Sharding, device: torch.device, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for unit in units:
+        tensors = _gather(unit.parameters, sharding, device) if unit.layer is None else _merge(unit, sharding, device)
+        for name, parameter in unit.entries:
+            yield name, tensors.pop(0).to(dtype or parameter.dtype)  # not kept here: its consumer decides when it goes
+
+
+def _gather(parameters: list[torch.nn.Parameter], sharding: Sharding, device: torch.device) -> list[torch.Tensor]:
+    """The whole tensors. Sharded parameters are sharded again when this returns; others are handed out themselves."""
+    if sharding is Sharding.ZERO3:
+        import deepspeed  # installed only where it is used
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            return [parameter.data for parameter in parameters]  # keeps the storage that the parameter lets go of
+    return [
+        parameter.detach().to(device).full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for parameter in parameters
+    ]
+
+
+@torch.no_grad()
+def _merge(unit: Unit, sharding: Sharding, device: torch.device) -> list[torch.Tensor]:
+    """
+    The unit's parameters with the active adapters in them.
+
+    PEFT merges in place, and its way back is not exact. So whole copies stand in for the layer's parameters while it
+    does: the parameters themselves are never written, and are back when this returns or raises.
+    """
+    places = [
+        (module, leaf, parameter)
+        for module in unit.layer.modules()
+        for leaf, parameter in module.named_parameters(recurse=False)
+    ]
+    tensors = _gather([parameter for _, _, parameter in places], sharding, device)
+    written = {id(parameter) for parameter in unit.parameters}
+    layers = [module for module in unit.layer.modules() if isinstance(module, LoraLayer)]
+    before = [(layer, list(layer.merged_adapters), dict(layer._caches)) for layer in layers]
+    try:
+        for module, leaf, parameter in places:
+            tensor = tensors.pop(0)
+            copy = tensor.clone() if id(parameter) in written else tensor
+            setattr(module, leaf, torch.nn.Parameter(copy, requires_grad=False))
+        for layer in reversed(layers):  # an adapted layer may be the base of another
+            layer.merge()
+        merged = {id(parameter): getattr(module, leaf).detach() for module, leaf, parameter in places}
+    finally:
+        for module, leaf, parameter in places:
+            setattr(module, leaf, parameter)
+        for layer, adapters, caches in before:
+            layer.merged_adapters[:], layer._caches = adapters, caches
+    return [merged[id(parameter)] for parameter in unit.parameters]

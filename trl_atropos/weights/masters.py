@@ -1,0 +1,264 @@
+"""fp32 master weights, for 16-bit parameters that are trained in place because they are the server's memory.
+
+At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
+rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
+the parameters are set to the rounded masters, in their own memory. Which optimizer it is, the user chooses as ever.
+
+`use_masters` is called with a trainer that is built and has no optimizer yet; `exact_gradients` goes around its
+`training_step`. DeepSpeed and FSDP have masters of their own and do not come here.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from trl_atropos.errors import AtroposTrainingError
+
+logger = logging.getLogger(__name__)
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """
+    Any torch optimizer, made to work on fp32 masters of the given parameters.
+
+    `param_groups` hold the parameters themselves, so clipping, schedulers and `zero_grad` find what they look for;
+    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. Of each
+    parameter, `grad` is fp32 from here on. A parameter that is fp32 already needs no master.
+
+    Per parameter this takes 4 bytes for the gradient, 4 for the master, and what `inner` needs.
+
+    Args:
+        groups (`list[dict]`): Parameter groups, in torch's format.
+        optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
+        offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
+            The device then holds weights and fp32 gradients only. fp32 parameters get masters, too.
+        full_state (`Iterable[torch.nn.Parameter]`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep
+            in 32 bits.
+        optimizer_kwargs: Further arguments of `optimizer_cls`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        optimizer_cls: type[torch.optim.Optimizer],
+        offload: bool = False,
+        full_state: Iterable[torch.nn.Parameter] = (),
+        **optimizer_kwargs: Any,
+    ):
+        # On an older torch, setting the attribute would be accepted and do nothing.
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise AtroposTrainingError(
+                f"torch {torch.__version__} cannot accumulate the gradients of 16-bit weights in fp32: install torch "
+                "2.10 or newer, or start the server with `--dtype float32`."
+            )
+        self.offload = offload
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        self._params = [parameter for group in groups for parameter in group["params"]]
+        self._masters = [self._master_of(parameter) for parameter in self._params]
+        masters = dict(zip(self._params, self._masters, strict=True))
+        self._pairs = [(parameter, master) for parameter, master in masters.items() if master is not parameter]
+        inner_groups = [{**group, "params": [masters[one] for one in group["params"]]} for group in groups]
+        self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
+        full_state = [masters[parameter] for parameter in full_state if parameter in masters]
+        if full_state:
+            _keep_full_state(self.inner, full_state)
+        outer = zip(self.inner.param_groups, groups, strict=True)
+        super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
+        self._note_versions()
+
+    def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        parameter.grad_dtype = torch.float32
+        if parameter.dtype == torch.float32 and not self.offload:
+            return parameter
+        device = torch.device("cpu") if self.offload else parameter.device
+        pinned = self.offload and parameter.is_cuda
+        master = torch.empty_like(parameter, dtype=torch.float32, device=device, pin_memory=pinned)
+        return torch.nn.Parameter(master.copy_(parameter.detach()))
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_over_writes()
+        self._push_hyperparameters()
+        for parameter, master in self._pairs:
+            master.grad = _gradient_for(master, parameter.grad)
+        self._synchronize()
+        self.inner.step()
+        for _, master in self._pairs:
+            master.grad = None
+        self._pull_hyperparameters()
+        self._write_back()
+        return loss
+
+    def _write_back(self) -> None:
+        params = [parameter for parameter, _ in self._pairs]
+        # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
+        torch._foreach_copy_(params, [master for _, master in self._pairs], non_blocking=True)
+        self._synchronize()
+        self._note_versions()
+
+    def _synchronize(self) -> None:
+        """Waits for copies to and from the CPU, which must not overtake the CPU's own writing."""
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter._version for parameter, _ in self._pairs]
+
+    def _take_over_writes(self) -> None:
+        """Something else may have written to the parameters (a checkpoint, DDP's first broadcast, a callback)."""
+        for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
+            if parameter._version != version and not torch.equal(parameter, _rounded(master, parameter)):
+                master.copy_(parameter)
+        self._note_versions()
+
+    def _push_hyperparameters(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+
+    def _pull_hyperparameters(self) -> None:
+        """Some optimizers keep what they have learned in their groups."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+
+    # ------------------------------------------------------------------------------------------------ save and resume
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
+        self._take_over_writes()
+        self._push_hyperparameters()
+        return {"inner": self.inner.state_dict(), "masters": [master.detach() for master in self._masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Afterwards the parameters are the rounded masters. The state of an optimizer without masters is taken over;
+        the masters are then the parameters as they are.
+        """
+        self._take_over_writes()
+        if "masters" in state_dict:
+            self._check_shapes([list(master.shape) for master in state_dict["masters"]])
+            self.inner.load_state_dict(state_dict["inner"])
+            self._load_masters(state_dict["masters"])
+        else:
+            self.inner.load_state_dict(state_dict)
+            logger.warning(
+                "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
+                "they had been rounded by is lost."
+            )
+        self._pull_hyperparameters()
+        self._note_versions()
+
+    def _check_shapes(self, saved: list[list[int]]) -> None:
+        own = [list(master.shape) for master in self._masters]
+        if len(saved) != len(own):
+            raise AtroposTrainingError(
+                f"The checkpoint has master weights of {len(saved)} parameters, but {len(own)} are trained: it is of "
+                "another model, or other parameters were frozen. Resume with the settings that it was made with."
+            )
+        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+            if theirs != ours:
+                raise AtroposTrainingError(
+                    f"The checkpoint's master weights number {number} have the shape {theirs}, the model's parameter "
+                    f"{ours}: the checkpoint is of another model. Resume with the model that it was made with."
+                )
+
+    def _load_masters(self, saved: list[torch.Tensor]) -> None:
+        for parameter, master, value in zip(self._params, self._masters, saved, strict=True):
+            master.copy_(value)
+            if not torch.equal(parameter, _rounded(master, parameter)):
+                parameter.copy_(master)
+
+    # -------------------------------------------------------------------------------------------- several processes
+
+    @torch.no_grad()
+    def all_reduce_gradients(self) -> None:
+        """Averages the fp32 gradients over all processes. Where only some have a gradient, the others count as 0."""
+        params = self._params
+        flags = [parameter.grad is not None for parameter in params]
+        used = torch.tensor(flags, dtype=torch.uint8, device=params[0].device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, is_used in zip(params, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            if is_used:
+                gradients.append(parameter.grad)
+        torch._foreach_div_(gradients, dist.get_world_size())
+        flat = [gradient.contiguous() for gradient in gradients]  # NCCL takes no transposed ones
+        for work in [dist.all_reduce(one, async_op=True) for one in flat]:
+            work.wait()
+        torch._foreach_copy_(gradients, flat)
+
+
+def use_masters(trainer: Trainer, offload: bool = False) -> None:
+    """Makes `trainer` build the optimizer that its arguments name with fp32 masters. See `MasterOptimizer`."""
+    if trainer.optimizer is not None:
+        raise AtroposTrainingError(
+            "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a finished "
+            f"{type(trainer.optimizer).__name__}, which works on the 16-bit weights: name it with `optim` instead."
+        )
+    chosen = trainer.optimizer_cls_and_kwargs
+    cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    # Layer-wise ones and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
+    if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
+        raise AtroposTrainingError(
+            f"`optim: {trainer.args.optim}` chooses its parameters by itself or changes them outside of `step`, and "
+            "cannot have the fp32 masters that 16-bit weights need. Choose another, such as adamw_torch_fused, or "
+            "start the server with `--dtype float32`."
+        )
+    # As transformers does, which can no longer see that it is bitsandbytes.
+    embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
+    full_state = embeddings if kwargs.get("optim_bits") == 8 else []
+    own = {"optimizer_cls": cls, "offload": offload, "full_state": full_state}
+    trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
+
+
+@contextmanager
+def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
+    """
+    Around `Trainer.training_step`: averages gradients over the processes in fp32.
+
+    DistributedDataParallel has buckets of the parameters' own dtype and fails on fp32 gradients of 16-bit parameters
+    (torch 2.13), so it is kept from reducing.
+    """
+    accelerator = trainer.accelerator
+    optimizer = trainer.optimizer.optimizer  # within accelerate's
+    if accelerator.num_processes == 1 or not isinstance(optimizer, MasterOptimizer):
+        yield
+        return
+    with accelerator.no_sync(model):
+        yield
+    if accelerator.sync_gradients:
+        optimizer.all_reduce_gradients()
+
+
+def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The parameter's fp32 gradient where the master lies and with its strides: itself, if it is so already."""
+    if gradient is None or (gradient.device == master.device and gradient.stride() == master.stride()):
+        return gradient
+    return torch.empty_like(master, pin_memory=master.is_pinned()).copy_(gradient, non_blocking=True)
+
+
+def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return master.detach().to(device=parameter.device, dtype=parameter.dtype)
+
+
+def _keep_full_state(optimizer: torch.optim.Optimizer, masters: list[torch.nn.Parameter]) -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    manager.override_config(masters, "optim_bits", 32)
+    manager.register_parameters(optimizer.param_groups)
