@@ -8,6 +8,7 @@ rows of all ranks and slices its own part.
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from trl.trainer.utils import nanstd
 
@@ -15,6 +16,7 @@ from trl_atropos.rollouts.schema import Row
 
 ScaleRewards = Literal["group", "batch", "none"]
 EPSILON = 1e-4  # TRL's
+ZERO_STD = 1e-8  # what `torch.isclose` calls zero
 
 
 def row_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> torch.Tensor:
@@ -23,7 +25,12 @@ def row_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> torch.Te
 
     `(score - group mean) / (std + 1e-4)`, where std is of the row's group (`"group"`), of the scores of all `rows`
     (`"batch"`), or not divided by (`"none"`): `GRPOTrainer._generate_and_score_completions` in TRL 1.16. A row with
-    `zero_advantage` gets 0, a row with `raw_advantage` its score, unscaled. `token_advantages` are not looked at.
+    `zero_advantage` gets 0, a row with `sft` 1, a row with `raw_advantage` its score, unscaled. `token_advantages` are
+    not looked at.
+
+    An advantage of 1 on a row whose log-probabilities are unknown, so that every ratio is 1, has the gradient of the
+    log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages. (With several
+    `num_iterations`, the ratio to the first one is clipped here as elsewhere.)
     """
     scores = torch.tensor([row.score for row in rows], dtype=torch.float32)
     centred = scores - torch.tensor([row.group_mean for row in rows], dtype=torch.float32)
@@ -35,7 +42,13 @@ def row_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> torch.Te
     else:
         advantages = centred
     advantages = torch.where(torch.tensor([row.raw_advantage for row in rows]), scores, advantages)
+    advantages = advantages.masked_fill(torch.tensor([row.sft for row in rows]), 1.0)
     return advantages.masked_fill(torch.tensor([row.zero_advantage for row in rows]), 0.0)
+
+
+def brings_advantages(row: Row) -> bool:
+    """Whether the row is trained with the environment's own token-level advantages."""
+    return row.token_advantages is not None and not (row.zero_advantage or row.sft)
 
 
 def advantage_tensor(
@@ -60,10 +73,10 @@ def advantage_tensor(
     advantages = torch.zeros(len(scalars), completion_length)
     for i, row in enumerate(rows[local_slice]):
         length = len(row.completion_ids)
-        if row.token_advantages is None or row.zero_advantage:
-            advantages[i, :length] = scalars[i]
+        if brings_advantages(row):
+            advantages[i, :length] = torch.from_numpy(row.token_advantages)
         else:
-            advantages[i, :length] = torch.tensor(row.token_advantages)
+            advantages[i, :length] = scalars[i]
     return advantages
 
 
@@ -71,9 +84,7 @@ def logged_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> list[
     """One number per row for the completions table: the mean over the trained tokens of what it is trained with."""
     scalars = row_advantages(rows, scale_rewards).tolist()
     return [
-        scalar
-        if row.token_advantages is None or row.zero_advantage
-        else sum(a * m for a, m in zip(row.token_advantages, row.mask, strict=True)) / sum(row.mask)
+        float(row.token_advantages[row.mask].mean(dtype=np.float64)) if brings_advantages(row) else scalar
         for row, scalar in zip(rows, scalars, strict=True)
     ]
 

@@ -4,13 +4,15 @@
 request was sent, and the two errors tell that apart.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import requests
 from pydantic import BaseModel, ValidationError
-from urllib3.exceptions import MaxRetryError, NewConnectionError
+from urllib3.exceptions import HTTPError, MaxRetryError, NewConnectionError
 
 from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.decode import BatchReply, decode_reply
+from trl_atropos.rollouts.sockets import AbortableAdapter
 
 GREETING = "AtroposLib API"
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -51,17 +53,26 @@ class Status(BaseModel):
     queue_size: int
 
 
+class TrainerInfo(BaseModel):
+    """Under which name the trainer registered; None before that. A registration that was ignored does not show."""
+
+    group: str | None
+
+
 class EnvironmentStatus(BaseModel):
-    """Of the API's many fields, the one that is wanted: sequences in the largest group that is queued, at least 1."""
+    """How one environment stands, and the queue as it sees it."""
 
-    max_group_size: int = 1
+    max_group_size: int = 1  # sequences in the largest group that is queued, whoever sent it; at least 1
+    self_queue_size: int = 0  # groups that it has in the queue
+    unallocated_fraction: float = 1.0  # of a batch, that no `min_batch_allocation` of anybody reserves
+    env_weight: float = 1.0  # its share by weight and context length, at least 0.01
 
 
-class BatchReply(BaseModel):
-    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
+class LatestExample(BaseModel):
+    """Of the group that was queued last, what is wanted. It survives a reset of the API."""
 
-    batch: list[Any] | None
-    status: Literal["error"] | None = None
+    tokens: list[list[int]] = []
+    env_id: int | None = None
 
 
 class AtroposClient:
@@ -82,6 +93,9 @@ class AtroposClient:
         self._request_timeout = request_timeout
         self._batch_timeout = batch_timeout
         self._session = requests.Session()
+        self._adapter = AbortableAdapter()
+        self._session.mount("http://", self._adapter)
+        self._session.mount("https://", self._adapter)
         # A proxy set up for the internet must not catch requests that stay inside the cluster.
         self._session.trust_env = False
         # The API closes an idle connection, and one it answered 500 on, at any moment. A `GET /batch` that meets that
@@ -113,24 +127,55 @@ class AtroposClient:
     def status(self) -> Status:
         return self._parse(Status, self._request("GET", "/status", self._request_timeout))
 
-    def first_environment(self) -> EnvironmentStatus | None:
-        """How the first environment stands, or None if none has ever registered, which the API answers by a 500."""
+    def trainer(self) -> str | None:
+        """The `wandb_group` of the registration that the API took, None if it has taken none."""
+        return self._parse(TrainerInfo, self._request("GET", "/wandb_info", self._request_timeout)).group
+
+    def environment(self, env_id: int) -> EnvironmentStatus | None:
+        """How an environment stands, or None if there is none of that number, which the API answers by a 500."""
+        path = f"/status-env?env_id={env_id}"  # some builds of the API read it here, 0.4.0 in the body
         try:
-            response = self._request("GET", "/status-env", self._request_timeout, json={"env_id": 0})
+            response = self._request("GET", path, self._request_timeout, json={"env_id": env_id})
         except ReplyLost:
             return None
         return self._parse(EnvironmentStatus, response)
 
+    def latest_example(self) -> LatestExample | None:
+        """The group that was queued last, or None if the API cannot send it, as with a NaN in it."""
+        try:
+            return self._parse(LatestExample, self._request("GET", "/latest_example", self._request_timeout))
+        except ReplyLost:
+            return None
+
+    def disconnect(self, env_id: int) -> None:
+        """Have the API no longer count on an environment: on its weight and its reserved part of a batch."""
+        self._request("POST", "/disconnect-env", self._request_timeout, json={"env_id": env_id}).close()
+
     def batch(self) -> BatchReply:
         """The next batch. The API forgets it before it answers, so it is delivered at most once."""
-        return self._parse(BatchReply, self._request("GET", "/batch", self._batch_timeout))
+        try:
+            # Unbuffered by `requests`, which would collect a large reply in pieces of 10 kB.
+            with self._request("GET", "/batch", self._batch_timeout, stream=True) as response:
+                body = response.raw.read(decode_content=True)
+        except (requests.RequestException, HTTPError) as error:
+            raise ReplyLost(f"GET {self.url}/batch broke off: {error}") from error
+        try:
+            return decode_reply(body)
+        except ValueError as error:
+            raise ReplyLost(f"GET {self.url}/batch answered {body[:80]!r}, which is no batch ({error})") from error
+
+    def abort(self) -> None:
+        """Ends the requests of other threads, which fail with `ReplyLost`."""
+        self._adapter.abort()
 
     def close(self) -> None:
         self._session.close()
 
-    def _request(self, method: str, path: str, timeout: float, json: Any = None) -> requests.Response:
+    def _request(
+        self, method: str, path: str, timeout: float, json: Any = None, stream: bool = False
+    ) -> requests.Response:
         try:
-            response = self._session.request(method, self.url + path, json=json, timeout=timeout)
+            response = self._session.request(method, self.url + path, json=json, timeout=timeout, stream=stream)
         except requests.ConnectionError as error:
             kind = ApiUnreachable if _never_sent(error) else ReplyLost
             raise kind(f"{method} {self.url}{path} failed: {_reason(error)}") from error
@@ -149,7 +194,7 @@ class AtroposClient:
         try:
             return model.model_validate_json(response.content)
         except ValidationError as error:
-            raise ReplyLost(f"{response.url} answered {response.text[:80]!r}, not a {model.__name__}") from error
+            raise ReplyLost(f"{response.url} answered {response.content[:80]!r}, not a {model.__name__}") from error
 
 
 def _reason(error: requests.ConnectionError) -> str:

@@ -1,19 +1,32 @@
 """The same door for every source: groups as delivered come in, rows go out, and what was left out is counted.
 
-`AtroposSource` and `ReplaySource` each own one `Intake`, and report its counts in their metrics.
+`AtroposSource` and `ReplaySource` each own one `Intake`, and report its counts in their metrics. One thread may admit
+while another asks for the metrics.
 """
 
 import logging
-import math
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterable
+
+import numpy as np
 
 from trl_atropos.rollouts.schema import RejectedGroup, Row, ScoredGroup, SingleRowGroups, parse_group, rows_of
 
 logger = logging.getLogger(__name__)
 
+REJECTED, TOO_LONG, UNTRAINED = "rejected", "too_long", "untrained"
+"""Why a sequence is left out: its group is malformed, it has too many tokens, its mask leaves none to train on."""
+
 
 class Intake:
-    """Turns delivered groups into rows with the run's settings, and counts since the last `metrics()`."""
+    """
+    Turns delivered groups into rows with the run's settings.
+
+    `total_dropped` counts the sequences that were left out, by reason, for ever; `next_group` is the number that the
+    rows of the next group get.
+    """
 
     def __init__(
         self,
@@ -23,19 +36,15 @@ class Intake:
         *,
         vocab_size: int | None = None,
     ):
+        self.total_dropped: Counter[str] = Counter()
+        self.next_group = 0
         self._vocab_size = vocab_size
         self._max_sequence_length = max_sequence_length
         self._temperature = temperature
         self._single_row_groups = single_row_groups
         self._warned: set[str] = set()
-        self._start_counting()
-
-    def _start_counting(self) -> None:
-        self._rejected_groups = 0
-        self._too_long_rows = 0
-        self._untrained_rows = 0
-        self._trained_tokens = 0
-        self._unknown_logprobs = 0
+        self._counts: Counter[str] = Counter()  # since the last `metrics()`
+        self._counting = threading.Lock()
 
     def admit(self, groups: Iterable[object]) -> list[Row]:
         """
@@ -49,7 +58,7 @@ class Intake:
             try:
                 rows += self._rows_of(parse_group(raw))
             except RejectedGroup as rejection:
-                self._rejected_groups += 1
+                self._count({"groups": 1}, {REJECTED: _num_sequences(raw)})
                 self._warn_once(rejection.kind, "Dropped a group that cannot be trained on: %s.", rejection)
         return rows
 
@@ -61,25 +70,32 @@ class Intake:
             single_row_groups=self._single_row_groups,
             vocab_size=self._vocab_size,
         )
-        longest = max(map(len, group.tokens))
         too_long = sum(len(tokens) > self._max_sequence_length for tokens in group.tokens)
         untrained = len(group.tokens) - len(rows) - too_long
         if too_long:
+            longest = max(map(len, group.tokens))
             message = "Dropped a sequence of %d tokens from environment %s: at most %d fit. Sample shorter ones."
             self._warn_once("too long", message, longest, group.env_id, self._max_sequence_length)
         if untrained:
             message = "Dropped a sequence from environment %s: its mask leaves no token to train on."
             self._warn_once("untrained", message, group.env_id)
-        for name in ("ref_logprobs", "distill_token_ids", "distill_logprobs"):
-            if getattr(group, name) is not None:
-                self._warn_once(name, "Environment %s sends `%s`; they are not used.", group.env_id, name)
-        self._too_long_rows += too_long
-        self._untrained_rows += untrained
+        if group.has_ref_logprobs:
+            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", group.env_id)
+        arrived = time.monotonic()
+        tokens = unknown = 0
         for row in rows:
-            trained = sum(row.mask)
-            self._trained_tokens += trained
-            self._unknown_logprobs += sum(map(math.isnan, row.logprobs)) - (len(row.mask) - trained)
+            row.group, row.arrived = self.next_group, arrived
+            if not row.sft:
+                tokens += int(row.mask.sum())
+                unknown += int(np.isnan(row.logprobs[row.mask]).sum())
+        self.next_group += bool(rows)
+        self._count({"tokens": tokens, "unknown": unknown}, {TOO_LONG: too_long, UNTRAINED: untrained})
         return rows
+
+    def _count(self, counts: dict[str, int], dropped: dict[str, int]) -> None:
+        with self._counting:
+            self._counts.update(counts | dropped)
+            self.total_dropped.update(dropped)
 
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._warned:
@@ -88,28 +104,33 @@ class Intake:
 
     def dropped(self) -> str:
         """What was left out since the last `metrics()`, for a run that waits for rows; empty if nothing was."""
-        rows = self._too_long_rows + self._untrained_rows
-        if not (self._rejected_groups or rows):
+        with self._counting:
+            counts = self._counts.copy()
+        rows = counts[TOO_LONG] + counts[UNTRAINED]
+        if not (counts["groups"] or rows):
             return ""
         return (
-            f"Rollouts arrive, but since the last step {self._rejected_groups} groups and {rows} further sequences "
-            f"were dropped because they cannot be trained on ({self._too_long_rows} of them are longer than "
+            f"Rollouts arrive, but since the last step {counts['groups']} groups and {rows} further sequences "
+            f"were dropped because they cannot be trained on ({counts[TOO_LONG]} of them are longer than "
             f"{self._max_sequence_length} tokens): the warnings in this log name the reasons."
         )
 
     def metrics(self) -> dict[str, float]:
         """
-        Counts since the last call: `rollouts/rejected_groups`, `rollouts/dropped_rows` (its parts are
-        `rollouts/too_long_rows` and `rollouts/untrained_rows`), and `rollouts/unknown_logprobs`, the share of trained
-        tokens whose log-probability the environment did not send (left out when no token came in).
+        Counts since the last call: `rollouts/rejected_groups`; of sequences, `rollouts/dropped_rejected`,
+        `rollouts/dropped_too_long` and `rollouts/dropped_untrained`; and `rollouts/unknown_logprobs`, the share of
+        trained tokens whose log-probability the environment did not send (left out when no token came in).
         """
-        counts = {
-            "rollouts/rejected_groups": float(self._rejected_groups),
-            "rollouts/dropped_rows": float(self._too_long_rows + self._untrained_rows),
-            "rollouts/too_long_rows": float(self._too_long_rows),
-            "rollouts/untrained_rows": float(self._untrained_rows),
-        }
-        if self._trained_tokens:
-            counts["rollouts/unknown_logprobs"] = self._unknown_logprobs / self._trained_tokens
-        self._start_counting()
-        return counts
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+        metrics = {"rollouts/rejected_groups": float(counts["groups"])}
+        metrics |= {f"rollouts/dropped_{reason}": float(counts[reason]) for reason in (REJECTED, TOO_LONG, UNTRAINED)}
+        if counts["tokens"]:
+            metrics["rollouts/unknown_logprobs"] = counts["unknown"] / counts["tokens"]
+        return metrics
+
+
+def _num_sequences(raw: object) -> int:
+    """Of a group that may be anything. The Atropos API lets none pass whose tokens are not a list of lists."""
+    tokens = raw.get("tokens") if isinstance(raw, dict) else None
+    return len(tokens) if isinstance(tokens, list) else 0

@@ -1,16 +1,20 @@
-"""Batches off a live Atropos API, oldest first, whatever the API does: `AtroposSource` calls `BatchPuller.pull`.
+"""Batches off a live Atropos API, each with its place in the order of the run: `AtroposSource` calls `BatchPuller`.
 
 The API delivers each batch at most once and forgets it before it answers, so `GET /batch` is never repeated unless it
-surely never left this machine.
+surely never left this machine. What was lost is counted, to the row, from the API's own step (see `delivery.py`).
 """
 
 import logging
 import time
+import uuid
+from collections.abc import Callable
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost, Status
-from trl_atropos.rollouts.burst import Batch, Burst
+from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
+from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, Arrival, Batch, Delivery
+from trl_atropos.rollouts.diagnosis import Diagnosis
 from trl_atropos.rollouts.registration import RETRY_PAUSE, UNREGISTERED, join
+from trl_atropos.rollouts.spool import Region, Spool
 
 logger = logging.getLogger(__name__)
 
@@ -20,174 +24,239 @@ QUIET_WARNING = 60.0  # seconds without a batch after which the log says what ma
 class BatchPuller:
     """
     Args:
-        client: of the API that `registration` was joined to.
-        registration: to join again with, when the API forgets this trainer.
-        status: what `join` returned.
+        client: of the API.
+        registration: to join with. Its `wandb_group` gets a suffix that tells this run's registrations apart.
+        spool: knows the registrations of this run's earlier life, and how far they had been delivered.
+        begin: index of the first row, where the spool holds none.
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
 
-    `pause` is how many seconds to wait before the next pull; `lost_batches` and `api_restarts` count up for ever.
+    `pause` is how many seconds to wait before the next pull; `api_restarts` counts up for ever. Below the index
+    `complete_until` nothing more will come.
     """
 
     def __init__(
         self,
         client: AtroposClient,
         registration: Registration,
-        status: Status,
+        spool: Spool,
         *,
+        begin: int,
         poll_interval: float,
         api_down_timeout: float,
+        account: Callable[[], str] = lambda: "",
     ):
         self.pause = 0.0
-        self.lost_batches = 0
         self.api_restarts = 0
         self._client = client
         self._registration = registration
-        self._api_step = status.current_step
+        self._spool = spool
         self._poll_interval = poll_interval
         self._api_down_timeout = api_down_timeout
-        self._burst = Burst()
+        self._account = account
+        last = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
+        self._delivery = Delivery(registration.batch_size, last, begin)
+        self._diagnosis = Diagnosis(client, registration)
+        self._held: Batch | None = None  # pulled, and its place is not known yet
+        self._leftovers: list[Batch] = []  # of another run's burst, newest first
+        self._unsure = False  # whether the API is still the same, and at which step
+        self._losses = False  # whether a reply was lost since the API was known to hold nothing
         self._failing_since: float | None = None
         self._quiet_since = time.monotonic()
 
-    def pull(self) -> list[Batch]:
+    @property
+    def complete_until(self) -> int:
+        return self._delivery.complete_until
+
+    # --------------------------------------------------------------------------------------------------------- joining
+
+    def join(self, *, reset: bool = False) -> list[Arrival]:
         """
-        One `GET /batch`. Returns the batches that are now in order, often none.
+        Become the API's trainer, or find that this run is it already. Asks for no batch: the first `GET /batch` is
+        what lets environments in.
+
+        Returns:
+            What is known to be lost with the API that there was before.
 
         Raises:
-            RolloutError: the API has failed for `api_down_timeout` seconds, or came back with another registration.
+            ApiUnreachable, ReplyLost: the API does not answer; call again.
+            RolloutError: see `registration.join`.
         """
-        try:
-            reply = self._client.batch()
-        except ApiUnreachable as error:
-            self._note_failure(error)
-            return []
-        except ReplyLost as error:
-            return self._go_on_without(error)
-        if reply.status == "error":
-            return self._rejoin()
-        self._failing_since = None
-        if not reply.batch:
-            self.pause = self._poll_interval
-            return self._burst.close() + self._look_if_quiet()
-        self.pause = 0.0
-        self._quiet_since = time.monotonic()
-        return self._burst.add(reply.batch, self._new_steps())
-
-    def _new_steps(self) -> int:
-        """By how many batches the last pull raised the API's step; only this trainer's pulls do."""
-        if self._burst.is_open:
-            return 0
-        try:
-            step = self._client.status().current_step
-        except (ApiUnreachable, ReplyLost):
-            return 0  # costs at most the order within one burst; the next pull finds out what is wrong
-        begun, self._api_step = step - self._api_step, step
-        return max(0, begun)
-
-    def _go_on_without(self, error: ReplyLost) -> list[Batch]:
-        """The API popped a batch and could not send it. It answers 500 when a number in it is NaN or infinite."""
-        was_open = self._burst.is_open
-        begun = self._new_steps()
-        moved = was_open or begun > 0
-        if not moved and self._forgotten():
-            return self._rejoin()
-        if moved or self._failing_since is None:
-            self.lost_batches += 1
-            logger.warning(
-                "A batch of %d rollouts is lost: %s. A NaN or infinite score, log-probability or advantage does this; "
-                "look for it in the environments.",
-                self._registration.batch_size,
-                error,
+        ours, held = self._spool.registrations, self._client.trainer()
+        anew = reset or held not in ours
+        if anew:
+            held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
+            self._spool.note_registration(held, self._registration.starting_step)
+        status = join(self._client, self._registration.model_copy(update={"wandb_group": held}), reset=reset)
+        known_as = self._client.trainer() or ""
+        before = self._delivery.region
+        if known_as not in ours:
+            logger.info(
+                "Continuing on the Atropos API at %s, which kept an earlier run's state: %d groups queued, %d batches "
+                "assembled.",
+                self._client.url,
+                status.queue_size,
+                status.current_step,
             )
-        if not moved:
-            self._note_failure(error)
-            return []
-        self._failing_since = None
-        self.pause = 0.0
-        return self._burst.add(None, begun)
+            return self._delivery.join(known_as, status.current_step)
+        self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
+        return [] if known_as == before.registration else self._delivery.join(known_as, ours[known_as])
 
-    def _note_failure(self, error: RolloutError) -> None:
-        self.pause = RETRY_PAUSE
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-            limit = self._api_down_timeout
-            logger.warning("The Atropos API does not answer; trying for another %g s. %s", limit, error)
-        elif now - self._failing_since > self._api_down_timeout:
-            raise RolloutError(
-                f"The Atropos API at {self._client.url} has not answered for {now - self._failing_since:.0f} s. Start "
-                "it again (`python -m atroposlib.cli.run_api`), then the environments, and resume from the last "
-                f"checkpoint; raise `api_down_timeout` to wait longer. Last try: {error}"
-            ) from error
-
-    def _forgotten(self) -> bool:
-        """Whether the API answers that it has no trainer."""
+    def _rejoin(self) -> list[Arrival]:
+        """The API holds no trainer, or another: it was restarted, or reset by somebody else."""
+        lost = self._place_leftovers()
         try:
-            return self._client.info().batch_size == UNREGISTERED
-        except (ApiUnreachable, ReplyLost):
-            return False  # the next pull finds out what is wrong
-
-    def _rejoin(self) -> list[Batch]:
-        """The API holds no trainer: it was restarted, or reset by somebody else."""
-        try:
-            status = join(self._client, self._registration, reset=False)
+            lost += self.join()
         except (ApiUnreachable, ReplyLost) as error:
+            self._unsure = True
             self._note_failure(error)
-            return []
+            return lost
         logger.warning(
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
             "there are lost. Environments do not register again by themselves: restart them.",
             self._client.url,
         )
         self.api_restarts += 1
+        self._diagnosis.note_restart()
         self.pause = self._poll_interval
-        self._api_step = status.current_step
         self._failing_since = None
         self._quiet_since = time.monotonic()
-        return self._burst.close()
+        return lost
 
-    def _look_if_quiet(self) -> list[Batch]:
+    # --------------------------------------------------------------------------------------------------------- pulling
+
+    def pull(self) -> list[Arrival]:
+        """
+        At most one `GET /batch`. Returns what has a place now, often nothing.
+
+        Raises:
+            RolloutError: the API has failed for `api_down_timeout` seconds, or came back with another registration.
+        """
+        try:
+            if self._held is not None:
+                return self._place_held()
+            if self._unsure:
+                return self._look()
+            reply = self._client.batch()
+        except ApiUnreachable as error:
+            self._unsure = True
+            self._note_failure(error)
+            return []
+        except ReplyLost as error:
+            self._unsure = self._losses = True
+            self._note_failure(error)
+            return []
+        if reply.status == "error":
+            return self._rejoin()
+        self._failing_since = None
+        if not reply.batch:
+            self.pause = self._poll_interval
+            self._losses = False
+            lost = self._told(self._delivery.settle(LOST_IN_DELIVERY))
+            return self._place_leftovers() + lost + self._look_if_quiet()
+        self.pause = 0.0
+        self._quiet_since = time.monotonic()
+        self._diagnosis.note(reply.batch)
+        if self._delivery.left and not self._losses:
+            return [self._delivery.place(reply.batch)]
+        self._held = reply.batch
+        return []
+
+    def _look(self) -> list[Arrival]:
+        """Ask whether the API is still the one that this trainer registered at, and what it has assembled."""
+        region = self._delivery.region
+        if self._client.trainer() != region.registration:
+            return self._rejoin()
+        rise = self._client.status().current_step - region.step
+        if rise < 0:
+            return self._rejoin()
+        self._unsure = False
+        if not rise:
+            return []
+        # A request was lost that made it assemble these, so at least one of them is gone.
+        self._failing_since, self._losses = None, True
+        return self._place_leftovers() + self._rise(rise)
+
+    def _place_held(self) -> list[Arrival]:
+        """Whether it begins a burst, only the API's step tells, which nothing but this trainer's pulls raises."""
+        region = self._delivery.region
+        same = not self._unsure or self._client.trainer() == region.registration
+        rise = self._client.status().current_step - region.step if same else -1
+        if rise < 0:  # that API is gone
+            self._unsure = True
+            return self.give_back()
+        batch, self._held = self._held, None
+        self._unsure = False
+        if rise:
+            self._losses = False
+            return [*self._place_leftovers(), *self._rise(rise), self._delivery.place(batch)]
+        if self._delivery.left:
+            return [self._delivery.place(batch)]
+        self._leftovers.append(batch)
+        return []
+
+    def give_back(self) -> list[Arrival]:
+        """Everything that was received, though its place is not certain: nothing more is asked."""
+        placed, batch = self._place_leftovers(), self._held
+        if batch is None:
+            return placed
+        self._held = None
+        if not self._delivery.left:
+            self._delivery.open(1, self._delivery.region.step + 1)
+        return [*placed, self._delivery.place(batch)]
+
+    def _place_leftovers(self) -> list[Arrival]:
+        """No more of them will come. How many there were is known only now, so they are numbered now."""
+        batches, self._leftovers = self._leftovers, []
+        if not batches:
+            return []
+        self._delivery.open(len(batches), self._delivery.region.step)
+        return [self._delivery.place(batch) for batch in batches]
+
+    def _rise(self, batches: int) -> list[Arrival]:
+        return self._told(self._delivery.open(batches, self._delivery.region.step + batches))
+
+    def _told(self, lost: list[Arrival]) -> list[Arrival]:
+        for arrival in lost:
+            logger.warning(
+                "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
+                "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
+                "environments.",
+                arrival.size,
+            )
+        return lost
+
+    # --------------------------------------------------------------------------------------------------------- failing
+
+    def _note_failure(self, error: RolloutError) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self.pause = 0.0 if isinstance(error, ReplyLost) else RETRY_PAUSE
+            self._failing_since = now
+            limit = self._api_down_timeout
+            logger.warning("The Atropos API gave no usable answer; trying for another %g s. %s", limit, error)
+            return
+        self.pause = RETRY_PAUSE
+        if now - self._failing_since > self._api_down_timeout:
+            raise RolloutError(
+                f"The Atropos API at {self._client.url} has not answered for {now - self._failing_since:.0f} s. Start "
+                "it again (`python -m atroposlib.cli.run_api`), then the environments, and resume from the last "
+                f"checkpoint; raise `api_down_timeout` to wait longer. Last try: {error}"
+            ) from error
+
+    def _look_if_quiet(self) -> list[Arrival]:
         """After every minute without a batch, say in the log what may be wrong."""
         if time.monotonic() - self._quiet_since < QUIET_WARNING:
             return []
         self._quiet_since = time.monotonic()
-        if self._forgotten():
-            return self._rejoin()
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, self.why_quiet())
+        try:
+            if self._client.info().batch_size == UNREGISTERED:
+                return self._rejoin()
+        except (ApiUnreachable, ReplyLost):
+            return []  # the next pull finds out what is wrong
+        logger.warning("No batch for %g s. %s", QUIET_WARNING, f"{self.why_quiet()} {self._account()}".rstrip())
         return []
 
     def why_quiet(self) -> str:
         """Why no batch comes, as far as the API tells, and what to do about it."""
-        try:
-            queued = self._client.status().queue_size
-            environment = self._client.first_environment()
-        except (ApiUnreachable, ReplyLost) as error:
-            return f"The Atropos API at {self._client.url} does not answer: {error}."
-        api, batch = f"The Atropos API at {self._client.url}", self._registration.batch_size
-        if queued:
-            largest = environment.max_group_size if environment else None
-            sizes = f" of at most {largest} rollouts" if largest else ""
-            if largest and queued * largest < batch:
-                return (
-                    f"{api} holds {queued} groups{sizes}, less than a batch of {batch}: the environments are slow or "
-                    "have stopped. Look at their logs; raise `rollout_timeout` if they are at work."
-                )
-            return (
-                f"{api} holds {queued} groups{sizes} but cannot assemble exactly {batch} rollouts from them. Make the "
-                "batch size (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of "
-                "every group size, and the group sizes powers of two of each other; an environment with "
-                "min_batch_allocation that died also blocks every batch until POST /disconnect-env."
-            )
-        if environment is None:
-            return (
-                f"No environment has registered with the Atropos API at {self._client.url}. Start one with "
-                f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if "
-                "one runs, its log says what it waits for."
-            )
-        return (
-            f"{api} has an environment, but its queue is empty: nothing that was sampled is delivered. Look at the "
-            "environment's log: it may not reach the inference server, or drop groups whose scores are all equal "
-            f"(ensure_scores_are_not_same) or that have a sequence of {self._registration.max_token_len} tokens or "
-            "more."
-        )
+        return self._diagnosis.why_quiet()

@@ -1,7 +1,8 @@
 """The file format of recorded rollouts, in one place: `AtroposSource` writes it, `ReplaySource` reads it.
 
 JSON lines, one pulled batch per line, exactly as the Atropos API delivered it: `{"batch": [group, ...]}`. Also read:
-lines that are one bare group, and `.json` files with one such object in them.
+lines that are one bare group, and `.json` files with one such object in them. `.arrow` files are a spool's, and hold
+rows (`spool.py`).
 """
 
 import json
@@ -9,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.decode import jsonable
+
+SUFFIXES = (".json", ".jsonl", ".arrow")
 
 
 def record_batch(path: str | Path, groups: Sequence[object]) -> None:
@@ -16,12 +20,26 @@ def record_batch(path: str | Path, groups: Sequence[object]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"batch": list(groups)}) + "\n")
+        file.write(json.dumps({"batch": list(groups)}, default=jsonable) + "\n")
+
+
+class Recorder:
+    """Writes batches in the order of the run, though the newest of a burst comes first."""
+
+    def __init__(self, path: str | Path):
+        self._path = path
+        self._waiting: dict[int, Sequence[object]] = {}
+
+    def add(self, start: int, groups: Sequence[object], complete_until: int) -> None:
+        """A batch whose first row has index `start`; below `complete_until`, no other will come."""
+        self._waiting[start] = groups
+        for ready in sorted(start for start in self._waiting if start < complete_until):
+            record_batch(self._path, self._waiting.pop(ready))
 
 
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
     """
-    The files that `paths` name, a directory standing for its `.json` and `.jsonl` files sorted by name.
+    The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
 
     Raises:
         RolloutError: a path does not exist, or a directory has no such file.
@@ -30,9 +48,9 @@ def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
         raise RolloutError("`replay_paths` is empty: name a file or a folder, or leave it out to train on a live API.")
     files: list[Path] = []
     for path in map(Path, paths):
-        found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl")) if path.is_dir() else [path]
+        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
         if not found or not path.exists():
-            fault = "holds no .json or .jsonl file" if path.exists() else "does not exist"
+            fault = "holds no .json, .jsonl or .arrow file" if path.exists() else "does not exist"
             raise RolloutError(f"{path} {fault}, so there are no recorded rollouts to replay. Correct the path.")
         files += found
     return files

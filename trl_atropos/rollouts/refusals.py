@@ -5,20 +5,25 @@ One unusual group raises `RejectedGroup` and is dropped; a setting that makes ev
 
 from typing import Any
 
+import numpy as np
+
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.values import RejectedGroup
+from trl_atropos.rollouts.wire import Sampling, ScoredGroup
 
 TEMPERATURE_TOLERANCE = 1e-6
 
 
-def refuse_sft(group: ScoredGroup) -> None:
-    asked = [group.group_overrides, *(group.overrides or [])]
-    if any(override is not None and override.sft for override in asked):
-        raise RejectedGroup("sft", f"environment {group.env_id} asks for a supervised step (the `sft` override)")
-
-
 def _has_content(images: Any) -> bool:
-    return any(map(_has_content, images)) if isinstance(images, list) else bool(images)
+    """Whether anything but empty lists is in `images`, to any depth."""
+    left = [images]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif value:
+            return True
+    return False
 
 
 def refuse_images(group: ScoredGroup) -> None:
@@ -32,8 +37,8 @@ def refuse_images(group: ScoredGroup) -> None:
 def refuse_placeholder_tokens(group: ScoredGroup) -> None:
     """Atropos sends 0, 1, 2, ... for every sequence when the inference server gives it no token ids."""
     first = group.tokens[0]
-    same = len(group.tokens) > 1 and all(tokens == first for tokens in group.tokens)
-    if same and len(first) > 1 and first == list(range(len(first))):
+    placeholder = np.arange(len(first))
+    if len(group.tokens) > 1 and len(first) > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
         raise RolloutError(
             f"Environment {group.env_id} sent placeholder tokens (0 to {len(first) - 1} in each of "
             f"{len(group.tokens)} sequences) instead of what was sampled: its inference server gives no token ids. "
@@ -44,7 +49,8 @@ def refuse_placeholder_tokens(group: ScoredGroup) -> None:
 
 def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
     """An id beyond the embedding would end the trainer inside torch. It comes from the tokenizer of another model."""
-    highest = max(map(max, filter(None, group.tokens)), default=0)
+    of_teachers = [teacher.ids.values for teacher in group.teachers if teacher is not None]
+    highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
     if vocab_size is not None and highest >= vocab_size:
         raise RolloutError(
             f"Environment {group.env_id} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
@@ -55,13 +61,23 @@ def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
 
 def refuse_other_temperature(group: ScoredGroup, temperature: float) -> None:
     """The ratio between trainer and sampler is only right if both divide their logits by the same temperature."""
-    asked = [group.generation_params, group.group_overrides, *(group.overrides or [])]
-    for source in asked:
-        if source is None or source.temperature is None:
-            continue
-        if not abs(source.temperature - temperature) <= TEMPERATURE_TOLERANCE:
-            raise RolloutError(
-                f"Environment {group.env_id} sampled at temperature {source.temperature}, and the trainer computes "
-                f"log-probabilities at temperature {temperature}. Set `temperature: {source.temperature}` in the "
-                f"recipe, or sample at {temperature} in the environment."
+    for overrides in (group.group_overrides, *group.overrides):
+        other = _other_temperature(overrides, temperature)
+        if other is not None:
+            raise RejectedGroup(
+                "temperature",
+                f"environment {group.env_id} sampled at temperature {other} (an override), and the trainer computes "
+                f"log-probabilities at temperature {temperature}",
             )
+    other = _other_temperature(group.generation_params, temperature)
+    if other is not None:
+        raise RolloutError(
+            f"Environment {group.env_id} sampled at temperature {other}, and the trainer computes "
+            f"log-probabilities at temperature {temperature}. Set `temperature: {other}` in the recipe, or sample at "
+            f"{temperature} in the environment."
+        )
+
+
+def _other_temperature(sampling: Sampling | None, temperature: float) -> float | None:
+    asked = sampling.temperature if sampling is not None else None
+    return None if asked is None or abs(asked - temperature) <= TEMPERATURE_TOLERANCE else asked

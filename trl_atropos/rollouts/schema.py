@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from trl.trainer.utils import nanstd
 
@@ -19,32 +20,40 @@ from trl_atropos.rollouts.refusals import (
     refuse_images,
     refuse_other_temperature,
     refuse_placeholder_tokens,
-    refuse_sft,
     refuse_unknown_tokens,
 )
-from trl_atropos.rollouts.wire import MASKED, RejectedGroup, ScoredGroup, parse_group
+from trl_atropos.rollouts.values import RejectedGroup
+from trl_atropos.rollouts.wire import ScoredGroup, parse_group
 
 __all__ = ["RejectedGroup", "Row", "ScoredGroup", "SingleRowGroups", "group_statistics", "parse_group", "rows_of"]
 
 SingleRowGroups = Literal["refuse", "raw", "zero"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """One rollout, ready for the trainer. Every list but `prompt_ids` has the length of `completion_ids`."""
+    """One rollout of `p` prompt tokens and `c` completion tokens, ready for the trainer."""
 
-    prompt_ids: list[int]  # at least one token
-    completion_ids: list[int]  # at least one token; ends at the last trained token
-    mask: list[int]  # 1 = trained, 0 = context (tool output, later user turns)
-    logprobs: list[float]  # log-probabilities under the policy that sampled, NaN = unknown and wherever mask is 0
+    prompt_ids: np.ndarray  # (p,) int32, p >= 1
+    completion_ids: np.ndarray  # (c,) int32, c >= 1; ends at the last trained token
+    mask: np.ndarray  # (c,) bool; False = context (tool output, later user turns)
+    logprobs: np.ndarray  # (c,) float32 under the policy that sampled; NaN = unknown, and wherever mask is False
     score: float  # raw reward
     group_mean: float  # of the scores of the row's whole group, computed in float32; 0.0 with `raw_advantage`
     group_std: float  # the same, ddof=1; 0.0 for a group of one
-    token_advantages: list[float] | None  # final, from the environment; None = normalise the score
+    token_advantages: np.ndarray | None  # (c,) float32, final, from the environment; None = normalise the score
     zero_advantage: bool  # overrides.set_advantage_to_zero, or a group of one under "zero"
     env_id: int | None
-    policy_version: int | None = None  # None = unknown
+    policy_version: int | None = None  # oldest version that sampled any token of it; None = unknown
+    newest_version: int | None = None  # version at its last sampled token
     raw_advantage: bool = False  # the advantage is the raw score: a group of one under "raw"
+    group: int = -1  # number of its group within the run; rows of one group share it
+    index: int = -1  # number of the row within the run, in order of arrival
+    arrived: float = 0.0  # time.monotonic() when its batch was pulled, or read again
+    sft: bool = False  # the `sft` override: train as supervised, with advantage 1; logprobs are NaN
+    distill_ids: np.ndarray | None = None  # (c, k) int32, the teacher's tokens at each position; -1 = absent
+    distill_logprobs: np.ndarray | None = None  # (c, k) float32, NaN = absent
+    messages: str | None = None  # JSON of the conversation, for human readers
 
 
 def rows_of(
@@ -70,17 +79,16 @@ def rows_of(
         vocab_size: how many token ids the model knows, if that is to be checked.
 
     Raises:
-        RejectedGroup: this group asks for something that is not supported, or its statistics are not finite.
-        RolloutError: images, placeholder tokens, token ids that the model does not know, another temperature, or a
-            group of one under `"refuse"`.
+        RejectedGroup: an override says that another temperature was sampled at, or the statistics are not finite.
+        RolloutError: images, placeholder tokens, token ids that the model does not know, another temperature in
+            `generation_params`, or a group of one under `"refuse"`.
     """
-    refuse_sft(group)
     refuse_images(group)
     refuse_placeholder_tokens(group)
     refuse_unknown_tokens(group, vocab_size)
     refuse_other_temperature(group, temperature)
-    # Token-level advantages are final, so a group of one that has them needs no mean.
-    single = len(group.tokens) == 1 and not (group.advantages and group.advantages[0])
+    # Token-level advantages are final, and supervised rows have none, so a group of one with them needs no mean.
+    single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
     if single and single_row_groups == "refuse":
         raise RolloutError(
             f"Environment {group.env_id} sent a group of 1 sequence, which has no group mean to compare its score "
@@ -114,34 +122,30 @@ def group_statistics(scores: list[float]) -> tuple[float, float]:
 
 def _row(group: ScoredGroup, i: int, mean: float, std: float) -> Row | None:
     """Sequence `i` as a row, or None if it has no token to train on."""
-    tokens, masks = group.tokens[i], group.masks[i]
-    trained = [position for position, mask in enumerate(masks) if mask != MASKED]
-    if not trained or trained[-1] == 0:  # the first token has nothing before it to be predicted from
+    trained = np.flatnonzero(group.trained[i])
+    if not len(trained) or trained[-1] == 0:  # the first token has nothing before it to be predicted from
         return None
-    first = max(1, trained[0])
+    first = max(1, int(trained[0]))
     # A masked tail changes no loss, and TRL would take a row that does not end in EOS for a truncated one.
-    part = slice(first, trained[-1] + 1)
-    mask = [int(entry != MASKED) for entry in masks[part]]
-    known = group.inference_logprobs[i] if group.inference_logprobs else None
-    advantages = group.advantages[i] if group.advantages else None
-    overrides = [group.group_overrides, group.overrides[i] if group.overrides else None]
+    part = slice(first, int(trained[-1]) + 1)
+    mask = group.trained[i][part]
+    sft = group.asks("sft", i)
+    logprobs, advantages, teacher = group.logprobs[i], group.advantages[i], group.teachers[i]
+    distill = teacher.padded(part) if teacher is not None else None
+    unknown = logprobs is None or sft
     return Row(
-        prompt_ids=tokens[:first],
-        completion_ids=tokens[part],
+        prompt_ids=group.tokens[i][:first],
+        completion_ids=group.tokens[i][part],
         mask=mask,
-        logprobs=_behaviour_logprobs(known[part], mask) if known else [math.nan] * len(mask),
+        logprobs=np.where(mask, np.float32(np.nan) if unknown else logprobs[part], np.float32(np.nan)),
         score=group.scores[i],
         group_mean=mean,
         group_std=std,
-        token_advantages=advantages[part] if advantages else None,
-        zero_advantage=any(override is not None and bool(override.set_advantage_to_zero) for override in overrides),
+        token_advantages=advantages[part].astype(np.float32) if advantages is not None and not sft else None,
+        zero_advantage=group.asks("set_advantage_to_zero", i),
         env_id=group.env_id,
+        sft=sft,
+        distill_ids=distill[0] if distill else None,
+        distill_logprobs=distill[1] if distill else None,
+        messages=group.messages[i],
     )
-
-
-def _behaviour_logprobs(logprobs: list[float | None], mask: list[int]) -> list[float]:
-    """NaN where context, missing, or above 0: Atropos pads masked positions and missing tails with 1.0."""
-    return [
-        value if trained and value is not None and -math.inf < value <= 0.0 else math.nan
-        for value, trained in zip(logprobs, mask)
-    ]

@@ -1,28 +1,39 @@
 """Where rollouts come from: the `RolloutSource` protocol, and `AtroposSource`, which pulls from a live Atropos API.
 
-The trainer calls a source on rank 0 only, and hands the rows on to the other ranks. Between `BatchPuller.pull` and the
-queue of rows in `AtroposSource` is the place to keep pulled batches on disk and to tag rows with their policy version.
+The trainer calls a source on rank 0 only, and hands the rows on to the other ranks. In `AtroposSource`, a thread
+(`feed.py`) pulls batches (`pull.py`), admits their rows (`intake.py`), tags them with the policy versions that sampled
+them, and puts them on disk (`spool.py`). `poll` takes them from there, oldest first (`selection.py`).
 """
 
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
-from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.books import STALE, ZERO_VARIANCE, Books
+from trl_atropos.rollouts.checkpoints import Checkpoints
+from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, LOST_WITH_API, Arrival
+from trl_atropos.rollouts.feed import Feed
+from trl_atropos.rollouts.intake import REJECTED, Intake
+from trl_atropos.rollouts.lineage import Lineage
 from trl_atropos.rollouts.pull import BatchPuller
-from trl_atropos.rollouts.recording import record_batch
-from trl_atropos.rollouts.registration import join, wait_for_api
+from trl_atropos.rollouts.recording import Recorder
+from trl_atropos.rollouts.registration import RETRY_PAUSE, wait_for_api
 from trl_atropos.rollouts.schema import Row, SingleRowGroups
+from trl_atropos.rollouts.selection import Rules, Selection
+from trl_atropos.rollouts.shares import OVER_SHARE, Shares
+from trl_atropos.rollouts.spool import Part, Spool, move_aside
 
 logger = logging.getLogger(__name__)
 
 BATCH_TIMEOUT = 300.0  # seconds; long, because giving up on GET /batch loses the batch
+CLOSE_GRACE = 0.5  # seconds
 # An environment with total_steps=-1 stops when the API's step passes this. That step counts the batches the API has
 # assembled, also those that are dropped or wait here, so a limit near the trainer's own would starve the end of a run.
 NO_STEP_LIMIT = 2**31 - 1
@@ -42,6 +53,16 @@ class RunInfo:
     run_name: str
     rows_consumed: int = 0  # rows that the steps before `starting_step` took, for a source that can skip them
     vocab_size: int | None = None  # ids that the model's embedding has; None = token ids are not checked
+    policy_version: Callable[[], int] = lambda: 0  # that a row polled now will be trained at
+    # Takes what is to be called when the next batch will be asked for soon, and what is sampled from now on is of the
+    # policy that it is trained at, or newer.
+    when_wanted_soon: Callable[[Callable[[], None]], None] = lambda call: None
+    # `state()` in the checkpoint from which the run resumes; `{}` if it resumes without, None if it begins anew.
+    state: dict[str, Any] | None = None
+    # Of the rows handed out before that checkpoint, how many it has not been trained on: it was written in mid-batch.
+    unfinished_rows: int = 0
+    # How the services that feed the source are, as far as this run started them: said where no batch comes.
+    account: Callable[[], str] = lambda: ""
 
 
 class RolloutSource(Protocol):
@@ -59,13 +80,27 @@ class RolloutSource(Protocol):
     def diagnose(self) -> str:
         """Why `poll` has returned nothing for so long, as far as the source can tell, and what to do about it."""
 
+    def state(self) -> dict[str, Any]:
+        """JSON that goes into a checkpoint: where to go on after the rows handed out so far. `{}` for nothing."""
+
     def close(self) -> None:
         """Let go of connections and files. May be called more than once."""
+
+
+class Versions(Protocol):
+    """Knows which policy versions sampled a row: `versions.VersionBook`."""
+
+    def tag(self, rows: list[Row]) -> None:
+        """Sets `policy_version` and `newest_version` of each row."""
 
 
 class AtroposSource:
     """
     Pulls batches from a live Atropos API.
+
+    Every row that is handed out lies in `<output_dir>/rollouts` before, so that a run which resumes from a checkpoint
+    goes on after the last row of that checkpoint, and what was pulled from the API is not lost. A run that begins anew
+    does not mix its rows with those of an earlier one: it moves that one's folder aside.
 
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
@@ -74,8 +109,17 @@ class AtroposSource:
         request_timeout: seconds for one request other than `GET /batch`.
         poll_interval: seconds between two pulls while the API has no batch.
         start_timeout: seconds that `start` waits for the API to answer.
-        api_down_timeout: seconds that `poll` lets the API fail in mid-run before it raises.
+        api_down_timeout: seconds that the API may fail in mid-run before `poll` raises.
         record_to: file to which every pulled batch is appended, for `ReplaySource`.
+        versions: tells which policy versions sampled a row; without, they are unknown.
+        prefetch_batches: generation batches that are pulled ahead while nobody polls, each of which makes what is
+            handed out one version older.
+        max_staleness: optimizer steps between the oldest version that sampled a row and the version that it would be
+            trained at, above which it is dropped. Rows of unknown version are kept.
+        max_spool_gb: size of `<output_dir>/rollouts` above which the oldest files are removed that no checkpoint
+            needs.
+        replace_zero_variance_groups: drop groups whose scores are all alike, and hand out the next ones instead.
+        enforce_environment_weights: drop rows of an environment that is ahead of its weight's share.
 
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
@@ -92,6 +136,12 @@ class AtroposSource:
         start_timeout: float = 30.0,
         api_down_timeout: float = 60.0,
         record_to: str | Path | None = None,
+        versions: Versions | None = None,
+        prefetch_batches: int = 0,
+        max_staleness: int | None = None,
+        max_spool_gb: float = 10.0,
+        replace_zero_variance_groups: bool = False,
+        enforce_environment_weights: bool = False,
     ):
         self._client = AtroposClient(url, request_timeout=request_timeout, batch_timeout=BATCH_TIMEOUT)
         self._reset_api = reset_api
@@ -99,75 +149,191 @@ class AtroposSource:
         self._poll_interval = poll_interval
         self._start_timeout = start_timeout
         self._api_down_timeout = api_down_timeout
-        self._record_to = record_to
-        self._rows: deque[Row] = deque()
-        self._reported = (0, 0)  # lost batches and API restarts that metrics() has given out
+        self._recorder = Recorder(record_to) if record_to is not None else None
+        self._versions = versions
+        self._prefetch_batches = prefetch_batches
+        self._max_staleness = max_staleness
+        self._max_spool_gb = max_spool_gb
+        self._replace_zero_variance_groups = replace_zero_variance_groups
+        self._enforce_environment_weights = enforce_environment_weights
+        self._shares: Shares | None = None
+        self._feed: Feed | None = None
+        self._lost_rows = 0  # in delivery
+        self._reported: Counter[str] = Counter()  # what metrics() has given out of what counts up for ever
+
+    # -------------------------------------------------------------------------------------------------------- starting
 
     def start(self, run: RunInfo) -> None:
         """Register and verify. Asks for no batch: the first `GET /batch` is what lets environments in."""
-        registration = _registration(run)
         wait_for_api(self._client, self._start_timeout)
-        try:
-            status = join(self._client, registration, reset=self._reset_api)
-        except (ApiUnreachable, ReplyLost) as error:
-            raise RolloutError(
-                f"The Atropos API at {self._client.url} stopped answering during registration. Restart it and run "
-                f"again. {error}"
-            ) from error
-        if (status.current_step, status.queue_size) != (run.starting_step, 0):
-            logger.info(
-                "Continuing on the Atropos API at %s, which kept its state: %d groups queued, %d batches assembled.",
-                self._client.url,
-                status.queue_size,
-                status.current_step,
-            )
-        self._puller = BatchPuller(
-            self._client,
-            registration,
-            status,
-            poll_interval=self._poll_interval,
-            api_down_timeout=self._api_down_timeout,
-        )
+        self._run = run
         self._intake = Intake(
             run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
         )
+        cursor, books, version = 0, Books(), run.policy_version()
+        self._lineage = Lineage.begin(version)
+        if run.state:
+            cursor, books = run.state["cursor"], Books.from_json(run.state["books"])
+            books.unfinished(run.unfinished_rows)
+            self._lineage = Lineage.from_json(run.state["lineage"]).resume(version)
+        self._spool = _open_spool(Path(run.output_dir, "rollouts"), run.state, self._max_spool_gb * 1e9)
+        self._checkpoints = Checkpoints(run.output_dir, self._spool.name)
+        self._puller = BatchPuller(
+            self._client,
+            _registration(run),
+            self._spool,
+            begin=cursor,
+            poll_interval=self._poll_interval,
+            api_down_timeout=self._api_down_timeout,
+            account=run.account,
+        )
+        ahead = self._prefetch_batches * run.batch_size
+        feed = Feed(self._puller, self._spool, self._keep, begin=cursor, ahead=ahead)
+        if self._enforce_environment_weights:
+            self._shares = Shares(self._client, slack=run.batch_size)
+        rules = Rules(self._max_staleness, self._replace_zero_variance_groups, run.policy_version, self._shares)
+        self._selection = Selection(feed, rules, self._lineage, books, cursor)
+        for arrival in self._join():
+            self._keep(arrival)
+        self._feed = feed
+        run.when_wanted_soon(self._pull_ahead)
+
+    def _join(self) -> list[Arrival]:
+        deadline = time.monotonic() + self._start_timeout
+        while True:
+            try:
+                return self._puller.join(reset=self._reset_api)
+            except (ApiUnreachable, ReplyLost) as error:
+                if time.monotonic() > deadline:
+                    raise RolloutError(
+                        f"The Atropos API at {self._client.url} stopped answering during registration. Restart it and "
+                        f"run again. {error}"
+                    ) from error
+            time.sleep(RETRY_PAUSE)
+
+    # ------------------------------------------------------------------------------------------------- in the thread
+
+    def _keep(self, arrival: Arrival) -> None:
+        """Put what came into the spool. Nothing of it has been handed out before this returns."""
+        dropped: Counter[str] = Counter()
+        rows: list[Row] = []
+        if arrival.batch is not None:
+            if self._recorder is not None:
+                self._recorder.add(arrival.start, arrival.batch, self._puller.complete_until)
+            before = self._intake.total_dropped.copy()
+            self._intake.next_group = arrival.start  # unlike that of any other batch's groups
+            rows = self._intake.admit(arrival.batch)
+            dropped = self._intake.total_dropped - before
+            dropped[REJECTED] += arrival.size - len(rows) - dropped.total()  # of groups that nobody could read
+            if self._versions is not None:
+                self._versions.tag(rows)
+            if self._shares is not None:
+                self._shares.note({row.env_id for row in rows if row.env_id is not None})
+        elif arrival.reason == LOST_IN_DELIVERY:
+            dropped[LOST_IN_DELIVERY] = arrival.size
+            self._lost_rows += arrival.size
+        part = Part(
+            arrival.start,
+            arrival.size,
+            arrival.region,
+            {reason: count for reason, count in dropped.items() if count},
+            arrival.size if arrival.reason == LOST_WITH_API else 0,
+            self._lineage.as_json(),
+            self._run.policy_version(),
+        )
+        self._spool.append(part, rows)
+        if self._spool.excess() > 0:
+            self._trim()
+
+    def _trim(self) -> None:
+        floor = self._checkpoints.oldest_cursor()
+        if floor is None:  # a run that never saves cannot resume, and needs nothing that it has been trained on
+            floor = 0 if self._run.save_steps else self._selection.state()["cursor"]
+        if not self._spool.trim(floor) and not self._reported["full"]:
+            self._reported["full"] = 1
+            logger.warning(
+                "The rollouts in %s take more than `max_spool_gb` (%g), and none can be removed before they are in a "
+                "checkpoint. Save more often (`save_steps`), keep fewer checkpoints (`save_total_limit`) or raise it.",
+                self._spool.folder,
+                self._max_spool_gb,
+            )
+
+    def _pull_ahead(self) -> None:
+        """Begin with what the next `poll` will ask for."""
+        with self._feed.changed:
+            self._feed.ask(self._run.batch_size)
+
+    # ------------------------------------------------------------------------------------------------ for the trainer
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
-        """May overrun `timeout` by one request. What was pulled is kept for the next call."""
-        deadline = time.monotonic() + timeout
-        while len(self._rows) < num_rows:
-            for batch in self._puller.pull():
-                if self._record_to is not None:
-                    record_batch(self._record_to, batch)
-                self._rows += self._intake.admit(batch)
-            remaining = deadline - time.monotonic()
-            if len(self._rows) < num_rows:
-                if remaining <= 0:
-                    return None
-                time.sleep(min(self._puller.pause, remaining))
-        return [self._rows.popleft() for _ in range(num_rows)]
+        """The next rows that are to be trained. What was pulled is kept for the next call."""
+        if self._feed.ident is None:
+            self._feed.start()
+        return self._selection.take(num_rows, timeout)
 
     def metrics(self) -> dict[str, float]:
         """
-        The counts of `Intake.metrics`, `rollouts/lost_batches` and `rollouts/api_restarts` since the last call, and
-        `rollouts/waiting_rows`, the rows pulled but not yet handed out.
+        Since the last call, of the rows that came in: the counts of `Intake.metrics`, `rollouts/lost_batches` and
+        `rollouts/api_restarts`. Of those that were passed in order to hand out others: `rollouts/dropped_REASON`
+        (rows) and `rollouts/share_dropped`. Of those handed out: `rollouts/staleness_mean` and `_max` (versions),
+        `rollouts/share_unknown_version`, `rollouts/queue_seconds` (mean, from the pull on) and `rollouts/rows_env_ID`.
+        And `rollouts/waiting_rows`: pulled, and not yet handed out.
         """
-        seen = (self._puller.lost_batches, self._puller.api_restarts)
-        lost, restarts = (now - before for now, before in zip(seen, self._reported))
-        self._reported = seen
-        return self._intake.metrics() | {
-            "rollouts/lost_batches": float(lost),
-            "rollouts/api_restarts": float(restarts),
-            "rollouts/waiting_rows": float(len(self._rows)),
-        }
+        seen = Counter(lost=self._lost_rows, restarts=self._puller.api_restarts)
+        new = {name: count - self._reported[name] for name, count in seen.items()}
+        self._reported.update(new)
+        reasons = (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
+        dropped = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
+        return (
+            dropped
+            | self._selection.metrics()
+            | self._intake.metrics()
+            | {
+                "rollouts/lost_batches": new["lost"] / self._run.batch_size,
+                "rollouts/api_restarts": float(new["restarts"]),
+                "rollouts/waiting_rows": float(self._feed.usable),
+            }
+        )
 
     def diagnose(self) -> str:
         """What was dropped here, if anything was; else what the API tells (see `BatchPuller.why_quiet`)."""
-        dropped = self._intake.dropped()
-        return dropped or self._puller.why_quiet()
+        stale, constant, ahead = map(self._selection.dropped, (STALE, ZERO_VARIANCE, OVER_SHARE))
+        if stale or constant or ahead:
+            return (
+                f"Rollouts arrive, but since the last step {stale} were dropped because they were sampled more than "
+                f"`max_staleness` ({self._max_staleness}) versions ago, {constant} because all scores of their group "
+                f"are alike (`replace_zero_variance_groups`), and {ahead} because their environment is ahead of its "
+                "share (`enforce_environment_weights`). Raise `max_staleness`, lower the environments' "
+                "`max_batches_offpolicy`, give them tasks of the right difficulty, or look at the log of the "
+                "environment that delivers too little."
+            )
+        return self._intake.dropped() or self._puller.why_quiet()
+
+    def state(self) -> dict[str, Any]:
+        """The spool's name, the cursor into it, the books, and the path of the run's versions."""
+        return {"spool": self._spool.name, **self._selection.state()} if self._feed is not None else {}
 
     def close(self) -> None:
+        if self._feed is not None:
+            self._feed.stop(CLOSE_GRACE, self._client.abort)
         self._client.close()
+
+
+def _open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> Spool:
+    """The spool of this run. One of another run in its place is moved aside."""
+    spool = Spool(folder, max_bytes)
+    ours = state is not None and state.get("spool", spool.name) == spool.name
+    if ours or not spool.parts:
+        return spool
+    aside = move_aside(folder)
+    logger.warning(
+        "%s has the rollouts of an earlier run, and this one %s. They are now in %s: delete that if you do not need "
+        "it.",
+        folder,
+        "begins anew" if state is None else "resumes from a checkpoint of another",
+        aside,
+    )
+    return Spool(folder, max_bytes)
 
 
 def _registration(run: RunInfo) -> Registration:

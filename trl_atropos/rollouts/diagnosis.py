@@ -1,0 +1,242 @@
+"""Why no batch comes: what the Atropos API tells about its queue and its environments, put together with what came.
+
+`BatchPuller` notes every batch and asks `why_quiet` after a minute of silence; the trainer asks it, through the
+source, when it gives up. The API has no heartbeat and tells neither the names nor the group sizes of environments, so
+a message says what is known, what cannot be known from here, and what to look for in which log.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trl_atropos.rollouts.atropos import (
+    ApiUnreachable,
+    AtroposClient,
+    EnvironmentStatus,
+    Registration,
+    ReplyLost,
+    Status,
+)
+from trl_atropos.rollouts.registration import UNREGISTERED
+
+MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
+MAX_REASON = 200  # characters
+NEARLY = 0.95  # of the length limit: what follows will have been dropped by its environment
+
+CONSTANT_SCORES = "Scores are the same in a group, skipping"
+TOO_LONG = "Token length is too long in a group, skipping"
+WRONG_SIZE = "Group structure invalid, or token count mismatch"
+SEND_FAILED = "Failed to send"
+COLLECT_FAILED = "Error in collect_trajectories"
+SIGNS = {  # what environments of atroposlib 0.4 write into their logs -> what it means
+    CONSTANT_SCORES: "dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same false`, "
+    "or give the model easier or harder prompts",
+    TOO_LONG: "dropped a group that has a sequence over the length limit: let it sample fewer tokens, or raise "
+    "`max_sequence_length`",
+    WRONG_SIZE: "dropped a group that is not of its `group_size`: correct what it collects",
+    SEND_FAILED: "could not deliver a group: the API refused it or did not answer",
+    COLLECT_FAILED: "failed to collect a group, because its own code raised or it cannot reach the inference server",
+}
+
+
+@dataclass
+class Deliveries:
+    """What this run has received from one environment."""
+
+    groups: int = 0
+    last: float = 0.0  # time.monotonic()
+    sizes: set[int] = field(default_factory=set)  # sequences per group
+    longest: int = 0  # tokens of the longest sequence of its latest batch
+
+
+class Diagnosis:
+    """
+    Args:
+        client: of the API.
+        registration: this trainer's, for the batch size and the length limit.
+    """
+
+    def __init__(self, client: AtroposClient, registration: Registration):
+        self._client = client
+        self._batch_size = registration.batch_size
+        self._max_token_len = registration.max_token_len
+        self._deliveries: dict[int, Deliveries] = {}
+        self._restarted: float | None = None
+
+    def note(self, batch: list[object]) -> None:
+        """A batch came: remember who sent what. Groups are as delivered, not yet validated."""
+        now, longest = time.monotonic(), {}
+        for group in batch:
+            if not isinstance(group, dict):
+                continue
+            env_id, tokens = group.get("env_id"), group.get("tokens")
+            if not isinstance(env_id, int) or not isinstance(tokens, list):
+                continue
+            seen = self._deliveries.setdefault(env_id, Deliveries())
+            seen.groups, seen.last = seen.groups + 1, now
+            seen.sizes.add(len(tokens))
+            lengths = [len(sequence) for sequence in tokens if isinstance(sequence, list | np.ndarray)]
+            longest[env_id] = max([longest.get(env_id, 0), *lengths])
+        for env_id, length in longest.items():
+            self._deliveries[env_id].longest = length
+
+    def note_restart(self) -> None:
+        """The API was restarted or reset: it numbers its environments anew."""
+        self._deliveries.clear()
+        self._restarted = time.monotonic()
+
+    def why_quiet(self) -> str:
+        """Why no batch comes, as far as the API tells, and what to do about it."""
+        try:
+            if self._client.info().batch_size == UNREGISTERED:
+                return (
+                    f"The Atropos API at {self._client.url} was restarted or reset and holds no trainer. This run "
+                    "registers again by itself; what was queued there is lost, and environments that were registered "
+                    "end and must be started again."
+                )
+            status = self._client.status()
+            environments = list_environments(self._client)
+        except (ApiUnreachable, ReplyLost) as error:
+            return f"The Atropos API at {self._client.url} does not answer: {error}."
+        if status.queue_size:
+            return self._why_no_batch(status, environments)
+        return self._why_nothing_queued(environments) if environments else self._why_nobody()
+
+    # -------------------------------------------------------------------------------------------- something is queued
+
+    def _why_no_batch(self, status: Status, environments: list[EnvironmentStatus]) -> str:
+        api, batch = f"The Atropos API at {self._client.url}", self._batch_size
+        largest = environments[0].max_group_size if environments else None
+        holds = f"{api} holds {status.queue_size} groups" + (f" of at most {largest} rollouts" if largest else "")
+        reserved = 1 - environments[0].unallocated_fraction if environments else 0
+        idle = [env_id for env_id, one in enumerate(environments) if one.self_queue_size == 0]
+        if reserved > 1e-9 and idle:
+            return (
+                f"{holds}, but {reserved:.0%} of every batch is reserved by `min_batch_allocation`, and "
+                f"{_named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while one that reserves has "
+                f"nothing, no batch is assembled for anybody. {self._last_heard(idle)} Start it again, or take its "
+                f"reservation away: {disconnect_command(self._client.url, idle)}."
+            )
+        if largest and status.queue_size * largest < batch and not self._cannot_be_filled(status.queue_size, largest):
+            return (
+                f"{holds}, less than a batch of {batch}: the environments are slow or have stopped. "
+                f"{self._last_heard(range(len(environments)))} Look at their logs; raise `rollout_timeout` if they "
+                "are at work."
+            )
+        return (
+            f"{holds} but cannot assemble exactly {batch} rollouts from them. {self._sizes(largest)}Make the batch "
+            "size (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of every "
+            "group size, and the group sizes powers of two of each other. What is queued there stays in the way: set "
+            "`reset_atropos: true` for the next run, or restart the API, and start the environments again."
+        )
+
+    def _cannot_be_filled(self, queued: int, largest: int) -> bool:
+        """Whether no further group fits into what is left of the batch, as all groups that are known have one size."""
+        known = set().union(*self._known_sizes().values(), {largest})
+        return len(known) == 1 and queued * largest + largest > self._batch_size
+
+    def _known_sizes(self) -> dict[int, set[int]]:
+        """By environment: of what came, and of the latest group that was queued."""
+        sizes = {env_id: set(seen.sizes) for env_id, seen in self._deliveries.items()}
+        latest = self._client.latest_example()
+        if latest is not None and latest.env_id is not None:
+            sizes.setdefault(latest.env_id, set()).add(len(latest.tokens))
+        return sizes
+
+    def _sizes(self, largest: int | None) -> str:
+        """The group sizes that are known, and the largest."""
+        sizes = self._known_sizes()
+        told = [f"{_named([env_id])} sends groups of {_list(sizes[env_id])}" for env_id in sorted(sizes)]
+        if largest and largest not in set().union(*sizes.values()):
+            told.append(f"the largest group queued is of {largest}")
+        return f"{_sentence(told)} " if told else ""
+
+    # ---------------------------------------------------------------------------------------------- nothing is queued
+
+    def _why_nobody(self) -> str:
+        since = ""
+        if self._restarted is not None:
+            since = f" since it was restarted {time.monotonic() - self._restarted:.0f} s ago"
+        return (
+            f"No environment has registered with the Atropos API at {self._client.url}{since}. Start one with "
+            f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if one "
+            "runs, its log says what it waits for. (Environments do not register again by themselves.)"
+        )
+
+    def _why_nothing_queued(self, environments: list[EnvironmentStatus]) -> str:
+        count, limit = len(environments), self._max_token_len
+        has = "has an environment, but its queue is empty" if count == 1 else f"has {count} environments, but its"
+        has += "" if count == 1 else " queue is empty"
+        near = [env_id for env_id, seen in sorted(self._deliveries.items()) if seen.longest >= NEARLY * limit]
+        growing = (
+            f" The sequences of {_named(near)} had grown to {max(self._deliveries[i].longest for i in near)} tokens, "
+            "close to the limit: later ones were probably longer."
+            if near
+            else ""
+        )
+        return (
+            f"The Atropos API at {self._client.url} {has}: nothing that was sampled is delivered. "
+            f"{self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one that delivers "
+            "nothing. Look at the environment's log: it may have ended, may not reach the inference server, may send "
+            "groups of another size than its `group_size` (the API holds those back), or may drop groups whose scores "
+            f'are all equal (ensure_scores_are_not_same; its log says "{CONSTANT_SCORES}") or that have a sequence '
+            f'of {limit} tokens or more ("{TOO_LONG}").'
+        )
+
+    def _last_heard(self, env_ids) -> str:
+        """Per environment, what it delivered to this run, and how long ago."""
+        now, told = time.monotonic(), []
+        for env_id in env_ids:
+            seen = self._deliveries.get(env_id)
+            if seen is None:
+                told.append(f"{_named([env_id])} has delivered nothing to this run")
+            else:
+                told.append(
+                    f"{_named([env_id])} has delivered {seen.groups} groups of {_list(seen.sizes)}, the last "
+                    f"{now - seen.last:.0f} s ago"
+                )
+        return _sentence(told)
+
+
+def list_environments(client: AtroposClient) -> list[EnvironmentStatus]:
+    """Every environment that has registered since the API started, dead ones included, in the order of their ids."""
+    found: list[EnvironmentStatus] = []
+    while len(found) < MAX_ENVIRONMENTS and (status := client.environment(len(found))) is not None:
+        found.append(status)
+    return found
+
+
+def disconnect_command(url: str, env_ids: list[int]) -> str:
+    """What to type to have the API no longer count on an environment."""
+    which = env_ids[0] if len(env_ids) == 1 else "ID"
+    return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
+
+
+def told_by_log(text: str) -> list[str]:
+    """What the end of an environment's log says about groups that were never delivered, most frequent first."""
+    counts = {sign: text.count(sign) for sign in SIGNS}
+    found = sorted((sign for sign in counts if counts[sign]), key=lambda sign: -counts[sign])
+    return [f"{counts[sign]} times it {SIGNS[sign]}{_last_reason(text, sign)}" for sign in found]
+
+
+def _last_reason(text: str, sign: str) -> str:
+    """What the log says after the last of these signs, where that is a reason: the exception of its own code."""
+    if sign != COLLECT_FAILED:
+        return ""
+    reason = text.rpartition(sign)[2].partition("\n")[0].strip(": ")[:MAX_REASON]
+    return f" (the last time: {reason})" if reason else ""
+
+
+def _named(env_ids: list[int]) -> str:
+    return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {_list(env_ids)}"
+
+
+def _list(numbers) -> str:
+    *before, last = map(str, sorted(numbers))
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def _sentence(parts: list[str]) -> str:
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:] + "."
