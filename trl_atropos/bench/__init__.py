@@ -1,0 +1,1 @@
+"""Benchmarks of the package's own parts, run by `trl-atropos bench`."""

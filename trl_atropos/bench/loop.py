@@ -1,0 +1,191 @@
+"""`trl-atropos bench loop`: whether sampling and training overlap.
+
+The Atropos API, an environment that is Atropos' own but for its sampling, which is a sleep, and the trainer run as
+they would (`loop_roles.py`), once with the default staleness and once strictly on-policy. There is no inference
+server: a file stands in for it (`loop_sampler.py`).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from trl_atropos import __version__
+from trl_atropos.bench.models import config_fields, dtype, make_model
+from trl_atropos.bench.options import Parser, give_result, positive, writable
+from trl_atropos.errors import ServiceError
+from trl_atropos.services import Services, free_port, tail
+from trl_atropos.signals import install_handlers
+
+DESCRIPTION = """\
+Measure whether sampling and training overlap: seconds per optimizer step, with sampling that takes 0 to 2 times as
+long as training.
+
+  sampling   what the environment takes for a batch, from a train step that is measured first, with rollouts at hand
+  train      of these steps, all but the wait for rollouts: ingest, forward, backward, optimizer, logging; and
+             `--device_seconds` in which the processor idles, as it does while a GPU computes
+  step       with the default staleness: sampling and training go on at the same time
+  ratio      step / max(sampling, train)
+  stale      versions that the oldest rollout was old
+  strict     the same with `max_staleness: 0`, where a batch is sampled only when its policy is there: one after the
+             other
+  ratio      strict / (sampling + train)
+"""
+LIMIT = 1.1  # of both ratios
+TIMEOUT = 1800.0  # seconds for the trainer
+START_TIMEOUT = 120.0  # seconds for the Atropos API
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="trl-atropos bench loop",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--latencies", type=_latencies, default=[0, 0.5, 1, 1.5, 2], help="in train steps (default: 0,0.5,1,1.5,2)")
+    add("--device_seconds", type=_seconds, default=1.5, help="of a train step (default: %(default)s)")
+    add("--params", type=_size, default="0.5M", help="size of the model, such as 2M (default: %(default)s)")
+    add("--sequences", type=positive, default=16, help="of a batch (default: %(default)s)")
+    add("--group_size", type=positive, default=4, help="sequences of a group (default: %(default)s)")
+    add("--micro_batch", type=positive, default=8, help="sequences of a micro-batch (default: %(default)s)")
+    add("--tokens", type=positive, default=64, help="median length of a completion (default: %(default)s)")
+    add("--steps", type=positive, default=4, help="optimizer steps measured at each latency (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the rollouts (default: %(default)s)")
+    add("--check", action="store_true", help=f"exit with code 1 if a ratio is above {LIMIT}")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more: write it like 1.5")
+    return seconds
+
+
+def _latencies(text: str) -> list[float]:
+    return [_seconds(part) for part in text.split(",")]
+
+
+def _size(text: str) -> str:
+    try:
+        config_fields(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    for name in ("group_size", "micro_batch"):
+        size = getattr(options, name)
+        if options.sequences % size:
+            parser.error(f"--sequences {options.sequences} is not a multiple of --{name} {size}")
+    result = give_result(run, options, table)
+    slow = [row["latency"] for row in result["rows"] if max(row["ratio"], row["strict_ratio"]) > LIMIT]
+    if options.check and slow:
+        sys.exit(f"trl-atropos bench loop: above {LIMIT} with sampling of {slow} train steps")
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures. Returns versions, sizes, and a row for each latency, with times in seconds."""
+    install_handlers()  # SIGTERM as well ends the processes and removes the folder
+    with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
+        make_model(Path(name) / "model", options.params, dtype())
+        overlapped = _measure(Path(name), options, None)
+        strict = _measure(Path(name), options, 0)
+    return {
+        "trl_atropos": __version__,
+        **{package: version(package) for package in ("atroposlib", "torch", "trl")},
+        "cpus": len(os.sched_getaffinity(0)),
+        "params": options.params,
+        "sequences": options.sequences,
+        "tokens": options.tokens,
+        "device_s": options.device_seconds,
+        "train_s": overlapped["train_s"],
+        "strict_train_s": strict["train_s"],
+        "rows": [
+            {
+                "latency": latency,
+                **row,
+                "ratio": row["step_s"] / max(row["sampling_s"], row["train_s"]),
+                **{f"strict_{name}": value for name, value in other.items()},
+                "strict_ratio": other["step_s"] / (other["sampling_s"] + other["train_s"]),
+            }
+            for latency, row, other in zip(options.latencies, overlapped["rows"], strict["rows"], strict=True)
+        ],
+    }
+
+
+def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | None) -> dict:
+    """What the trainer measured, with services of its own: an API knows one trainer in its life."""
+    from trl_atropos.bench.loop_roles import Settings  # imports torch, for which the help need not wait
+    from trl_atropos.bench.loop_sampler import Sampler
+
+    folder = shared / ("overlapped" if max_staleness is None else "strict")
+    folder.mkdir()
+    (folder / "model").symlink_to(shared / "model")
+    names = ("sequences", "group_size", "tokens", "steps", "latencies", "seed", "micro_batch", "device_seconds")
+    settings = Settings(**{name: getattr(options, name) for name in names}, max_staleness=max_staleness)
+    (folder / "settings.json").write_text(json.dumps(asdict(settings)))
+    Sampler(folder / "sampler.bin", make=True)
+    url = f"http://127.0.0.1:{free_port()}"
+    with Services(folder / "logs") as services:
+        host, port = url.removeprefix("http://").split(":")
+        api = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", host, "--port", port]
+        services.start("atropos", api, health_url=f"{url}/")
+        services.wait_healthy("atropos", START_TIMEOUT)
+        services.start("environment", _command("environment", folder, url), env=ONE_THREAD)
+        log = folder / "logs" / "trainer.log"
+        with log.open("w") as file:
+            trainer = subprocess.Popen(
+                _command("trainer", folder, url), stdout=file, stderr=file, env=os.environ | ONE_THREAD
+            )
+            try:
+                code = trainer.wait(TIMEOUT)
+            finally:
+                trainer.kill()
+                trainer.wait()
+        try:
+            services.check()
+        except ServiceError as error:
+            sys.exit(f"trl-atropos bench loop: {error}")
+        if code:
+            sys.exit(f"trl-atropos bench loop: the trainer ended with exit code {code}\n{tail(log)}")
+    return json.loads((folder / "result.json").read_text())
+
+
+def _command(role: str, folder: Path, url: str) -> list[str]:
+    return [sys.executable, "-m", "trl_atropos.bench.loop_roles", role, str(folder), url]
+
+
+def table(result: dict) -> str:
+    """The result as lines of text."""
+    names = ("trl_atropos", "atroposlib", "torch", "trl", "cpus")
+    lines = [
+        " ".join(f"{name}={result[name]}" for name in names),
+        f"{result['params']} parameters, {result['sequences']} sequences with a median of {result['tokens']} tokens",
+        f"train step {result['train_s']:.2f} s, strict {result['strict_train_s']:.2f}, idle {result['device_s']:g}",
+        "",
+        "latency  sampling   train    step  ratio  stale  sampling   train  strict  ratio",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['latency']:7g}  {row['sampling_s']:8.2f}  {row['train_s']:6.2f}  {row['step_s']:6.2f}"
+            f"  {row['ratio']:5.2f}  {row['staleness_max']:5.0f}  {row['strict_sampling_s']:8.2f}"
+            f"  {row['strict_train_s']:6.2f}  {row['strict_step_s']:6.2f}  {row['strict_ratio']:5.2f}"
+        )
+    return "\n".join(lines) + "\n"

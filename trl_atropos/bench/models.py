@@ -1,0 +1,107 @@
+"""Models of a given size for the benchmarks: Qwen3 with random weights, made on the spot.
+
+A size is a number of parameters (`20M`, `1.5B`), or the name of a published Qwen3 whose real shapes are meant.
+"""
+
+import re
+from pathlib import Path
+
+SMALLEST = 500_000  # parameters: below, whole layers do not come close enough to what was asked for
+LAYERS = 16  # about, so that sizes differ in the size of their tensors rather than in their number
+PRESETS = {
+    "0.6B": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+VOCABULARY = 258  # tokens: the bytes, and the two special ones
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>"]
+
+
+def config_fields(size: str) -> dict:
+    """
+    Fields of the `Qwen3Config` of about `size` parameters.
+
+    Raises:
+        ValueError: `size` is no size, or too small a one.
+    """
+    if size.upper() in PRESETS:
+        return PRESETS[size.upper()]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
+    if match is None:
+        raise ValueError(f"{size!r} is no model size: write it like 20M or 1.5B, or name one of {', '.join(PRESETS)}")
+    count = float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]]
+    if count < SMALLEST:
+        raise ValueError(f"{size!r} is too small: ask for {SMALLEST / 1e6:g}M parameters or more")
+    # A layer has 12 hidden^2 parameters: 3 in the attention (half as many key-value heads as heads), 9 in the MLP.
+    unit = 64 if count < 1e8 else 128
+    hidden = unit * max(1, round((count / (12 * LAYERS)) ** 0.5 / unit))
+    head = unit // 2
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": round((count - VOCABULARY * hidden) / (12 * hidden**2)),
+        "num_attention_heads": hidden // head,
+        "num_key_value_heads": hidden // head // 2,
+        "head_dim": head,
+        "tie_word_embeddings": True,
+    }
+
+
+def dtype() -> str:
+    """That of a benchmark's model on this machine."""
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def make_model(folder: Path, size: str, dtype: str) -> int:
+    """Saves a model of `size` and a byte-level tokenizer in `folder`. Returns its number of parameters."""
+    import torch  # here, so that a wrong size is refused at once
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    set_seed(0)
+    tokenizer = _byte_tokenizer()
+    config = Qwen3Config(
+        **config_fields(size),
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=getattr(torch, dtype),
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _byte_tokenizer():
+    """Trainer and server compare their tokenizers, so there must be one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, end = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end)

@@ -1,0 +1,143 @@
+"""`trl-atropos bench step`: useful tokens per second of a training step, beside TRL's own trainer on the same rows.
+
+Lengths are log-normal, as those of completions are, and drawn with a fixed seed. TRL's `GRPOTrainer` gets the rows by
+its own `rollout_func`, ours by a `RolloutSource`; model, loss and settings are the same. `step_trainers.py` trains.
+"""
+
+import argparse
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from trl_atropos import __version__
+from trl_atropos.bench.models import config_fields
+from trl_atropos.bench.options import Parser, give_result, positive, writable
+
+DESCRIPTION = """\
+Measure how many useful tokens a training step works off in a second, beside TRL's own GRPOTrainer.
+
+On each shape of batch, the trainers take turns, from the same weights on the same rows; of two optimizer steps, the
+second is measured, and the first one's loss is compared. Times are medians of the rounds.
+
+  shape       spread: lengths of completions are log-normal; equal: all of them are as long
+  trainer     trl: TRL's GRPOTrainer; rows: ours, with a fixed number of rows per micro-batch; tokens: ours, with
+              `max_tokens_per_micro_batch`
+  padding     tokens that the training pass works on, for each useful one
+  tokens/s    useful ones; one counts once, however many passes it goes through
+  speed-up    over TRL on that shape
+  loss        of the first step; all trainers must have the same
+  pass ms     of the step: the forward and backward that train, without the passes before and the optimizer
+  TFLOP/s     of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
+  MFU         that, as a share of the GPU's peak in bfloat16, where that is known
+
+A second table is computed, not timed: over 1,000 batches on several ranks, by how much the tokens of the slowest rank
+exceed the mean.
+"""
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16, from the data sheets of the SXM parts
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="trl-atropos bench step",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--params", default="2M", metavar="SIZE", help="of the model, such as 20M, 0.6B or 8B (default: %(default)s)")
+    add("--rows", type=positive, default=64, metavar="N", help="per optimizer step (default: %(default)s)")
+    add("--micro_batch", type=positive, default=8, metavar="N", help="rows of one (default: %(default)s)")
+    add("--prompt", type=positive, default=16, metavar="N", help="tokens of each prompt (default: %(default)s)")
+    add("--median", type=positive, default=96, metavar="N", help="tokens of a completion (default: %(default)s)")
+    add("--sigma", type=float, default=1.0, metavar="X", help="of the log-normal spread (default: %(default)s)")
+    add("--longest", type=positive, default=4096, metavar="N", help="row in tokens; others are cut (default: 4096)")
+    add(
+        "--max_tokens",
+        type=positive,
+        metavar="N",
+        help="per micro-batch (default: of a usual micro-batch, or the longest row)",
+    )
+    add("--ranks", type=positive, default=8, metavar="N", help="of the second table (default: %(default)s)")
+    add("--rounds", type=positive, default=3, metavar="N", help="of all trainers (default: %(default)s)")
+    add("--shapes", default="spread,equal", metavar="LIST", help="which to run (default: %(default)s)")
+    add("--trainers", default="trl,rows,tokens", metavar="LIST", help="which to run (default: %(default)s)")
+    add("--gradient_checkpointing", action="store_true", help="as in training arguments")
+    add("--json", action="store_true", help="print one JSON object in place of the tables")
+    add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    try:
+        config_fields(options.params)
+    except ValueError as error:
+        parser.error(f"--params: {error}")
+    for name, known in (("shapes", ("spread", "equal")), ("trainers", ("trl", "rows", "tokens"))):
+        chosen = getattr(options, name).split(",")
+        setattr(options, name, chosen)
+        if not set(chosen) <= set(known):
+            parser.error(f"--{name} {','.join(chosen)}: there are {', '.join(known)}")
+    if options.rows % options.micro_batch or options.rows % 2:
+        parser.error(f"--rows {options.rows} is not an even multiple of --micro_batch {options.micro_batch}")
+    if not 0 <= options.sigma < 3:
+        parser.error(f"--sigma is {options.sigma}: set it to 0 or more, and below 3")
+    if options.longest <= options.prompt:
+        parser.error(f"--longest {options.longest} leaves no completion after --prompt {options.prompt}")
+    give_result(run, options, table)
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures. Returns `header`, `rows` (one per shape and trainer) and `ranks`."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl_atropos.bench.step_trainers import device_name, measure_balance, measure_shape
+
+    with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
+        rows = [row for shape in options.shapes for row in measure_shape(shape, Path(folder), options)]
+    device = device_name()
+    peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
+    for row in rows:
+        row["mfu"] = row["tflops_per_s"] / peak if peak else None
+        row["speedup"] = _speedup(row, rows)
+    packages = ("torch", "trl", "transformers")
+    return {
+        "header": {
+            "trl_atropos": __version__,
+            **{package: version(package) for package in packages},
+            "device": device,
+            "cpus": len(os.sched_getaffinity(0)),
+            "params": options.params,
+            "rows": options.rows,
+            "micro_batch": options.micro_batch,
+            "sigma": options.sigma,
+        },
+        "rows": rows,
+        "ranks": measure_balance(options),
+    }
+
+
+def _speedup(row: dict, rows: list[dict]) -> float | None:
+    theirs = [one for one in rows if one["shape"] == row["shape"] and one["trainer"] == "trl"]
+    return row["tokens_per_s"] / theirs[0]["tokens_per_s"] if theirs else None
+
+
+def table(result: dict) -> str:
+    """The result as lines of text."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [" ".join(f"{name}={value}" for name, value in result["header"].items()), ""]
+    lines.append("shape   trainer  padding  step ms  tokens/s  speed-up        loss  pass ms  TFLOP/s   MFU")
+    for row in result["rows"]:
+        lines.append(
+            f"{row['shape']:<7} {row['trainer']:<7} {row['padding']:8.2f} {row['step_ms']:8.0f} "
+            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} {row['loss']:11.6f} "
+            f"{row['pass_ms']:8.0f} {row['tflops_per_s']:8.3f} {shown(row['mfu'], '.1%'):>5}"
+        )
+    lines += ["", f"tokens of the slowest of {result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches"]
+    lines.append("order    median    95 %")
+    lines += [f"{one['order']:<7} {one['median']:7.1%} {one['p95']:7.1%}" for one in result["ranks"]]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,244 @@
+"""The trainers that `trl-atropos bench step` compares, and the batches that they train on."""
+
+import argparse
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.batching import plan
+from trl_atropos.bench.models import dtype, make_model
+from trl_atropos.rollouts.columns import columns
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.schema import Row
+from trl_atropos.trainer import atropos_score
+
+BATCHES = 1000  # of the table of ranks
+GROUP_SIZE = 2
+VOCABULARY = 256
+
+
+class StepTime(TrainerCallback):
+    """
+    Attributes:
+        step (`float`): Seconds of the last optimizer step, forward passes before it included.
+        training_pass (`float`): Of these, from the first forward with gradients to the optimizer.
+        tokens (`int`): That the training pass works on, padding included.
+    """
+
+    def watch(self, model: torch.nn.Module) -> None:
+        model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _on_forward(self, module, arguments, options):
+        if not torch.is_grad_enabled():
+            return
+        if not self.tokens:
+            self._pass_began = _now()
+        self.tokens += options["input_ids"].numel()
+
+    def on_step_begin(self, *args, **kwargs):
+        self.tokens = 0
+        self._began = _now()
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.training_pass = _now() - self._pass_began
+
+    def on_step_end(self, *args, **kwargs):
+        self.step = _now() - self._began
+
+
+class InStep(TrainerCallback):
+    """Has TRL believe that vLLM has its weights."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._trainer._last_loaded_step = state.global_step
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def lengths_of(generator: np.random.Generator, shape: str, number: int, options: argparse.Namespace) -> np.ndarray:
+    """Completion lengths of `number` rows, in tokens."""
+    longest = options.longest - options.prompt
+    if shape == "equal":
+        return np.full(number, min(longest, options.median))
+    drawn = np.exp(generator.normal(np.log(options.median), options.sigma, number))
+    return np.clip(np.rint(drawn), 1, longest).astype(int)
+
+
+def make_rows(shape: str, options: argparse.Namespace) -> list[Row]:
+    """A batch as it comes from the API, with scores that differ within each group."""
+    generator = np.random.default_rng(0)
+    prompt, lengths = options.prompt, lengths_of(generator, shape, options.rows, options)
+    groups = []
+    for pair in lengths.reshape(-1, GROUP_SIZE):
+        sequences = [generator.integers(0, VOCABULARY, prompt + length).tolist() for length in pair]
+        groups.append(
+            {
+                "tokens": sequences,
+                "masks": [[-100] * prompt + tokens[prompt:] for tokens in sequences],
+                "scores": generator.normal(size=GROUP_SIZE).tolist(),
+                "inference_logprobs": [
+                    [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist() for tokens in sequences
+                ],
+            }
+        )
+    return Intake(options.longest, 1.0, "refuse").admit(groups)
+
+
+class OneBatch:
+    """A `RolloutSource` that always has the same rows."""
+
+    def __init__(self, rows: list[Row]):
+        self._rows = rows
+
+    def start(self, run: Any) -> None:
+        pass
+
+    def poll(self, num_rows: int, timeout: float) -> list[Row]:
+        assert num_rows == len(self._rows)
+        return self._rows
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def diagnose(self) -> str:
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def _settings(folder: Path, name: str, rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
+    micro_batch, accumulate = options.micro_batch, options.rows // options.micro_batch
+    if name == "tokens":
+        micro_batch, accumulate = options.rows, 1
+    cuda = torch.cuda.is_available()
+    return {
+        "output_dir": str(folder / name),
+        "max_steps": 2,  # the first warms up: kernels, memory, the optimizer's state
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "max_completion_length": options.longest,
+        "learning_rate": 1e-6,
+        "model_init_kwargs": {"dtype": dtype()},
+        "vllm_importance_sampling_mode": "token_truncate",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": not cuda,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+
+
+def _make_trainer(name: str, model: Path, folder: Path, rows: list[Row], options: argparse.Namespace) -> GRPOTrainer:
+    settings = _settings(folder, name, rows, options)
+    if name != "trl":
+        usual = options.micro_batch * (options.prompt + options.median)
+        budget = options.max_tokens or max(usual, *_lengths(rows))
+        config = AtroposGRPOConfig(
+            **settings,
+            replay_paths=["given as rollout_source"],
+            max_tokens_per_micro_batch=budget if name == "tokens" else None,
+            master_weights=False,  # TRL has none
+        )
+        return AtroposGRPOTrainer(str(model), args=config, rollout_source=OneBatch(rows))
+    trainer = GRPOTrainer(
+        str(model),
+        reward_funcs=[atropos_score],
+        args=GRPOConfig(**settings, num_generations=GROUP_SIZE, shuffle_dataset=False),
+        train_dataset=Dataset.from_dict({"prompt": [""] * len(rows)}),
+        rollout_func=lambda prompts, trainer: columns(rows),
+    )
+    # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send its weights.
+    trainer.use_vllm = True
+    trainer.add_callback(InStep(trainer))
+    return trainer
+
+
+def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Lets the trainers take turns on one batch."""
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, options.params, dtype())
+    disable_progress_bar()  # of the weights that are loaded
+    rows = make_rows(shape, options)
+    clocks: dict[str, list[StepTime]] = {name: [] for name in options.trainers}
+    loss, size = {}, 0
+    for _ in range(options.rounds):
+        for name in options.trainers:
+            trainer, clock = _make_trainer(name, model, folder, rows, options), StepTime()
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(clock)
+            clock.watch(trainer.model)
+            trainer.train()
+            clocks[name].append(clock)
+            loss[name] = trainer.state.log_history[0]["loss"]
+            size = sum(parameter.numel() for parameter in trainer.model.parameters())
+            del trainer
+            gc.collect()  # its cycles hold the model's memory, which the next one needs
+    return [_result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size) for name in options.trainers]
+
+
+def _result(shape: str, name: str, clocks: list[StepTime], useful: int, loss: float, size: int) -> dict[str, Any]:
+    step = statistics.median(clock.step for clock in clocks)
+    training_pass = statistics.median(clock.training_pass for clock in clocks)
+    return {
+        "shape": shape,
+        "trainer": name,
+        "padding": clocks[0].tokens / useful,
+        "step_ms": step * 1e3,
+        "pass_ms": training_pass * 1e3,
+        "tokens_per_s": useful / step,
+        "loss": loss,
+        "tflops_per_s": 6 * size * useful / training_pass / 1e12,
+    }
+
+
+def _lengths(rows: list[Row]) -> list[int]:
+    return [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+
+
+def measure_balance(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """By how much the rank with the most tokens has more than the mean, in our order and in that of arrival."""
+    generator, excess = np.random.default_rng(1), {"ours": [], "trl": []}
+    steps = options.rows // options.micro_batch
+    for _ in range(BATCHES):
+        lengths = options.prompt + lengths_of(generator, "spread", options.ranks * options.rows, options)
+        ordered = lengths[plan(lengths, options.ranks, steps, steps).order]
+        for name, order in (("ours", ordered), ("trl", lengths)):
+            load = order.reshape(options.ranks, -1).sum(1)
+            excess[name].append(load.max() / load.mean() - 1)
+    return [
+        {
+            "order": name,
+            "ranks": options.ranks,
+            "median": float(np.median(values)),
+            "p95": float(np.quantile(values, 0.95)),
+        }
+        for name, values in excess.items()
+    ]
