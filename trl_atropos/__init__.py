@@ -5,10 +5,32 @@ not wait for torch.
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+from trl_atropos import logging
+
+if TYPE_CHECKING:
+    from trl_atropos.config import AtroposGRPOConfig
+    from trl_atropos.rollouts.replay import ReplaySource
+    from trl_atropos.rollouts.source import AtroposSource, RolloutSource
+    from trl_atropos.trainer import AtroposGRPOTrainer
+    from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
+__all__ = [
+    "AtroposGRPOConfig",
+    "AtroposGRPOTrainer",
+    "AtroposSource",
+    "NullPublisher",
+    "PolicyPublisher",
+    "ReplaySource",
+    "RolloutSource",
+    "__version__",
+    "logging",
+]
+
+_MODULES = {
     "AtroposGRPOConfig": "config",
     "AtroposGRPOTrainer": "trainer",
     "AtroposSource": "rollouts.source",
@@ -18,10 +40,8 @@ _EXPORTS = {
     "RolloutSource": "rollouts.source",
 }
 
-__all__ = ["__version__", *_EXPORTS]
 
-
-def __getattr__(name: str):
-    if name not in _EXPORTS:
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

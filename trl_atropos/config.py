@@ -12,7 +12,10 @@ from urllib.parse import SplitResult, urlsplit
 from transformers.utils import strtobool
 from trl import GRPOConfig
 
-VLLM_MODES = ("colocate",)
+from trl_atropos.health import check_names
+from trl_atropos.protocol import VLLM_MODES
+
+WEIGHT_TRANSPORTS = ("auto", "nccl", "gloo", "memory")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SCALE_REWARDS = ("group", "batch", "none")
@@ -32,7 +35,6 @@ UNUSED_FIELDS = (
     "max_tool_calling_iterations",
     "use_transformers_continuous_batching",
     "vllm_structured_outputs_regex",
-    "vllm_enable_sleep_mode",
     "vllm_model_impl",
     "reward_weights",
     "multi_objective_aggregation",
@@ -52,9 +54,27 @@ class AtroposGRPOConfig(GRPOConfig):
     Parameters:
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             How new weights reach the vLLM server. `"colocate"`: the trainer's parameters are views of the server's
-            memory, nothing is moved.
+            memory, nothing is moved (with adapters, the base is). `"server"`: all weights go to running servers.
+            `"nccl_lora"`: a LoRA adapter goes to running servers, from memory to memory. `"lora"`: an adapter
+            directory per version, loaded over HTTP. `"restart"`: a checkpoint, on which the server is restarted.
         vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:9001"`):
-            URL of the vLLM server started by `trl-atropos serve` or by the recipe.
+            URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their URLs, as a
+            list in a recipe or separated by commas.
+        sync_every_n_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps between two publishes. With `"colocate"` always 1.
+        weight_transport (`str`, *optional*, defaults to `"auto"`):
+            What carries weights in the modes `"server"` and `"nccl_lora"`: `"nccl"`, `"gloo"`, `"memory"` (shared
+            memory or CUDA IPC, on one machine), or `"auto"`, which takes what reaches the servers.
+        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
+            Let the server give the device's memory back while the trainer computes. For servers whose weights are
+            copied, started with `--enable-sleep-mode`.
+        vllm_sleep_level (`int`, *optional*, defaults to `2`):
+            1 keeps the server's weights in host memory while it sleeps, 2 forgets them.
+        master_weights (`bool`, *optional*, defaults to `True`):
+            Keep float32 master weights where the trained parameters are 16-bit, and accumulate gradients in float32.
+            Without, updates smaller than the parameters' resolution are lost.
+        offload_master_weights (`bool`, *optional*, defaults to `False`):
+            Keep the master weights and the optimizer's state in host memory.
         atropos_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
             URL of the Atropos API.
         reset_atropos (`bool`, *optional*, defaults to `False`):
@@ -77,19 +97,99 @@ class AtroposGRPOConfig(GRPOConfig):
         record_rollouts (`bool`, *optional*, defaults to `False`):
             Append every batch pulled from the Atropos API to `<output_dir>/rollouts.jsonl`.
         replay_paths (`list[str]`, *optional*):
-            Train on recorded batches instead of a live Atropos API: files or folders of JSON or JSON lines.
+            Train on recorded batches instead of a live Atropos API: files or folders of JSON or JSON lines, or of
+            Arrow files as a run leaves them in `<output_dir>/rollouts`.
+        prefetch_batches (`int`, *optional*, defaults to `0`):
+            Generation batches that are pulled and checked ahead while the trainer computes. Each lets the environments
+            sample one batch further ahead, so that rollouts are one version older. With `0` and environments whose
+            `max_batches_offpolicy` is 1, the next batch waits at the Atropos API, one version old.
+        max_staleness (`int`, *optional*):
+            Versions between the oldest one that sampled a rollout and the one that it would be trained at, above which
+            it is dropped and counted. Rollouts of unknown version are kept. By default, any age is trained on.
+        max_spool_gb (`float`, *optional*, defaults to `10.0`):
+            Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled one is kept, above which the oldest
+            are removed that no checkpoint needs any more. The trainer's log-probabilities, 4 bytes a token, come on
+            top.
+        replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
+            Drop groups whose scores are all alike, which teach nothing, and fill the batch up with the next ones
+            (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.
+        enforce_environment_weights (`bool`, *optional*, defaults to `False`):
+            Train on several environments in the proportion of their `--env.inference_weight`, by dropping rollouts of
+            those that are ahead. The Atropos API itself only limits how many requests they have under way.
+        distillation_coef (`float`, *optional*, defaults to `0.0`):
+            Weight of the distillation term, for environments that send a teacher's top-k log-probabilities
+            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy) over the teacher's top k, both
+            renormalised over them, at temperature 1, averaged over the trained tokens that have them. Each micro-batch
+            then takes one further forward, and memory for its logits over the whole vocabulary. `0` switches it off.
+        group_by_length (`bool`, *optional*, defaults to `True`):
+            Let rollouts of like length share a micro-batch, and give every process as many tokens, wherever the
+            gradient of the optimizer step does not depend on it (it does with `loss_type="bnpo"`, an entropy bonus,
+            `top_entropy_quantile` and a mixture's load-balancing loss).
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
+            `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step, which
+            are divided into as many micro-batches as they need.
+        save_in_background (`bool`, *optional*, defaults to `False`):
+            Write checkpoints to memory (`/dev/shm`), from where they move to the disk while training goes on. Where
+            that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training waits as
+            ever, and a warning says why. Callbacks get `on_save` when the folder may not be on disk yet.
+        warning_thresholds (`dict[str, float]` or `str`, *optional*):
+            Value above which a warning about the run's health is given, by name, for those that shall differ from the
+            default (`docs/reference.md` lists them), such as `{"truncated": 0.5}`. With 1, a share never warns.
+        stop_on_warnings (`list[str]`, *optional*):
+            Names of warnings that end the run, such as `["zero_variance", "logprob_gap_fresh"]`.
     """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["warning_thresholds"]
 
     vllm_mode: str = field(
         default="colocate",
         metadata={
             "help": "How new weights reach the vLLM server. 'colocate': the trainer's parameters are views of the "
-            "server's memory, so nothing is moved."
+            "server's memory, so nothing is moved. 'server': all weights go to running servers. 'nccl_lora': a LoRA "
+            "adapter goes to running servers from memory to memory. 'lora': an adapter directory per version, loaded "
+            "over HTTP. 'restart': a checkpoint, on which the server is restarted."
         },
     )
     vllm_server_base_url: str | None = field(
         default="http://127.0.0.1:9001",
-        metadata={"help": "URL of the vLLM server started by `trl-atropos serve` or by the recipe."},
+        metadata={
+            "help": "URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their "
+            "URLs, as a list in a recipe or separated by commas."
+        },
+    )
+    sync_every_n_steps: int = field(
+        default=1,
+        metadata={"help": "Optimizer steps between two publishes. With vllm_mode 'colocate' always 1."},
+    )
+    weight_transport: str = field(
+        default="auto",
+        metadata={
+            "help": "What carries weights in the modes 'server' and 'nccl_lora': 'nccl', 'gloo', 'memory' (shared "
+            "memory or CUDA IPC, on one machine), or 'auto', which takes what reaches the servers."
+        },
+    )
+    vllm_enable_sleep_mode: bool = field(
+        default=False,
+        metadata={
+            "help": "Let the server give the device's memory back while the trainer computes. For servers whose "
+            "weights are copied, started with `--enable-sleep-mode`."
+        },
+    )
+    vllm_sleep_level: int = field(
+        default=2,
+        metadata={"help": "1 keeps the server's weights in host memory while it sleeps, 2 forgets them."},
+    )
+    master_weights: bool = field(
+        default=True,
+        metadata={
+            "help": "Keep float32 master weights where the trained parameters are 16-bit, and accumulate gradients in "
+            "float32. Without, updates smaller than the parameters' resolution are lost."
+        },
+    )
+    offload_master_weights: bool = field(
+        default=False,
+        metadata={"help": "Keep the master weights and the optimizer's state in host memory."},
     )
     vllm_importance_sampling_mode: str = field(
         default="token_truncate",
@@ -157,6 +257,82 @@ class AtroposGRPOConfig(GRPOConfig):
             "as `record_rollouts` writes them. No server is used."
         },
     )
+    prefetch_batches: int = field(
+        default=0,
+        metadata={
+            "help": "Generation batches that are pulled and checked ahead while the trainer computes. Each makes "
+            "rollouts one version older."
+        },
+    )
+    max_staleness: int | None = field(
+        default=None,
+        metadata={
+            "help": "Versions between the oldest one that sampled a rollout and the one that it would be trained at, "
+            "above which it is dropped and counted. Rollouts of unknown version are kept. Default: any age."
+        },
+    )
+    max_spool_gb: float = field(
+        default=10.0,
+        metadata={
+            "help": "Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled one is kept, above which "
+            "the oldest are removed that no checkpoint needs any more."
+        },
+    )
+    replace_zero_variance_groups: bool = field(
+        default=False,
+        metadata={
+            "help": "Drop groups whose scores are all alike, which teach nothing, and fill the batch up with the next "
+            "ones (DAPO's dynamic sampling)."
+        },
+    )
+    enforce_environment_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Train on several environments in the proportion of their --env.inference_weight, by dropping "
+            "rollouts of those that are ahead."
+        },
+    )
+    distillation_coef: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the distillation term, for environments that send a teacher's top-k log-probabilities "
+            "(distill_token_ids, distill_logprobs). Each micro-batch then takes one further forward, and memory for "
+            "its logits over the whole vocabulary. 0 switches it off."
+        },
+    )
+    group_by_length: bool = field(
+        default=True,
+        metadata={
+            "help": "Let rollouts of like length share a micro-batch, and give every process as many tokens, wherever "
+            "the gradient of the optimizer step does not depend on it."
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then "
+            "per_device_train_batch_size is the number of rollouts that one process takes for an optimizer step."
+        },
+    )
+    save_in_background: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints to memory (/dev/shm), from where they move to the disk while training goes on. "
+            "Where that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training "
+            "waits as ever, and a warning says why."
+        },
+    )
+    warning_thresholds: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Value above which a warning about the run's health is given, by its name, for those that shall "
+            "differ from the default (docs/reference.md lists them), such as '{\"truncated\": 0.5}'."
+        },
+    )
+    stop_on_warnings: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of warnings about the run's health that end the run, such as zero_variance."},
+    )
 
     def __post_init__(self):
         # With a single-copy server the trainer computes in the server's dtype; TRL's default would be bf16 autocast.
@@ -175,6 +351,10 @@ class AtroposGRPOConfig(GRPOConfig):
         asked, self.num_generations = self.num_generations, 2
         super().__post_init__()
         self.num_generations = asked
+        self._check_sleep()
+        self._check_token_budget()
+        self._check_saving()
+        self._check_warnings()
         self._check_correction()  # only now, because `generation_kwargs` may come as JSON
 
     def _check_run_length(self) -> None:
@@ -201,14 +381,32 @@ class AtroposGRPOConfig(GRPOConfig):
             ("importance_sampling_level", ("token", "sequence")),
             ("scale_rewards", SCALE_REWARDS),
             ("single_row_groups", SINGLE_ROW_GROUPS),
+            ("weight_transport", WEIGHT_TRANSPORTS),
+            ("vllm_sleep_level", (1, 2)),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}. Set it to one of: {', '.join(allowed)}.")
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}. Set it to one of: {', '.join(map(str, allowed))}."
+                )
         for name in ("rollout_timeout", "publish_timeout"):
             if getattr(self, name) is None or not float(getattr(self, name)) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}. Set it to a number of seconds above 0.")
         if self.probe_every_n_steps < 0:
             raise ValueError(f"`probe_every_n_steps` is {self.probe_every_n_steps}. Set it to 0 (off) or more.")
+        for name in ("prefetch_batches", "max_staleness"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}. Set it to 0 or more.")
+        if not self.max_spool_gb > 0:
+            raise ValueError(f"`max_spool_gb` is {self.max_spool_gb}. Set it to a number of gigabytes above 0.")
+        if not 0 <= self.distillation_coef < float("inf"):
+            raise ValueError(f"`distillation_coef` is {self.distillation_coef}. Set it to 0 (off) or more.")
+        if self.sync_every_n_steps < 1:
+            raise ValueError(f"`sync_every_n_steps` is {self.sync_every_n_steps}. Set it to 1 or more.")
+        if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
+            raise ValueError(
+                f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "
+                "samples from the trainer's own weights, which every step changes: leave it at 1."
+            )
         if self.max_sequence_length is not None and self.max_sequence_length < 2:
             raise ValueError(
                 f"`max_sequence_length` is {self.max_sequence_length}. Set it to the longest prompt plus completion "
@@ -216,6 +414,54 @@ class AtroposGRPOConfig(GRPOConfig):
             )
         if isinstance(self.replay_paths, str):
             self.replay_paths = [self.replay_paths]  # YAML gives a scalar where one path is listed
+
+    def _check_token_budget(self) -> None:
+        budget = self.max_tokens_per_micro_batch
+        if budget is None:
+            return
+        if budget < max(2, self.max_sequence_length or 0):
+            raise ValueError(
+                f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have `max_sequence_length` "
+                f"({self.max_sequence_length}) tokens and cannot be divided: set it to that or more."
+            )
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"`gradient_accumulation_steps` is {self.gradient_accumulation_steps}, but with "
+                "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens: set "
+                "`gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
+                f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`."
+            )
+        if self.loss_depends_on_micro_batches or not self.group_by_length:
+            raise ValueError(
+                "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and `loss_type: bnpo`, "
+                "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each: use another "
+                "`loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
+                "`group_by_length` on."
+            )
+
+    def _check_saving(self) -> None:
+        if self.save_in_background and self.push_to_hub and self.hub_strategy != "end":
+            raise ValueError(
+                f"`hub_strategy: {self.hub_strategy.value}` uploads each checkpoint when it is saved, but with "
+                "`save_in_background` it is not on disk yet: set `hub_strategy: end`, or leave `save_in_background` "
+                "out."
+            )
+
+    def _check_warnings(self) -> None:
+        self.warning_thresholds = self.warning_thresholds or {}
+        self.stop_on_warnings = self.stop_on_warnings or []
+        if isinstance(self.stop_on_warnings, str):
+            self.stop_on_warnings = [self.stop_on_warnings]  # YAML gives a scalar where one name is listed
+        if not isinstance(self.warning_thresholds, dict):
+            raise ValueError(
+                f"`warning_thresholds` is {self.warning_thresholds!r}. Set it to names and values, such as "
+                "'{\"truncated\": 0.5}'."
+            )
+        check_names("warning_thresholds", list(self.warning_thresholds))
+        check_names("stop_on_warnings", self.stop_on_warnings)
+        for name, value in self.warning_thresholds.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"`warning_thresholds` sets {name!r} to {value!r}. Set it to a number.")
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
@@ -256,18 +502,34 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`gradient_accumulation_steps`."
             )
 
+    @property
+    def loss_depends_on_micro_batches(self) -> bool:
+        """
+        Whether the gradient of an optimizer step depends on which rows share a micro-batch.
+
+        Most losses add up over the rows. `bnpo` takes a mean over the tokens of each micro-batch, and so do the
+        entropy bonus and the quantile of entropies.
+        """
+        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
+        return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
+
+    @property
+    def vllm_server_urls(self) -> list[str]:
+        """Base URL of every vLLM server."""
+        return self.vllm_server_base_url.split(",")
+
     def _check_urls(self) -> None:
         # TRL's host and port pair is understood where it was set and the URL was not.
         if self.vllm_server_base_url is None:
             self.vllm_server_base_url = f"http://127.0.0.1:{self.vllm_server_port}"
-        for name in ("atropos_url", "vllm_server_base_url"):
-            parts = urlsplit(getattr(self, name))
-            if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)!r}, which is not a URL. Write it as `http://host:port`."
-                )
-            setattr(self, name, getattr(self, name).rstrip("/").removesuffix("/v1"))
-        if self.atropos_url == self.vllm_server_base_url:
+        given = self.vllm_server_base_url  # YAML may give a list
+        servers = [str(url) for url in given] if isinstance(given, list) else given.split(",")
+        servers = [_plain_url("vllm_server_base_url", url) for url in servers]
+        self.vllm_server_base_url = ",".join(servers)
+        self.atropos_url = _plain_url("atropos_url", self.atropos_url)
+        for twice in {url for url in servers if servers.count(url) > 1}:
+            raise ValueError(f"`vllm_server_base_url` lists {twice} twice: list each server once.")
+        if self.atropos_url in servers:
             raise ValueError(
                 f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers: give "
                 "each its own port."
@@ -282,8 +544,29 @@ class AtroposGRPOConfig(GRPOConfig):
                 place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
                 raise ValueError(
                     "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded: remove "
-                    f"`{name}`{place}."
+                    f"`{name}`{place}, or use `vllm_mode: server`."
                 )
+
+    def _check_sleep(self) -> None:
+        if not self.vllm_enable_sleep_mode:
+            return
+        if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
+            raise ValueError(
+                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which forgets the server's weights, but `vllm_mode: "
+                f"{self.vllm_mode}` does not send all of them again: set `vllm_sleep_level: 1`."
+            )
+        if self.vllm_mode == "restart":
+            raise ValueError("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`: remove it.")
+        # A server that sleeps until the next publish must not be waited for before it.
+        per_batch = self.steps_per_generation * self.num_iterations
+        if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
+            raise ValueError(
+                "`vllm_enable_sleep_mode` lets the server sleep from a batch to the next publish, but the trainer "
+                f"would need another batch before that (sync_every_n_steps {self.sync_every_n_steps}, "
+                f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}): set `sync_every_n_steps: 1` and leave `steps_per_generation` "
+                "out."
+            )
 
     def _warn_unused(self) -> None:
         defaults = {f.name: f.default for f in fields(GRPOConfig)}
@@ -294,6 +577,14 @@ class AtroposGRPOConfig(GRPOConfig):
                 "they mean in the environment instead.",
                 stacklevel=3,
             )
+
+
+def _plain_url(name: str, url: str) -> str:
+    """A base URL without `/v1` and the last slash."""
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
+        raise ValueError(f"`{name}` is {url!r}, which is not a URL. Write it as `http://host:port`.")
+    return url.strip().rstrip("/").removesuffix("/v1")
 
 
 def _has_good_port(parts: SplitResult) -> bool:

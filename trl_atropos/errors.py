@@ -8,6 +8,14 @@ class AtroposTrainingError(RuntimeError):
     """Base of every error whose message is written for the person who started the run."""
 
 
+class PushError(AtroposTrainingError):
+    """What is saved could not be uploaded to the Hub."""
+
+
+class CheckpointError(AtroposTrainingError):
+    """A checkpoint does not hold what is to be resumed from it."""
+
+
 class RolloutError(AtroposTrainingError):
     """The Atropos API or the rollouts it delivered cannot be used."""
 
@@ -26,3 +34,11 @@ class AttachError(ServerError):
 
 class ProbeError(AtroposTrainingError):
     """After a publish, the server did not sample from the weights that the trainer has."""
+
+
+class GatherError(AtroposTrainingError):
+    """The trainer's weights cannot be put together for a server."""
+
+
+class SaveError(AtroposTrainingError):
+    """A checkpoint did not reach the disk."""

@@ -1,30 +1,28 @@
 """What a recipe says besides the training settings: which services to start, and the checks that need both.
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
-`AtroposGRPOConfig`, and TRL's `ModelConfig`. Command-line flags override it.
+`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
+one wins over an earlier one, and command-line flags win over all.
 """
 
 import difflib
 import os
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.environments import EnvironmentSpec, RecipeError
 from trl_atropos.flags import stated_flags
+from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
 from trl_atropos.rollouts.recording import recorded_files
-
-
-class RecipeError(ValueError):
-    """The recipe or the command line is wrong; the message says where and what to write instead."""
 
 
 @dataclass
@@ -40,9 +38,15 @@ class ServicesConfig:
         vllm_args (`list[str]`, *optional*):
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
         environments (`list[dict]`, *optional*):
-            Environments to start, each with `name`, `command`, and optionally `env` (variables) and `cwd`. In the
-            command, `{python}`, `{model}`, `{atropos_url}`, `{vllm_url}`, `{temperature}`, `{seed}` and
-            `{output_dir}` are filled in.
+            Environments to start, each with `name`, `command`, and optionally `env` (variables), `cwd`, `python` (the
+            interpreter that stands for `{python}`, of another virtual environment) and `servers` (settings of the
+            inference servers it samples from, see `EnvironmentSpec`). In the command and in `servers`, `{python}`,
+            `{model}`, `{atropos_url}`, `{vllm_url}`, `{vllm_urls}`, `{temperature}`, `{seed}` and `{output_dir}` are
+            filled in.
+        restart_environments (`int`, *optional*, defaults to `3`):
+            How often within an hour an environment that ends is started again, and likewise the Atropos API if the
+            run started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends
+            the run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
@@ -59,8 +63,15 @@ class ServicesConfig:
         default=None,
         metadata={
             "help": "Environments to start (in the recipe file only): each has `name`, `command`, and optionally "
-            "`env` and `cwd`. {python}, {model}, {atropos_url}, {vllm_url}, {temperature}, {seed} and {output_dir} "
-            "in a command are filled in."
+            "`env`, `cwd`, `python` and `servers`. {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, "
+            "{temperature}, {seed} and {output_dir} in a command are filled in."
+        },
+    )
+    restart_environments: int = field(
+        default=3,
+        metadata={
+            "help": "How often within an hour an environment, or the Atropos API of this run, is started again when "
+            "it ends. One that ends within 30 seconds of its start is not. 0 ends the run at the first end."
         },
     )
     service_timeout: float = field(
@@ -68,32 +79,9 @@ class ServicesConfig:
     )
 
 
-class EnvironmentSpec(BaseModel):
-    """One entry of `environments`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(pattern=r"^[\w.-]+$")  # names the log file
-    command: str | list[str] = Field(min_length=1)
-    env: dict[str, str | int | float] = {}
-    cwd: str | None = None
-
-    def argv(self, values: dict[str, str]) -> list[str]:
-        """The command with its placeholders filled in."""
-        try:
-            words = shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
-        except ValueError as error:
-            raise RecipeError(f"The command of environment {self.name!r} is cut short: {error}.") from error
-        try:
-            return [word.format_map(values) for word in words]
-        except (KeyError, IndexError, ValueError) as error:
-            raise RecipeError(
-                f"The command of environment {self.name!r} has an unknown placeholder ({error}). Known ones: "
-                f"{', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
-            ) from error
-
-
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by their type, but `false` is understood
+ALSO_LISTS = ("vllm_server_base_url",)  # one word by its type, but several servers are understood
+NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 
 
@@ -104,12 +92,25 @@ class Recipe:
     model: ModelConfig
     environments: list[EnvironmentSpec]
 
+    def vllm_flags(self) -> list[str]:
+        """Flags of the vLLM server: those of the recipe, and those that the run's adapter needs."""
+        given = list(self.services.vllm_args or [])
+        stated = {flag.replace("_", "-") for flag in stated_flags(given)}
+        sends_adapter = self.model.use_peft and self.training.vllm_mode in ("colocate", *ADAPTER_MODES)
+        if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
+            given.append("--enable-lora")
+        if sends_adapter and "--max-lora-rank" not in stated:
+            rank = next((rank for rank in LORA_RANKS if rank >= self.model.lora_r), self.model.lora_r)
+            given += ["--max-lora-rank", str(rank)]
+        return given
+
     def placeholders(self) -> dict[str, str]:
         return {
             "python": sys.executable,
             "model": str(self.model.model_name_or_path),
             "atropos_url": self.training.atropos_url,
-            "vllm_url": self.training.vllm_server_base_url,
+            "vllm_url": self.training.vllm_server_urls[0],
+            "vllm_urls": self.training.vllm_server_base_url,
             "temperature": str(self.training.temperature),
             "seed": str(self.training.seed),
             "output_dir": str(self.training.output_dir),
@@ -119,6 +120,13 @@ class Recipe:
 class _Parser(TrlParser):
     """Says what is wrong in one line, without the usage of several hundred flags."""
 
+    def __init__(self, parts: tuple[type, ...]) -> None:
+        super().__init__(parts)
+        self.overlaid: dict[str, Any] = {}  # settings that come over those of the recipe
+
+    def set_defaults_with_config(self, **recipe: Any) -> list[str]:
+        return super().set_defaults_with_config(**(recipe | self.overlaid))
+
     def error(self, message: str) -> None:
         message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
         raise ValueError(f"{message.rstrip('.')}. See `python -m trl_atropos.train --help`.")
@@ -126,16 +134,25 @@ class _Parser(TrlParser):
 
 def config_path(argv: list[str]) -> str | None:
     """The file named by `--config`."""
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            return argv[index + 1]
-        if word.startswith("--config="):
-            return word.removeprefix("--config=")
-    return None
+    return next(iter(_named("--config", argv)[0]), None)
+
+
+def _named(flag: str, argv: list[str]) -> tuple[list[str], list[str]]:
+    """The values of a flag that may be given several times, and the command line without it."""
+    values, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith(f"{flag}="):
+            values.append(word.removeprefix(f"{flag}="))
+        elif word == flag and (value := next(words, None)) is not None:
+            values.append(value)
+        else:
+            rest.append(word)
+    return values, rest
 
 
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
+    overlays, argv = _named("--overlay", argv)
     path = config_path(argv)
     if path is None:
         stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
@@ -146,30 +163,57 @@ def parse(argv: list[str]) -> Recipe:
     known = {action.dest for action in parser._actions}
     if path is not None:
         _check_keys(path, known)
+    for overlay in overlays:
+        parser.overlaid |= _overlay_settings(overlay, path, known)
+    read = " with ".join([path, *overlays]) if path else ""
     try:
         services, training, model, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"{f'{path}: ' if path else ''}{error}") from error
+        named_flag = any(f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv))
+        raise RecipeError(str(error) if named_flag or not read else f"{read}: {error}") from error
     if rest:
         raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{_suggest(rest[0].lstrip('-').split('=')[0], known)}")
-    if isinstance(services.vllm_args, str):
-        services.vllm_args = shlex.split(services.vllm_args)
-    services.vllm_args = [str(word) for word in services.vllm_args or []]  # YAML makes a number of `512`
+    try:
+        if isinstance(services.vllm_args, str):
+            services.vllm_args = shlex.split(services.vllm_args)
+        services.vllm_args = [flag for word in services.vllm_args or [] for flag in _flags_in(str(word))]
+    except ValueError as error:
+        raise RecipeError(f"`vllm_args` cannot be split into flags: {error}. Correct its quotes.") from error
     recipe = Recipe(services, training, model, _environments(services))
     _check(recipe)
     return recipe
 
 
-def _check_keys(path: str, known: set[str]) -> None:
+def _flags_in(word: str) -> list[str]:
+    """Of one of `vllm_args`. On the command line flags come quoted, `"--max-num-seqs 8"`, or they would be taken for
+    the run's; a value, `--flag={"a": 1}` too, may hold blanks."""
+    return shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word]
+
+
+def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
+    if recipe is None:
+        raise RecipeError(f"`--overlay {path}` changes a recipe, and there is none: name one with `--config`.")
+    settings = _check_keys(path, known, "--overlay")
+    for key in NOT_IN_OVERLAYS:
+        if key in settings:
+            raise RecipeError(
+                f"{path}: `{key}` cannot be in an overlay, which is for many recipes. Set it in the recipe, {recipe}."
+            )
+    return settings
+
+
+def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
+    """What a recipe says, or an overlay, after a look at its keys and the types of their values."""
+    what = flag.removeprefix("--").replace("config", "recipe")
     if not os.path.isfile(path):
-        raise RecipeError(f"The recipe {path!r} does not exist (looked in {os.getcwd()}). Check `--config`.")
+        raise RecipeError(f"The {what} {path!r} does not exist (looked in {os.getcwd()}). Check `{flag}`.")
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except (OSError, UnicodeError) as error:
-        raise RecipeError(f"The recipe {path} cannot be read: {error}. Check `--config`.") from error
+        raise RecipeError(f"The {what} {path} cannot be read: {error}. Check `{flag}`.") from error
     if not isinstance(content, dict):
         raise RecipeError(f"{path} must hold `key: value` lines at its top level.")
     unknown = [key for key in content if key not in known | {"env"}]
@@ -178,8 +222,11 @@ def _check_keys(path: str, known: set[str]) -> None:
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
         wanted = _wanted(value, hints.get(key, Any))
+        if key in ALSO_LISTS and isinstance(value, list):
+            continue  # of what, is checked with the other settings
         if wanted and not (value is False and key in ALSO_FALSE):
             raise RecipeError(f"{path}: `{key}` is {value!r}. Write {wanted}.")
+    return content
 
 
 def _wanted(value: Any, hint: Any) -> str | None:
@@ -242,15 +289,21 @@ def _check(recipe: Recipe) -> None:
         )
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
-    elif recipe.model.use_peft:
+    elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
         raise RecipeError(
-            "`use_peft` trains an adapter, which the server would never see: with vllm_mode='colocate' the server's "
-            "own weights are trained. Remove `use_peft`."
+            f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none: set `use_peft: true` "
+            "(with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: colocate` or `server`."
+        )
+    _check_patience(recipe)
+    if recipe.services.restart_environments < 0:
+        raise RecipeError(
+            f"`restart_environments` is {recipe.services.restart_environments}. Set it to 0 (never) or more."
         )
     for spec in recipe.environments:
         argv = spec.argv(recipe.placeholders())
         stated = stated_flags(argv)
-        _check_command(spec, argv)
+        spec.check(argv)
+        spec.filled_servers(recipe.placeholders())
         for flag, value in stated.items():
             if flag.endswith("temperature") and _number(value) not in (None, training.temperature):
                 raise RecipeError(
@@ -272,15 +325,15 @@ def _check(recipe: Recipe) -> None:
             )
 
 
-def _check_command(spec: EnvironmentSpec, argv: list[str]) -> None:
-    if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        raise RecipeError(f"Environment {spec.name!r}: its `cwd`, {spec.cwd!r}, is no folder. Correct it.")
-    program = argv[0] if argv else ""
-    place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
+def _check_patience(recipe: Recipe) -> None:
+    """The other processes wait for the first one, which waits for one service after the other."""
+    services, training = recipe.services, recipe.training
+    waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
+    if training.world_size > 1 and waits * services.service_timeout >= training.ddp_timeout:
         raise RecipeError(
-            f"Environment {spec.name!r}: there is no program {program!r} to run. Correct its `command`; a Python "
-            "script is run by `{python} path/to/script.py`."
+            f"{waits} services may take {services.service_timeout:g} s each to become healthy (`service_timeout`), "
+            f"but the trainer's processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`). "
+            "Raise `ddp_timeout`, or lower `service_timeout`."
         )
 
 

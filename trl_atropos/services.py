@@ -2,10 +2,12 @@
 
 `trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
 Each runs under a guard (`trl_atropos.guard`) and writes a log of its own; a death is reported with the end of that
-log. Leaving the `with` block stops them in reverse order. Should the trainer be killed outright, the guards stop them.
-Services that run elsewhere are used by their URLs and never appear here.
+log. A service that may be restarted is started again by its guard, and `watch` says so in the run's log. Leaving the
+`with` block stops them in reverse order. Should the trainer be killed outright, the guards stop them. Services that
+run elsewhere are used by their URLs and never appear here.
 """
 
+import contextlib
 import errno
 import http.client
 import logging
@@ -19,9 +21,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -30,14 +33,20 @@ from trl_atropos.guard import KILL_DEADLINE, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
 
+ATROPOS = "atropos"  # name of the service that is the Atropos API
+ENVIRONMENT = "environment-"  # what the names of environments' services begin with
+
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
+SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
 GUARD_MARGIN = 2.0  # seconds that a guard may take on top of its grace and the kernel's work
 POLL = 0.2
 TAIL_LINES = 20
+SHOWN_AT_RESTART = 5  # lines
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500
+FREE_PORTS = range(20_000, 30_000)
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 """What triton's bindings say in some fifty lines when a vLLM process ends; the reason for its end is above them."""
 
@@ -63,6 +72,10 @@ class Service:
         health_url: Answers 200 when the service is ready; `None` if there is nothing to ask.
         grace: Seconds between SIGTERM and SIGKILL when it is stopped.
         guard: The guard process; its exit code is the service's.
+        reports: File descriptor from which the guard's reports are read.
+        started: `time.monotonic()` when it was last started.
+        restarts: How often it has been started again.
+        down: It has ended and is about to be started again.
         shared: Files in /dev/shm of a service whose guard is killed; the guard keeps its own list.
         exit_code: `None` while it runs.
         stopping: Its end is wanted, and no reason to raise.
@@ -75,7 +88,11 @@ class Service:
     health_url: str | None
     grace: float
     guard: subprocess.Popen
-    shared: SharedFiles = field(repr=False)
+    reports: int
+    started: float
+    restarts: int = 0
+    down: bool = False
+    shared: SharedFiles = field(default_factory=SharedFiles, repr=False)
     exit_code: int | None = None
     stopping: bool = False
 
@@ -92,6 +109,7 @@ class Services:
         self._services: dict[str, Service] = {}
         self._nothing_left = threading.Event()
         self._reaping = threading.Lock()
+        self._on_end: Callable[[Service], None] = lambda service: None
 
     def __enter__(self) -> "Services":
         return self
@@ -110,17 +128,24 @@ class Services:
         health_url: str | None = None,
         cwd: str | Path | None = None,
         grace: float = GRACE,
+        restarts: int = 0,
+        settled: float = SETTLED,
     ) -> None:
         """Start a service under a guard. From the main thread only: a guard lives as long as the thread it came from.
 
-        `env` is set on top of the trainer's environment without the variables of the launcher.
+        Args:
+            env: Set on top of the trainer's environment without the variables of the launcher.
+            restarts: How often within an hour it is started again when it ends, see `trl_atropos.guard`.
+            settled: Seconds that it must have lived for that.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.log_dir / f"{name}.log"
-        options = ["--parent", str(os.getpid()), "--grace", str(grace)]
-        shared = SharedFiles()
+        reports, report = os.pipe()
+        os.set_blocking(reports, False)
+        options = ["--parent", str(os.getpid()), "--grace", str(grace), "--restarts", str(restarts)]
+        options += ["--settled", str(settled), "--report", str(report)]
         with open(log_path, "ab") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
             log.flush()
@@ -130,10 +155,15 @@ class Services:
                 stdout=log,
                 stderr=log,
                 cwd=cwd,
+                pass_fds=(report,),
                 env={**_own_environment(), **(env or {})},
                 start_new_session=True,  # out of reach of the terminal's Ctrl-C: the order of stopping is ours
             )
-        self._services[name] = Service(name, command, str(log_path), dict(env or {}), health_url, grace, guard, shared)
+        os.close(report)
+        own = dict(env or {})
+        self._services[name] = Service(
+            name, command, str(log_path), own, health_url, grace, guard, reports, time.monotonic()
+        )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
@@ -166,9 +196,26 @@ class Services:
         for service in list(self._services.values()):
             self._check_one(service)
 
-    def watch(self, on_death: Callable[[ServiceError], None]) -> None:
-        """Call `on_death` once, from a thread, as soon as a service dies that `stop` was not called for."""
+    def watch(
+        self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None
+    ) -> None:
+        """Watch all services, those that are started later too, from a thread.
+
+        Args:
+            on_death: Called once, as soon as a service dies for good that `stop` was not called for.
+            on_end: Called when a service has ended and is about to be started again.
+        """
+        self._on_end = on_end
         threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
+
+    @property
+    def restarts(self) -> int:
+        """How many restarts there were so far, of all services."""
+        return sum(service.restarts for service in list(self._services.values()))
+
+    def running(self) -> list[Service]:
+        """Those that were started and not stopped, in that order. Their fields change as they are watched."""
+        return list(self._services.values())
 
     def await_death(self, timeout: float) -> None:
         """Give a service `timeout` seconds to die of what it suffers from: `watch` raises as soon as it has."""
@@ -189,7 +236,8 @@ class Services:
             self._services[name].stopping = True
         for name in names:
             self._stop_one(self._services[name])
-            del self._services[name]
+            with self._reaping:
+                os.close(self._services.pop(name).reports)
         if not self._services:
             self._nothing_left.set()
 
@@ -220,13 +268,42 @@ class Services:
     def _check_one(self, service: Service) -> None:
         code = self._exit_code(service)
         if code is not None and not service.stopping:
+            again = f", after {service.restarts} restarts," if service.restarts else ""
             raise ServiceError(
-                f"{service.name} ended with {_describe(code)} while the run needs it. Fix what its log shows and "
-                f"start the run again.\n{_end_of_log(service)}"
+                f"{service.name} ended with {_describe(code)}{again} while the run needs it. Fix what its log shows "
+                f"and start the run again.\n{_end_of_log(service)}"
             )
+
+    def _read_reports(self, service: Service) -> None:
+        """Note and log what the guard of a service did since the last look."""
+        with self._reaping:
+            if service.stopping:  # `stop` is about to close it, or has
+                return
+            try:
+                told = os.read(service.reports, 65536).decode()
+            except BlockingIOError:  # nothing new
+                return
+        for word, *numbers in map(str.split, told.splitlines()):
+            if word == "ended":
+                code, lived, wait = numbers
+                logger.warning(
+                    "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
+                    service.name,
+                    _describe(int(code)),
+                    float(lived),
+                    wait,
+                    tail(service.log_path, SHOWN_AT_RESTART),
+                )
+                service.down = True
+                self._on_end(service)
+            else:
+                service.down, service.started = False, time.monotonic()
+                service.restarts += 1
 
     def _watch(self, on_death: Callable[[ServiceError], None]) -> None:
         while not self._nothing_left.wait(POLL):
+            for service in self.running():
+                self._read_reports(service)
             try:
                 self.check()
             except ServiceError as error:
@@ -243,6 +320,31 @@ def port_of(url: str) -> int:
     if port is None:
         raise ServiceError(f"{url!r} names no port: write it like http://127.0.0.1:8000")
     return port
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """
+    A port where nobody listens now. Another process may take it before it is bound, which is made unlikely: it is one
+    that the kernel gives to no connection by itself, and each process goes through them from a place of its own.
+    """
+    for port in _next_ports():
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise ServiceError(f"all ports from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {host} are in use: end what uses them")
+
+
+_last_port: dict[int, int] = {}  # index into FREE_PORTS, by process: a forked one must not go on where its parent is
+
+
+def _next_ports() -> Iterator[int]:
+    """All of `FREE_PORTS`, once."""
+    process = os.getpid()
+    # Not from `random`, which trainers seed: processes with one seed would all draw the same ports.
+    _last_port.setdefault(process, SystemRandom().randrange(len(FREE_PORTS)))
+    for _ in FREE_PORTS:
+        _last_port[process] = (_last_port[process] + 1) % len(FREE_PORTS)
+        yield FREE_PORTS[_last_port[process]]
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:

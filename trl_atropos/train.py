@@ -5,6 +5,7 @@
 Signals and the death of the launcher are handled from the first line on, before anything heavy is imported.
 """
 
+import contextlib
 import itertools
 import os
 import sys
@@ -16,26 +17,41 @@ from trl_atropos.signals import die_with_launcher, install_handlers, interrupt_m
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
+LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
 
 def main() -> None:
     die_with_launcher()
     install_handlers()
-    _apply_recipe_environment(sys.argv[1:])
+    apply_recipe_environment(sys.argv[1:])
     # TRL warns of every vLLM beyond 0.31, three times over; its own vLLM client is not used here.
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
+    warnings.showwarning = _show_warning
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        from trl_atropos.train_help import print_help
+
+        return print_help()
     from trl_atropos.errors import AtroposTrainingError
     from trl_atropos.recipe import RecipeError, parse
 
     try:
-        run(parse(sys.argv[1:]))
+        run(parse(["--help" if word == "--help_all" else word for word in sys.argv[1:]]))
     except Exception as error:
         # A service may die while some library is at work, which then wraps the error that was raised in its midst.
         told = next((e for e in _chain(error) if isinstance(e, AtroposTrainingError | RecipeError)), None)
-        if told is None:
+        message = _lost_contact(error) if told is None else str(told)
+        if message is None:
             raise
-        _say_error(str(told))
+        _say_error(message)
         sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *where) -> None:
+    """In plain words: not the line of code that warns, and above the progress bar."""
+    from tqdm.auto import tqdm
+
+    with contextlib.suppress(OSError):  # as Python's own
+        tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def _chain(error: BaseException | None):
@@ -45,7 +61,23 @@ def _chain(error: BaseException | None):
         error = error.__cause__ or error.__context__
 
 
-def _apply_recipe_environment(argv: list[str]) -> None:
+def _lost_contact(error: Exception) -> str | None:
+    """What to say of an error that means that another process of the trainer is gone; `None` of any other."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    for one in _chain(error):
+        by_text = isinstance(one, RuntimeError) and any(text in str(one) for text in LOST_CONTACT)
+        if by_text or isinstance(one, DistNetworkError | DistStoreError):
+            return (
+                "Another process of this trainer, on this machine or on another one, has ended or cannot be reached "
+                f"any more ({_first_sentence(one)}). If it says why, that comes first: look at the output of all "
+                "machines. Then start the run again on all of them, with `--resume_from_checkpoint true` if it has "
+                "saved a checkpoint."
+            )
+    return None
+
+
+def apply_recipe_environment(argv: list[str]) -> None:
     """Sets the variables under `env:` of the recipe now: torch and huggingface_hub read theirs on import."""
     import yaml
 
@@ -67,24 +99,44 @@ def run(recipe) -> None:
 
     from trl_atropos.errors import AttachError, ServerError
     from trl_atropos.services import Services
+    from trl_atropos.weights import ranks
 
-    _set_up_logging()
+    _set_up_logging(recipe.training)
+    _heed_ddp_timeout(recipe.training)
     check_files(recipe)
+    ranks.together(lambda: check_reports(recipe.training))
     with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
+        if recipe.training.replay_paths is None:
+            ranks.on_main(lambda: start_services(recipe, services))
         if PartialState().is_main_process:
-            start_services(recipe, services)
-            services.watch(interrupt_main_with)
-        PartialState().wait_for_everyone()
+            from trl_atropos.supervision import Disconnector
+
+            services.watch(interrupt_main_with, Disconnector(services, recipe.training.atropos_url).ended)
         try:
-            train(recipe)
+            train(recipe, services)
         except ServerError as error:
             if not isinstance(error, AttachError):
                 services.await_death(DYING_SECONDS)  # if it is a service that dies, its name and log say more
             raise
 
 
+def _heed_ddp_timeout(training) -> None:
+    """Transformers sees to it on GPUs only."""
+    from torch import distributed
+
+    if training.use_cpu and distributed.is_initialized():
+        distributed.distributed_c10d._set_pg_timeout(training.ddp_timeout_delta)
+
+
 def check_files(recipe) -> None:
-    """What a run reads and writes, before it starts anything that takes long."""
+    """What a run reads and writes, before it starts anything that takes long. What one rank lacks ends all of them."""
+    from trl_atropos.weights import ranks
+
+    ranks.together(lambda: _check_folder_and_model(recipe))
+    recipe.training.resume_from_checkpoint = _checkpoint(recipe.training)
+
+
+def _check_folder_and_model(recipe) -> None:
     from transformers import AutoConfig
 
     from trl_atropos.recipe import RecipeError
@@ -98,7 +150,6 @@ def check_files(recipe) -> None:
         raise RecipeError(
             f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror}). Set it to another folder."
         ) from error
-    recipe.training.resume_from_checkpoint = _checkpoint(recipe.training)
     try:
         AutoConfig.from_pretrained(
             model.model_name_or_path,
@@ -117,37 +168,73 @@ def _first_sentence(error: Exception) -> str:
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")
 
 
+def check_reports(training) -> None:
+    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when the server is up."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    from trl_atropos.recipe import RecipeError
+
+    try:
+        for callback in get_reporting_integration_callbacks(training.report_to):
+            callback()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise RecipeError(f"`report_to` is {training.report_to}: {error} Or set `report_to: none`.") from error
+
+
 def start_services(recipe, services) -> None:
     """Starts the API, the server and the environments, and waits until the first two are healthy."""
     import secrets
 
     from trl_atropos.protocol import TOKEN_VARIABLE
-    from trl_atropos.services import require_free_port
+    from trl_atropos.services import ATROPOS, ENVIRONMENT
 
     training, config = recipe.training, recipe.services
-    atropos, vllm = training.atropos_url, training.vllm_server_base_url
+    atropos, servers = training.atropos_url, training.vllm_server_urls
+    require_free_ports(recipe)
     if config.start_atropos:
-        fix = "stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`"
-        require_free_port(atropos, "the Atropos API", fix)
-    if config.start_vllm:
-        fix = "stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`"
-        require_free_port(vllm, "the vLLM server", fix)
-    if config.start_atropos:
-        services.start("atropos", _module("atroposlib.cli.run_api", atropos), health_url=f"{atropos}/")
+        command, again = _module("atroposlib.cli.run_api", atropos), config.restart_environments
+        services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again)
+    names = ["vllm"] if len(servers) == 1 else [f"vllm-{index}" for index in range(len(servers))]
     if config.start_vllm:
         os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
-        command = _module("trl_atropos.server.launch", vllm, recipe.model.model_name_or_path)
-        command += ["--seed", str(training.seed), *(config.vllm_args or [])]
-        services.start("vllm", command, health_url=f"{vllm}/health")
+        flags = ["--vllm_mode", training.vllm_mode, "--seed", str(training.seed), *recipe.vllm_flags()]
+        for index, (name, url) in enumerate(zip(names, servers, strict=True)):
+            command = [*_module("trl_atropos.server.launch", url, recipe.model.model_name_or_path), *flags]
+            # With `colocate`, each process trains on its own device, and its server is there.
+            shares = training.vllm_mode == "colocate" and len(servers) > 1
+            env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
+            services.start(name, command, env=env, health_url=f"{url}/health")
     if config.start_atropos:
-        services.wait_healthy("atropos", config.service_timeout)
+        services.wait_healthy(ATROPOS, config.service_timeout)
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
     hidden = {TOKEN_VARIABLE: ""}
     for spec in recipe.environments:
         env = {**hidden, **{name: str(value) for name, value in spec.env.items()}}
-        services.start(f"environment-{spec.name}", spec.argv(recipe.placeholders()), env=env, cwd=spec.cwd)
-    if config.start_vllm:
-        services.wait_healthy("vllm", config.service_timeout)
+        if spec.servers is not None:
+            spec.write_servers(recipe.placeholders())
+        command, again = spec.argv(recipe.placeholders()), config.restart_environments
+        services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again)
+    for name in names if config.start_vllm else []:
+        services.wait_healthy(name, config.service_timeout)
+
+
+def require_free_ports(recipe) -> None:
+    """Raises `ServiceError` if a service that is to be started cannot listen where its URL says."""
+    from trl_atropos.services import require_free_port
+
+    training, config = recipe.training, recipe.services
+    if config.start_atropos:
+        fix = "stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`"
+        require_free_port(training.atropos_url, "the Atropos API", fix)
+    fix = "stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`"
+    for url in training.vllm_server_urls if config.start_vllm else []:
+        require_free_port(url, "the vLLM server", fix)
+
+
+def _device(index: int) -> str:
+    """What `CUDA_VISIBLE_DEVICES` calls the device of the process `index` of this machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
 
 
 def _module(name: str, url: str, *arguments: str) -> list[str]:
@@ -159,13 +246,15 @@ def _module(name: str, url: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments, "--host", host, "--port", str(port_of(url))]
 
 
-def train(recipe) -> None:
+def train(recipe, services) -> None:
     """Builds the trainer, trains, saves, and writes the run's summary."""
-    from transformers import ProgressCallback
+    from dataclasses import asdict
+
     from trl import get_peft_config, get_quantization_config
 
-    from trl_atropos.report.progress import LineCallback
-    from trl_atropos.report.summary import RecordingSource, closing_lines, draw_reward_curve, write_summary
+    from trl_atropos.errors import PushError
+    from trl_atropos.report.summary import CURVE, RecordingSource, closing_lines, draw_reward_curve, write_summary
+    from trl_atropos.supervision import SupervisedSource
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
 
     training, model = recipe.training, recipe.model
@@ -173,7 +262,7 @@ def train(recipe) -> None:
     usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
     stated = {name: value for name, value in stated.items() if value != usual[name]}
     training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
-    recorded = RecordingSource(source_of(training))
+    recorded = RecordingSource(SupervisedSource(source_of(training), services))
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,
@@ -181,14 +270,19 @@ def train(recipe) -> None:
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
-    if not training.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(LineCallback)
+    trainer.run_log.model = asdict(model)
+    commands = ((spec.name, spec.command) for spec in recipe.environments)
+    trainer.environment_commands = {name: line if isinstance(line, str) else " ".join(line) for name, line in commands}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model(training.output_dir)
-    trainer.create_model_card()
+    not_pushed = None
     if training.push_to_hub:
-        trainer.push_to_hub()
+        try:
+            trainer.push_to_hub()  # saves, and writes the card, before
+        except PushError as error:
+            not_pushed = error
+    else:
+        trainer.save_model(training.output_dir)
+        trainer.create_model_card()
     if trainer.accelerator.is_main_process:
         summary = write_summary(
             training.output_dir,
@@ -198,53 +292,80 @@ def train(recipe) -> None:
             time.monotonic() - STARTED,
         )
         if recorded.rewards:
-            curve = draw_reward_curve(training.output_dir, recorded.rewards)
-            lines = closing_lines(summary, recorded, trainer.processing_class.decode, curve)
+            curve = os.path.join(training.output_dir, CURVE)
+            if sum("reward" in entry for entry in trainer.state.log_history) < 2:  # of which the card draws none
+                draw_reward_curve(training.output_dir, recorded.rewards)
+            replayed = training.replay_paths is not None
+            lines = closing_lines(summary, recorded, trainer.processing_class.decode, curve, replayed)
+            lines.append(f"All of it on one page: trl-atropos report {training.output_dir}")
             sys.stdout.write("\n".join(lines) + "\n")
+    if not_pushed is not None:
+        raise not_pushed
     trainer.end()
 
 
 def _checkpoint(training) -> str | None:
-    """`resume_from_checkpoint: true` means the last whole one in `output_dir`; a folder means that one."""
+    """
+    `resume_from_checkpoint: true` means the last one in `output_dir` that is whole, on every machine if each has an
+    `output_dir` of its own; a folder means that one.
+    """
+    from accelerate.utils import gather_object
+
     from trl_atropos.recipe import RecipeError
+    from trl_atropos.weights import ranks
 
     asked = training.resume_from_checkpoint
     if asked is None or str(asked).lower() in ("false", "none", ""):
         return None
-    path = _last_whole_checkpoint(training.output_dir) if str(asked).lower() == "true" else str(asked)
-    if path is None or not os.path.isdir(path):
-        raise RecipeError(
-            f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. Leave "
-            "it out to begin anew, or name a folder `checkpoint-N`."
-        )
+    path = str(asked)
+    if path.lower() == "true":
+        steps = set.intersection(*gather_object([set(whole_checkpoints(training.output_dir))]))
+        path = os.path.join(training.output_dir, f"checkpoint-{max(steps)}") if steps else ""
+
+    def require() -> None:
+        if not os.path.isdir(path):
+            raise RecipeError(
+                f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. "
+                "Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see it: "
+                "put `output_dir` on a file system that they share, or train with `save_on_each_node: true`."
+            )
+
+    ranks.together(require)
     return path
 
 
-def _last_whole_checkpoint(output_dir: str) -> str | None:
-    """Without those whose saving was interrupted: the trainer's state is what is written last."""
+def whole_checkpoints(output_dir: str) -> list[int]:
+    """Steps of those whose saving was not interrupted: the trainer's state is what is written last."""
     import json
     from pathlib import Path
 
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name[11:]), reverse=True):
+    steps = []
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        if not folder.name[11:].isdigit():
+            continue
         try:
             json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             _say(f"Passed over {folder}: its saving was interrupted.")
         else:
-            return str(folder)
-    return None
+            steps.append(int(folder.name[11:]))
+    return steps
 
 
-def _set_up_logging() -> None:
-    import logging
+def _set_up_logging(training) -> None:
+    """The recipe's `log_level` comes before the environment's `TRL_ATROPOS_VERBOSITY`, as with transformers'."""
+    from transformers.utils.logging import disable_progress_bar
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[trl_atropos] %(message)s"))
-    logger = logging.getLogger("trl_atropos")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    from trl_atropos import logging
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    logging.disable_propagation()
+    if training.log_level != "passive":
+        logging.set_verbosity(training.get_process_log_level())
+    else:
+        asked = logging.verbosity_of_environment()  # the recipe's `env`, too, which came after the import
+        logging.set_verbosity(logging.INFO if asked is None else asked)
 
 
 def _say(message: str) -> None:

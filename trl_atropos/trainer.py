@@ -4,30 +4,57 @@ The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own 
 and the reference policy, corrects for the sampler, and logs; it gets the rows through its own `rollout_func` hook and
 their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have sizes
 of their own. What this file touches of TRL without a promise: `_generate_and_score_completions`, `rollout_func`,
-`num_generations`, `use_vllm`, `_last_loaded_step`, `vllm_generation`, `_metrics`, `_logs`. `tests/test_trl_seam.py`
-fails when one of them moves.
+`_prepare_inputs`, `_get_per_token_logps_and_entropies`, `_save_checkpoint`, `_get_output_dir`, `_save`,
+`_load_from_checkpoint`, `_push_from_checkpoint`, `push_in_progress`, `num_generations`, `use_vllm`,
+`_last_loaded_step`, `vllm_generation`, `_step`, `_metrics`, `_logs`, `_buffered_inputs`.
+`tests/test_trl_seam.py` fails when one of them moves.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
+from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
+from trl_atropos.gradients import accumulate_gradients
+from trl_atropos.health import Health
+from trl_atropos.measures import RewardHistory, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.padding import Batch, join, take, trim, without_padding
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.report.hub import model_only
+from trl_atropos.report.page_log import RunLog
+from trl_atropos.report.progress import show_lines
 from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
+from trl_atropos.rollouts.checkpoints import source_state
+from trl_atropos.rollouts.columns import columns
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
-from trl_atropos.weights.colocate import ColocatePublisher
-from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
+from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
+from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.saving import BackgroundSaver
+from trl_atropos.staging import sweep
+from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
+from trl_atropos.weights import ranks
+from trl_atropos.weights.checkpoint import load_weights
+from trl_atropos.weights.masters import exact_gradients, use_masters
+from trl_atropos.weights.modes import publisher_of
+from trl_atropos.weights.publisher import PolicyPublisher
 
+NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 POLL_SECONDS = 1.0  # how often waiting ranks hear from rank 0, well below any process group's timeout
 
 NOT_SUPPORTED = {
@@ -41,8 +68,10 @@ NOT_SUPPORTED = {
 }
 
 
-def atropos_score(prompts, completions, score, **kwargs) -> list[float]:
-    """The reward function that TRL calls: hands on the environment's score, one per row."""
+def atropos_score(prompts, completions, score, log_extra, messages=None, **kwargs) -> list[float]:
+    """The reward function that TRL calls: hands on the environment's score, one per row, and messages to the table."""
+    if messages is not None:
+        log_extra("messages", messages)
     return score
 
 
@@ -55,14 +84,13 @@ def source_of(args: AtroposGRPOConfig) -> RolloutSource:
         reset_api=args.reset_atropos,
         single_row_groups=args.single_row_groups,
         record_to=f"{args.output_dir}/rollouts.jsonl" if args.record_rollouts else None,
+        versions=VersionBook(args.vllm_server_urls, os.environ.get(TOKEN_VARIABLE, ""), args.publish_timeout),
+        prefetch_batches=args.prefetch_batches,
+        max_staleness=args.max_staleness,
+        max_spool_gb=args.max_spool_gb,
+        replace_zero_variance_groups=args.replace_zero_variance_groups,
+        enforce_environment_weights=args.enforce_environment_weights,
     )
-
-
-def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
-    """The policy publisher that the configuration names."""
-    if args.replay_paths is not None:
-        return NullPublisher()
-    return ColocatePublisher(args.vllm_server_base_url, args.publish_timeout, args.probe_every_n_steps)
 
 
 class AtroposGRPOTrainer(GRPOTrainer):
@@ -94,7 +122,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ```
     """
 
-    _tag_names = ["trl", "grpo", "atropos"]
+    _tag_names = ["trl", "grpo", "atropos", "trl_atropos"]
     _name = "GRPO on Atropos rollouts"
 
     def __init__(
@@ -116,42 +144,79 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
+        self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
+        self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._rows: list[Row] = []  # this rank's rows of the current generation batch
+        self._plan: Plan | None = None  # of that batch; None where its rows stay in the micro-batches that TRL draws
+        self._source_started = False
+        self._shows_messages = False  # whether the completions table has a column of messages
+        self._rewards = RewardHistory()
+        self._saver = BackgroundSaver(self)
+        self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
             super().__init__(
-                self.policy_publisher.load(model, args),
+                self.policy_publisher.load(model, args, kwargs.get("peft_config")),
                 reward_funcs=[atropos_score],
                 args=args,
                 train_dataset=Dataset.from_dict({"prompt": [""]}),
                 **kwargs,
             )
+            self._regroups = regroups(args, self.aux_loss_enabled)
+            if args.max_tokens_per_micro_batch is not None and not self._regroups:
+                raise ValueError(
+                    "`max_tokens_per_micro_batch` changes which rows share a micro-batch, and the load-balancing loss "
+                    "of this mixture of experts is a mean over each: set `router_aux_loss_coef: 0`, or leave "
+                    "`max_tokens_per_micro_batch` out."
+                )
             self.policy_publisher.attach(self)
+            self._set_up_masters()
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
+        if self.accelerator.is_local_main_process:
+            sweep()
+        self._logprobs = LogprobKeeper(f"{args.output_dir}/rollouts", self.rollout_source, self.accelerator)
         self.rollout_func = self._hand_over_rows
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
         # would start a vLLM of its own; what that would have checked is checked in the configuration.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.vllm_generation = None
         self._last_loaded_step = self.state.global_step
-        self.add_callback(_TrainingBegins(self))
+        show_lines(self.callback_handler)
+        self.run_log = RunLog(args.output_dir)
+        self.add_callback(self.run_log)
+        self.add_callback(_rollout_state(self))
+        self.add_callback(StepTimes(self.stopwatch, self._metrics["train"]))
+
+    def _set_up_masters(self) -> None:
+        """Float32 masters for what is trained in 16 bits. DeepSpeed and FSDP have their own."""
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
+        if self.args.master_weights and not sharded and trained & {torch.bfloat16, torch.float16}:
+            use_masters(self, offload=self.args.offload_master_weights)
 
     # -------------------------------------------------------------------------------------------------------- training
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
-        try:
-            self.policy_publisher.hold()
-            return super().train(*args, **kwargs)
-        finally:
-            self.policy_publisher.close()
-            if self.accelerator.is_main_process:
-                self.rollout_source.close()
+        with self._saver:
+            try:
+                self.policy_publisher.hold()
+                output = super().train(*args, **kwargs)
+                self._saver.wait()
+                return output
+            finally:
+                self.policy_publisher.close()
+                if self.accelerator.is_main_process:
+                    self.rollout_source.close()
+                self.run_log.close()
 
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins: a checkpoint, if any, is loaded."""
         self.policy_publisher.begin(optimizer, self.state.global_step)
+        source, unfinished_rows = source_state(self.state.stateful_callbacks)
+        if not self.state.global_step:  # nothing is resumed, or a checkpoint from before the first step
+            source = {} if self.args.resume_from_checkpoint else None
         run = RunInfo(
             batch_size=self.args.generation_batch_size,
             max_sequence_length=self._max_sequence_length(),
@@ -163,8 +228,34 @@ class AtroposGRPOTrainer(GRPOTrainer):
             run_name=self.args.run_name or "trl_atropos",
             rows_consumed=self._rows_consumed(),
             vocab_size=self.accelerator.unwrap_model(self.model).get_input_embeddings().num_embeddings,
+            policy_version=lambda: self.policy_publisher.trainer_version,
+            when_wanted_soon=self._when_wanted_soon,
+            state=source,
+            unfinished_rows=unfinished_rows,
         )
-        self._on_main_process(lambda: self.rollout_source.start(run))
+        self._source_started = True
+        ranks.on_main(lambda: self.rollout_source.start(run))
+        self.stopwatch.start()
+
+    def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
+        """
+        A pull lets the environments begin with another batch. In the pause of the last publish before the next batch
+        is due, they begin with the new policy, so that their rows are as old as if they were pulled when it is due.
+        """
+
+        def paused() -> None:
+            per_batch = self.args.steps_per_generation * self.args.num_iterations
+            if self._step % per_batch == 0 and self.state.global_step + 1 < self.args.max_steps:
+                pull()
+
+        self.policy_publisher.on_pause = paused
+
+    def _unfinished_rows(self) -> int:
+        """Rows of the current generation batch that no step has taken yet. A run that resumes here takes new ones."""
+        per_batch = self.args.steps_per_generation * self.args.num_iterations
+        taken = self._step % per_batch or per_batch
+        left = max(0, self.args.steps_per_generation - taken)
+        return left * self.args.generation_batch_size // self.args.steps_per_generation
 
     def _rows_consumed(self) -> int:
         """Rows that the steps so far took. A batch that a checkpoint fell into the middle of counts as a whole."""
@@ -172,26 +263,42 @@ class AtroposGRPOTrainer(GRPOTrainer):
         batches = math.ceil(micro_batches / (self.args.steps_per_generation * self.args.num_iterations))
         return batches * self.args.generation_batch_size
 
-    def _on_main_process(self, call: Callable[[], Any]) -> Any:
-        """Result of `call`, made on rank 0, on every rank. Or its error: raised on one rank alone, the others hang."""
-        outcome: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                outcome = [call(), None]
-            except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-                outcome = [None, error]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(outcome, from_process=0)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
-
     def _max_sequence_length(self) -> int:
         """As asked for (a publisher refuses what its server cannot take), else the server's limit, or the model's."""
         served = self.policy_publisher.server_max_length()
         model = self.accelerator.unwrap_model(self.model)
         return self.args.max_sequence_length or served or model.config.max_position_embeddings
+
+    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
+            loss = super().training_step(model, *args, **kwargs)
+            # Transformers looks at the loss next, which waits for the device, unless it is told not to.
+            if self.accelerator.sync_gradients or self.args.logging_nan_inf_filter:
+                settle(self.accelerator.device)
+        if self.accelerator.sync_gradients:
+            self.stopwatch.rest_is(OPTIMIZER)
+        return loss
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        write = super()._save_checkpoint
+        with self.stopwatch.part(SAVE):
+            self._saver.save(lambda: write(model, trial))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saver.folder or super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if self.args.save_on_each_node and not sharded and isinstance(self.model, PreTrainedModel):
+            # By itself, a model is written by rank 0 only: the other machines could not resume.
+            self.model.should_save_on_this_rank = lambda is_main_process: self.args.should_save
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        policy = self.accelerator.unwrap_model(self.model)
+        if self.is_fsdp_enabled or not isinstance(policy, PreTrainedModel):  # DeepSpeed does not come here
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(policy, resume_from_checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -210,9 +317,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             raise RuntimeError("evaluation inside the trainer is not supported: evaluate in the environment")
         rows = self._next_rows()
+        self._plan = None
+        if self._regroups:
+            seed = self.args.seed * NUM_SEEDS + self.state.global_step
+            self._plan = plan_rows(rows, self.args, self.accelerator.num_processes, seed)
+            rows = [rows[index] for index in self._plan.order]
         local = len(rows) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
         self._rows = rows[here]
+        # Once there, the column stays: TRL would show the messages of the batch before in place of none.
+        self._shows_messages |= self.log_completions and any(row.messages is not None for row in rows)
         prompts = self.processing_class.batch_decode([row.prompt_ids for row in self._rows])
         self._last_loaded_step = self.state.global_step  # the publisher has synchronised: TRL must not
         # TRL groups by a fixed size. One group of all rows keeps its statistics defined for any batch; what it
@@ -224,31 +338,83 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self.num_generations = asked
         length = output["completion_ids"].size(1)
         output["advantages"] = advantage_tensor(rows, here, self.scale_rewards, length).to(self.accelerator.device)
-        self._correct_logs(rows)
+        if self.args.distillation_coef:
+            output |= distillation_inputs(rows, here, output, self.accelerator)
+        self._check_health(rows, output, self._correct_logs(rows))
+        if "old_per_token_logps" in output:
+            self._logprobs.keep(rows, output)
+        if self._plan is not None:
+            output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the rows next
         return output
 
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        """As in TRL, with the planned micro-batches in place of those that it draws, and without their padding."""
+        before = self._buffered_inputs
+        with self.stopwatch.part(INGEST):
+            super()._prepare_inputs(generation_batch)
+            if self._buffered_inputs is not before:
+                self._buffered_inputs = self._planned(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _planned(self, batches: list[Batch]) -> list[Batch]:
+        multiple = self.pad_to_multiple_of or 1
+        if self._plan is None:
+            return [trim(batch, multiple) for batch in batches]
+        batch = join(batches)
+        batch = take(batch, batch.pop("row_index").argsort())
+        steps = self._plan.micro_batches()
+        divided = [[trim(take(batch, rows), multiple) for rows in step] for step in steps]
+        return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        """As in TRL, in the micro-batches that are trained, and without their padding."""
+        forward = super()._get_per_token_logps_and_entropies
+        micro_batches = [slice(0, len(input_ids))]
+        if batch_size is not None and self._plan is not None:
+            steps = self._plan.micro_batches()
+            micro_batches = [rows for step in steps for rows in step]
+        elif batch_size is not None:
+            micro_batches = chunks(len(input_ids), batch_size)
+        with self.stopwatch.part(COMPUTE):
+            scored = without_padding(
+                lambda *inputs: forward(model, *inputs, **kwargs),
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                micro_batches,
+                self.pad_to_multiple_of or 1,
+            )
+            if not torch.is_grad_enabled():  # before training: TRL reads values of the batch next
+                settle(self.accelerator.device)
+        return scored
+
     def _hand_over_rows(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's `rollout_func` hook. `score` goes to the reward function, `env_mask` becomes TRL's tool mask."""
-        return {
-            "prompt_ids": [row.prompt_ids for row in self._rows],
-            "completion_ids": [row.completion_ids for row in self._rows],
-            "logprobs": [row.logprobs for row in self._rows],
-            "env_mask": [row.mask for row in self._rows],
-            "score": [row.score for row in self._rows],
-        }
+        """TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask, what follows goes to the reward function."""
+        handed_over = columns(self._rows)
+        if self._shows_messages:
+            handed_over["messages"] = [row.messages for row in self._rows]
+        return handed_over
 
     def _next_rows(self) -> list[Row]:
         """The next generation batch, the same on every rank. Rank 0 pulls and tells the others how it stands."""
         started = time.monotonic()
         rows = None
         while rows is None:
-            rows = self._on_main_process(lambda: self._poll(time.monotonic() - started))
-        self._metrics["train"]["time/wait_for_rollouts"].append(time.monotonic() - started)
+            # The others wait for rank 0, which waits for rows in `_poll`; the rest of its time, it hands them on.
+            with self.stopwatch.part(INGEST if self.accelerator.is_main_process else WAIT):
+                rows = ranks.on_main(lambda: self._poll(time.monotonic() - started))
+        self.policy_publisher.computing()
         return rows
 
     def _poll(self, waited: float) -> list[Row] | None:
         """Rows, or nothing yet."""
-        rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
+        self._saver.check()
+        with self.stopwatch.part(WAIT):
+            rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
+        if rows is not None:
+            self.run_log.batch(rows, self.policy_publisher.trainer_version, self.rollout_source.state())
         if rows is None and waited > self.args.rollout_timeout:
             raise RolloutError(
                 f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s "
@@ -256,14 +422,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
         return rows
 
-    def _correct_logs(self, rows: list[Row]) -> None:
-        """Replaces what TRL logged from its one big group by the truth about the rows' own groups, and adds ours."""
+    def _correct_logs(self, rows: list[Row]) -> dict[str, float]:
+        """
+        Replaces what TRL logged from its one big group by the truth about the rows' own groups, and adds ours. Returns
+        what the publisher and, on rank 0, the source had to tell.
+        """
         metrics = self._metrics["train"]
         metrics["frac_reward_zero_std"][-1] = share_zero_variance(rows)
         logged = self._logs["advantages"]
         for _ in range(min(len(rows), len(logged))):
             logged.pop()
         logged.extend(logged_advantages(rows, self.scale_rewards))
+        if self._plan is not None:  # the completions table shows rows as they came, each group together
+            for column in (self._logs["prompt"], self._logs["completion"], logged):
+                self._plan.undo(column)
+            for column in (*self._logs["rewards"].values(), *self._logs["extra"].values()):
+                self._plan.undo(column)
         # A mean over the logging window would be no version, and would hide the worst probe.
         metrics["policy/version"] = [float(self.policy_publisher.policy_version)]
         own = self.policy_publisher.pop_metrics()
@@ -274,23 +448,98 @@ class AtroposGRPOTrainer(GRPOTrainer):
             own |= self.rollout_source.metrics()
         for name, value in own.items():
             metrics[name].append(value)
+        return own
 
-    # ------------------------------------------------------------------------------------------------------ model card
+    def _check_health(self, rows: list[Row], output: dict[str, torch.Tensor], own: dict[str, float]) -> None:
+        """Measures the batch, and warns where it does not look right, or stops all ranks together."""
+        metrics = self._metrics["train"]
+        measures: dict[str, float] = {}
+        if "importance_sampling_ratio" in output:  # only then has TRL scored the rows under the current policy
+            staleness = staleness_classes(self._rows, self.policy_publisher.trainer_version)
+            sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
+            measures, further = sampling_measures(output, staleness, sequence_level, self.accelerator)
+            for name, value in further.items():
+                metrics[name].append(value)
+        if self.accelerator.is_main_process:
+            measures |= row_measures(rows, self.scale_rewards, self.args.distillation_coef > 0)
+            measures |= self._rewards.add(rows)
+            measures["truncated"] = metrics["completions/clipped_ratio"][-1]
+            measures["dropped"] = share_dropped(own, len(rows))
+            for name, value in measures.items():
+                metrics[f"health/{name}"].append(value)
+        if self.args.stop_on_warnings:
+            ranks.on_main(lambda: self._health.check(measures))
+        elif self.accelerator.is_main_process:
+            self._health.check(measures)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Of all micro-batches of a training step: backward is done for all but the last, whose graph is returned."""
+        if return_outputs:
+            raise ValueError("GRPO's loss has no outputs to return")
+        *others, last = inputs.get("micro_batches", [inputs])
+        done = [self._backward(model, micro_batch) for micro_batch in others]
+        loss, divergence = self._micro_batch_loss(model, last)
+        if divergence is not None:
+            total = divergence + sum(of_one for _, of_one in done)
+            self._metrics["train"]["distillation/kl"].append(total)
+        return loss + sum(of_one for of_one, _ in done)
+
+    def _backward(self, model: torch.nn.Module, micro_batch: Batch) -> tuple[torch.Tensor, float | None]:
+        with accumulate_gradients(self.accelerator, model) as backward:
+            loss, divergence = self._micro_batch_loss(model, micro_batch)
+            backward(loss)
+        return loss.detach(), divergence
+
+    def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
+        """The loss, and the divergence from the teacher where there is one."""
+        loss = super().compute_loss(model, inputs) * row_share(self.args, len(inputs["completion_ids"]))
+        if "distill_ids" not in inputs:
+            return loss, None
+        term, divergence = distillation_loss(
+            model, inputs, self.accelerator, self.args.steps_per_generation, self.current_gradient_accumulation_steps
+        )
+        return loss + self.args.distillation_coef * term, divergence
+
+    # ---------------------------------------------------------------------------------------------- model card and Hub
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
-        """As in TRL, with a section that names the run: environments, steps and settings that shaped it."""
+        """As in TRL, with the reward, environments, settings and versions of the run."""
+        model_name = model_name or Path(self.hub_model_id or self.args.output_dir).name
         super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
-        if self.is_world_process_zero():
-            from trl_atropos.report.card import add_run_section
+        if not self.is_world_process_zero():
+            return
+        from trl_atropos.report.card import complete_card
 
-            add_run_section(f"{self.args.output_dir}/README.md", self.args, self.state)
+        model = self.accelerator.unwrap_model(self.model)
+        adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
+        # An upload that goes on would fail if the picture changed within it.
+        draw = self.hub_model_id is None or self.push_in_progress is None or self.push_in_progress.is_done()
+        complete_card(self.args, self.state, model.config.name_or_path, adapters, self.environment_commands, draw)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any):
+        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        with model_only():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with model_only():
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
-class _TrainingBegins(TrainerCallback):
-    """Tells the trainer when a checkpoint is loaded and the optimizer exists."""
+def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
+    """The callback that starts the rollouts, and puts into every checkpoint where they have got to."""
 
-    def __init__(self, trainer: AtroposGRPOTrainer):
-        self.trainer = trainer
+    # A class per trainer: to restore callbacks from a checkpoint, transformers makes new ones without arguments. Its
+    # name is `checkpoints.STATE_NAME`.
+    class RolloutState(TrainerCallback, ExportableState):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            trainer._begin(optimizer)
+            # A checkpoint of another source has no such entry, and without one, nothing is saved.
+            state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        self.trainer._begin(optimizer)
+        def state(self) -> dict[str, Any]:
+            """Asked when `trainer_state.json` is written, so that both are of one moment."""
+            source = trainer.rollout_source.state() if trainer._source_started else {}
+            return {"args": {}, "attributes": {"source": source, "unfinished_rows": trainer._unfinished_rows()}}
+
+    return RolloutState()

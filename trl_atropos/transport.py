@@ -28,6 +28,13 @@ def allocate_arena(num_bytes: int) -> torch.Tensor:
     return arena
 
 
+def allocate_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of `num_bytes` that `export_storage` can hand to another process, as a flat `uint8` tensor."""
+    if device.type == "cpu":
+        return allocate_arena(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 def export_storage(storage: torch.UntypedStorage) -> dict:
     """Returns the JSON handle of a storage of this process. The storage must outlive every process that opens it."""
     if storage.device.type == "cpu":

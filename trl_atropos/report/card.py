@@ -1,13 +1,21 @@
-"""The section of the model card that names the run."""
+"""What a model card says of the run, beside what TRL writes: the reward, the environments, settings and versions."""
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import yaml
+from huggingface_hub import ModelCard
 from transformers import TrainerState
 
-from trl_atropos import __version__
 from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.report.settings import SECRET, changed, portable, portable_value, versions
+from trl_atropos.report.summary import CURVE, draw_reward_curve
 
+CARD = "README.md"
 HEADING = "## Atropos run"
+AFTER = "## Citations"  # heading of TRL's template that stays behind what is added
 SHOWN = (
     "vllm_mode",
     "loss_type",
@@ -22,24 +30,107 @@ SHOWN = (
     "max_completion_length",
     "seed",
 )
+# Settings that say where a run was, or that transformers sets by itself.
+LEFT_OUT = (
+    "output_dir",
+    "logging_dir",
+    "atropos_url",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "accelerator_config",
+    "debug",
+)
 
 
-def add_run_section(path: str, args: AtroposGRPOConfig, state: TrainerState) -> None:
-    """Appends the section to the card that TRL has just written at `path`."""
-    source = f"the Atropos API at `{args.atropos_url}`" if args.replay_paths is None else "recorded rollouts"
-    rewards = [entry["reward"] for entry in state.log_history if "reward" in entry]
-    lines = [
-        "",
+def complete_card(
+    args: AtroposGRPOConfig,
+    state: TrainerState,
+    base: str,
+    adapters: Sequence[Any] = (),
+    environments: Mapping[str, str] | None = None,
+    draw: bool = True,
+) -> None:
+    """
+    Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it.
+
+    Args:
+        args: Settings of the run.
+        state: Its log, up to now.
+        base: Name or path of the model that it began with.
+        adapters: PEFT configurations of what was trained, if not the whole model.
+        environments: Command of each, by name.
+        draw: Whether the curve is to be drawn anew.
+    """
+    folder = Path(args.output_dir)
+    card = ModelCard.load(folder / CARD)
+    card.data.pipeline_tag = "text-generation"
+    if adapters:
+        card.data.library_name = "peft"
+    # What TRL's template says of a model that is not on the Hub.
+    text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
+    text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
+    rewards = {entry["step"]: entry["reward"] for entry in state.log_history if "reward" in entry}
+    if len(rewards) > 1 and draw:
+        draw_reward_curve(args.output_dir, list(rewards.values()), list(rewards))
+    parts = [
         HEADING,
-        "",
-        f"Trained with trl_atropos {__version__} on rollouts from {source}, "
-        f"run `{args.run_name or args.output_dir}`, {state.global_step} of {args.max_steps} steps, "
-        f"{datetime.now(UTC):%Y-%m-%d}.",
-        "",
+        _told(args, state),
+        *_reward(list(rewards.values()), len(rewards) > 1 and (folder / CURVE).exists()),
+        *_environments(environments or {}),
+        "### Settings",
+        "\n".join(_table(args)),
+        _recipe(args, base, adapters),
+        "### Versions",
+        "\n".join(f"- {name}: {version}" for name, version in versions().items()),
     ]
-    if rewards:
-        lines += [f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}.", ""]
-    lines += ["| setting | value |", "|---|---|"]
-    lines += [f"| `{name}` | `{getattr(args, name)}` |" for name in SHOWN]
-    with open(path, "a", encoding="utf-8") as card:
-        card.write("\n".join(lines) + "\n")
+    before, heading, after = text.partition(AFTER)
+    card.text = before.rstrip("\n") + "\n\n" + "\n\n".join(parts) + "\n\n" + heading + after
+    card.save(folder / CARD)
+
+
+def _told(args: AtroposGRPOConfig, state: TrainerState) -> str:
+    source = "rollouts of Atropos environments" if args.replay_paths is None else "recorded rollouts"
+    name = portable(args.run_name or Path(args.output_dir).name)
+    return (
+        f"Trained on {source}, run `{name}`, {state.global_step} of {args.max_steps} steps, "
+        f"{datetime.now(UTC):%Y-%m-%d}."
+    )
+
+
+def _reward(rewards: Sequence[float], drawn: bool) -> list[str]:
+    if not rewards:
+        return []
+    said = [f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}."]
+    return said + [f"![Mean reward by optimizer step]({CURVE})"] * drawn
+
+
+def _environments(commands: Mapping[str, str]) -> list[str]:
+    if not commands:
+        return []
+    blocks = [
+        f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```" for name, command in commands.items()
+    ]
+    return ["### Environments", *blocks]
+
+
+def _table(args: AtroposGRPOConfig) -> list[str]:
+    rows = [f"| `{name}` | `{portable_value(getattr(args, name))}` |" for name in SHOWN]
+    return ["| setting | value |", "|---|---|", *rows]
+
+
+def _recipe(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
+    """As YAML, what differs from the defaults."""
+    settings: dict[str, Any] = {"model_name_or_path": portable(base)}
+    settings |= _differing(args)
+    if adapters:
+        settings["adapters"] = [{"peft_type": portable_value(one.peft_type)} | _differing(one) for one in adapters]
+    dumped = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
+    title = "Every setting that differs from its default"
+    return f"<details><summary>{title}</summary>\n\n```yaml\n{dumped}```\n\n</details>"
+
+
+def _differing(settings: Any) -> dict[str, Any]:
+    names = [name for name in changed(settings) if name not in LEFT_OUT and not SECRET.search(name)]
+    values = {name: portable_value(getattr(settings, name)) for name in names}
+    return {name: value for name, value in values.items() if value not in ([], {})}  # what was `None` once

@@ -10,6 +10,7 @@ from trl_atropos.rollouts.source import RolloutSource, RunInfo
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end
 NUM_SAMPLES = 3
+CURVE = "reward_curve.png"
 
 
 @dataclass
@@ -38,6 +39,9 @@ class RecordingSource:
     def diagnose(self) -> str:
         return self.source.diagnose()
 
+    def state(self) -> dict:
+        return self.source.state()
+
     def close(self) -> None:
         self.source.close()
 
@@ -49,7 +53,7 @@ def _spread(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_summary(
-    output_dir: str, recorded: RecordingSource, steps: int, probe_max_abs_diff: float, wall_s: float
+    output_dir: str, recorded: RecordingSource, steps: int, probe_max_abs_diff: float | None, wall_s: float
 ) -> dict:
     """Writes `summary.json` into `output_dir`. Returns what it holds."""
     rewards = recorded.rewards
@@ -70,33 +74,39 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def draw_reward_curve(output_dir: str, rewards: Sequence[float]) -> str:
-    """Draws the reward of every batch with a running mean. Returns the PNG's path."""
+def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence[int] | None = None) -> str:
+    """Draws the reward of every batch, or of every log at the optimizer steps `steps`, with a running mean. Returns
+    the PNG's path."""
     from matplotlib.figure import Figure
 
-    running = [_mean(rewards[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(rewards))]
+    window = min(WINDOW, max(1, len(rewards) // 10))
+    running = [_mean(rewards[max(0, i + 1 - window) : i + 1]) for i in range(len(rewards))]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(rewards) + 1), rewards, color="#9db7d5", linewidth=1, label="each batch")
-    axes.plot(range(1, len(rewards) + 1), running, color="#1f4e79", linewidth=2, label=f"mean of {WINDOW}")
-    axes.set(xlabel="generation batch", ylabel="mean reward")
+    at = steps or range(1, len(rewards) + 1)
+    each = "batch" if steps is None else "log"
+    axes.plot(at, rewards, color="#9db7d5", linewidth=1, label=f"each {each}")
+    axes.plot(at, running, color="#1f4e79", linewidth=2, label=f"mean of {window}")
+    axes.set(xlabel="generation batch" if steps is None else "optimizer step", ylabel="mean reward")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    path = os.path.join(output_dir, "reward_curve.png")
+    path = os.path.join(output_dir, CURVE)
     figure.savefig(path, dpi=130)
     return path
 
 
-def closing_lines(summary: dict, recorded: RecordingSource, decode, curve: str) -> list[str]:
-    """What a person reads at the end. `decode` turns token ids into text."""
+def closing_lines(summary: dict, recorded: RecordingSource, decode, curve: str, replayed: bool) -> list[str]:
+    """What a person reads at the end. `decode` turns token ids into text. Rows that are `replayed` were sampled by
+    another policy, and say nothing of this training."""
     lines = [""]
-    for title, rows in (("before", recorded.first_rows), ("after", recorded.last_rows)):
-        lines.append(f"Sample completions {title} training (prompt -> completion, reward):")
+    when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
+    for title, rows in zip(when, (recorded.first_rows, recorded.last_rows), strict=True):
+        lines.append(f"Sample completions {title} (prompt -> completion, reward):")
         lines += [f"  {decode(row.prompt_ids)!r} -> {decode(row.completion_ids)!r}  {row.score:.3f}" for row in rows]
-    lines += [
+    lines.append(
         f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
-        f"last {WINDOW} batches {summary['reward_last']:.3f}",
-        f"Largest probe difference: {summary['probe_max_abs_diff']:.1e} nats; wall time {summary['wall_s']:.0f} s",
-        f"Reward curve: {curve}",
-    ]
-    return lines
+        f"last {WINDOW} batches {summary['reward_last']:.3f}"
+    )
+    if (probe := summary["probe_max_abs_diff"]) is not None:
+        lines.append(f"Largest probe difference: {probe:.1e} nats")
+    return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]

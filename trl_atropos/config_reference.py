@@ -1,0 +1,198 @@
+"""Writes `docs/reference.md`: every setting, warning and command, from the help texts that the program itself shows.
+
+    python -m trl_atropos.config_reference docs/reference.md
+
+TRL's and Transformers' own fields are not in it: their documentation has them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Union, get_args, get_origin, get_type_hints
+
+from trl_atropos.cli import BENCHMARKS
+from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.health import SIGNALS
+from trl_atropos.logging import LEVELS, VARIABLE
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.recipe import ServicesConfig
+
+COMMAND = "python -m trl_atropos.config_reference docs/reference.md"
+HELP_WIDTH = "100"  # columns that the commands wrap their help at
+
+# Title -> fields. Every field that `AtroposGRPOConfig` declares itself is in one of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Server and weights": (
+        "vllm_mode",
+        "vllm_server_base_url",
+        "sync_every_n_steps",
+        "weight_transport",
+        "publish_timeout",
+        "probe_every_n_steps",
+        "vllm_enable_sleep_mode",
+        "vllm_sleep_level",
+        "master_weights",
+        "offload_master_weights",
+    ),
+    "Rollouts": (
+        "atropos_url",
+        "reset_atropos",
+        "rollout_timeout",
+        "max_sequence_length",
+        "single_row_groups",
+        "sampling_temperature",
+        "max_staleness",
+        "prefetch_batches",
+        "replace_zero_variance_groups",
+        "enforce_environment_weights",
+        "record_rollouts",
+        "replay_paths",
+        "max_spool_gb",
+    ),
+    "Loss and micro-batches": (
+        "vllm_importance_sampling_mode",
+        "distillation_coef",
+        "group_by_length",
+        "max_tokens_per_micro_batch",
+    ),
+    "Checkpoints": ("save_in_background",),
+    "Warnings": ("warning_thresholds", "stop_on_warnings"),
+}
+COMMANDS = ("check", "serve", "report", "bench", *(f"bench {name}" for name in BENCHMARKS))
+
+HEAD = f"""\
+<!-- Made by `{COMMAND}`. Change the help texts, not this file. -->
+
+# Reference
+
+What `trl_atropos` adds to TRL: settings, warnings and commands, as the program itself tells them. Every argument of
+[TRL's `GRPOConfig`](https://huggingface.co/docs/trl/main/en/grpo_trainer#trl.GRPOConfig) may be used beside these;
+[migration](migration.md) says which of those have no effect here. All are keys of a recipe and flags of
+`python -m trl_atropos.train`, whose `--help` lists these and `--help_all` those of TRL, too.
+"""
+SERVICES = """\
+## Services of a recipe
+
+Which services a run starts and stops. Those it does not start are used by their URL and never touched.
+"""
+ENVIRONMENTS = """\
+An entry of `environments` has these keys; what they mean is in [own environment](own-environment.md).
+
+{keys}
+
+Beside these, a recipe may have `env`, a mapping of environment variables that are set before anything is imported, and
+the fields of TRL's `ModelConfig`, which describe the model: `model_name_or_path`, `dtype`, `use_peft`, `lora_r`, ...
+"""
+WARNINGS = """\
+## Health warnings
+
+Measured on every batch, logged as `health/NAME`, and explained in the log when they stay above their threshold for
+that many batches in a row. `warning_thresholds` changes a threshold, `stop_on_warnings` ends the run. What to do about
+each is in [debugging](debugging.md).
+"""
+VARIABLES = f"""\
+## Environment variables
+
+| | |
+|---|---|
+| `{TOKEN_VARIABLE}` | protects the server's routes that change weights: the same on server and trainer. A recipe \
+that starts its server makes one up; `trl-atropos serve` prints one if it is not set |
+| `{VARIABLE}` | how much the package says: {", ".join(LEVELS)} |
+
+Those of the libraries work as ever, in the shell or under `env` of a recipe, and reach the services, too: `HF_HOME`,
+`HF_HUB_OFFLINE`, `HF_TOKEN`, `CUDA_VISIBLE_DEVICES`, `OMP_NUM_THREADS`, `VLLM_*`, `NCCL_*`, `WANDB_PROJECT`.
+"""
+CLI = """\
+## Commands
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m trl_atropos.config_reference",
+        description="Write the reference of all settings, warnings and commands as Markdown.",
+    )
+    parser.add_argument("file", type=Path, nargs="?", help="where to; standard output if left out")
+    options = parser.parse_args(argv)
+    text = reference()
+    if options.file is None:
+        sys.stdout.write(text)
+    else:
+        options.file.write_text(text, encoding="utf-8")
+
+
+def reference() -> str:
+    """The whole page. Raises `ValueError` for a field without a group, or a group with a field that is gone."""
+    own = own_fields(AtroposGRPOConfig)
+    grouped = [name for names in GROUPS.values() for name in names]
+    if sorted(grouped) != sorted(own):
+        raise ValueError(
+            f"GROUPS of config_reference.py and the fields of AtroposGRPOConfig differ in "
+            f"{sorted(set(grouped) ^ set(own))}: name each field once."
+        )
+    parts = [HEAD, "## Training\n"]
+    for title, names in GROUPS.items():
+        parts += [f"### {title}\n", _table(AtroposGRPOConfig, [own[name] for name in names])]
+    parts += [SERVICES, _table(ServicesConfig, fields(ServicesConfig)), ENVIRONMENTS.format(keys=_environment_keys())]
+    parts += [WARNINGS, _warnings(), VARIABLES, CLI]
+    parts.append(f"### `trl-atropos`\n\n```text\n{_help_of(['--help'])}```\n")
+    for command in COMMANDS:
+        parts.append(f"### `trl-atropos {command}`\n\n```text\n{_help_of([*command.split(), '--help'])}```\n")
+    return "\n".join(parts)
+
+
+def own_fields(config: type) -> dict[str, Field]:
+    """The fields that a dataclass declares itself, or declares anew."""
+    return {field.name: field for field in fields(config) if field.name in config.__annotations__}
+
+
+def _table(config: type, chosen: Iterable[Field]) -> str:
+    hints = get_type_hints(config)
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    for field in chosen:
+        text = field.metadata["help"].replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {_type_name(hints[field.name])} | {_default(field)} | {text} |")
+    return "\n".join([*lines, ""])
+
+
+def _type_name(hint: object) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_type_name(one) for one in get_args(hint) if one is not types.NoneType)
+    return f"`{hint.__name__}`" if get_origin(hint) is None else f"`{hint}`"
+
+
+def _default(field: Field) -> str:
+    default = field.default_factory() if field.default is MISSING else field.default
+    if default is None:
+        return "none"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _environment_keys() -> str:
+    from trl_atropos.environments import EnvironmentSpec
+
+    told = []
+    for name, key in EnvironmentSpec.model_fields.items():
+        told.append(f"`{name}` (required)" if key.is_required() else f"`{name}`")
+    return ", ".join(told) + "."
+
+
+def _warnings() -> str:
+    lines = ["| name | warns above | batches in a row |", "|---|---|---|"]
+    lines += [f"| `{name}` | {signal.threshold:g} | {signal.patience} |" for name, signal in SIGNALS.items()]
+    return "\n".join([*lines, ""])
+
+
+def _help_of(arguments: list[str]) -> str:
+    command = [sys.executable, "-m", "trl_atropos.cli", *arguments]
+    env = os.environ | {"COLUMNS": HELP_WIDTH}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+if __name__ == "__main__":
+    main()

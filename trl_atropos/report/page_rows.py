@@ -1,0 +1,188 @@
+"""All rollouts in a run's `rollouts/`, one entry each, and what became of them, for `page.py`.
+
+Reads the Arrow files (`rollouts/spool.py` writes them) by column and in numpy, because a run has a hundred thousand
+rows, and torch alone would take longer to import than all of this.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trl_atropos.report.page_run import ReportError, Run
+from trl_atropos.rollouts.lineage import Lineage
+
+HEADER = b"trl_atropos"  # of a spool's file
+EPSILON = np.float32(1e-4)  # TRL's, see `rollouts/advantages.py`
+UNKNOWN = -1
+SCALARS = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
+FLAGS = ("zero_advantage", "raw_advantage", "sft")
+
+
+class Fate(IntEnum):
+    """What became of a row, as far as the run's log tells."""
+
+    UNKNOWN = 0
+    TRAINED = 1
+    IN_TRAINING = 2  # handed to the trainer, whose step is not known to be over
+    WAITING = 3  # on disk, not handed out
+    PASSED_OVER = 4  # older than rows that were handed out, and never was: stale, without variance, over its share
+
+
+@dataclass
+class Rows:
+    """`n` rows in the order of their numbers. Every array is `(n,)`; `UNKNOWN` stands for what is not known."""
+
+    columns: dict[str, np.ndarray]  # SCALARS, FLAGS, prompt_tokens, completion_tokens
+    file: np.ndarray  # index into `paths`
+    position: np.ndarray  # within the file
+    paths: list[Path]
+    headers: list[dict[str, Any]]
+    spool: str
+    unreadable: list[str]  # names of files
+    fate: np.ndarray = None  # these five are set by `trace`
+    batch: np.ndarray = None  # number of the generation batch, if all of it is there
+    first_step: np.ndarray = None
+    last_step: np.ndarray = None
+    staleness: np.ndarray = None  # optimizer steps between the version that sampled it and the one it was trained at
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns[name]
+
+    @property
+    def length(self) -> np.ndarray:
+        return self["prompt_tokens"] + self["completion_tokens"]
+
+
+def read_all(folder: Path) -> Rows:
+    """
+    The rows in `folder`, which may be missing. A file that cannot be read is named in `unreadable`.
+
+    Raises:
+        ReportError: the folder is no spool's.
+    """
+    try:
+        spool = json.loads((folder / "spool.meta").read_text(encoding="utf-8"))["name"]
+    except FileNotFoundError:
+        spool = ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(
+            f"{folder / 'spool.meta'} is not what a run writes ({error!r}). Move {folder} away for a report without "
+            "the rollouts in it."
+        ) from error
+    tables, paths, headers, unreadable = [], [], [], []
+    for path in sorted(folder.glob("rows-*.arrow")):
+        try:
+            with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+                header = json.loads((reader.schema.metadata or {})[HEADER])
+                tables.append(_columns(reader.read_all()))
+        except FileNotFoundError:
+            continue  # the run has just trimmed it
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            unreadable.append(f"{path.name}: {error}")
+            continue
+        paths.append(path)
+        headers.append(header)
+    return _joined(tables, paths, headers, spool, unreadable)
+
+
+def _columns(table: pa.Table) -> dict[str, np.ndarray]:
+    found = {name: _numbers(table.column(name)) for name in (*SCALARS, *FLAGS)}
+    for name in ("prompt", "completion"):
+        found[f"{name}_tokens"] = pc.list_value_length(table.column(f"{name}_ids")).to_numpy().astype(np.int64)
+    return found
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    absent = False if pa.types.is_boolean(column.type) else UNKNOWN
+    return column.fill_null(absent).to_numpy()
+
+
+def _joined(tables: list[dict[str, np.ndarray]], paths, headers, spool, unreadable) -> Rows:
+    names = (*SCALARS, *FLAGS, "prompt_tokens", "completion_tokens")
+    columns = {name: np.concatenate([t[name] for t in tables] or [np.empty(0)]) for name in names}
+    sizes = [len(table["index"]) for table in tables]
+    file = np.repeat(np.arange(len(sizes)), sizes)
+    position = np.concatenate([np.arange(size) for size in sizes] or [np.empty(0, np.int64)])
+    order = np.argsort(columns["index"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    return Rows(columns, file[order], position[order], paths, headers, spool, unreadable)
+
+
+# ------------------------------------------------------------------------------------------------ what became of it
+
+
+def trace(rows: Rows, run: Run) -> None:
+    """Sets for every row what became of it, and at which step, where the run's log tells."""
+    n = len(rows)
+    rows.fate = np.full(n, Fate.UNKNOWN)
+    rows.batch, rows.first_step, rows.last_step, rows.staleness = (np.full(n, UNKNOWN) for _ in range(4))
+    batches = [batch for batch in run.batches if batch.spool == rows.spool]
+    if not batches:
+        return
+    ahead = rows["index"] >= max(end for _, end in batches[-1].spans)
+    rows.fate[ahead] = Fate.WAITING
+    if run.whole:
+        rows.fate[~ahead] = Fate.PASSED_OVER
+    for number, batch in enumerate(batches):
+        done = batch.last_step <= run.steps
+        parts = [slice(*np.searchsorted(rows["index"], span)) for span in batch.spans]
+        whole = sum(part.stop - part.start for part in parts) == sum(end - first for first, end in batch.spans)
+        for part in parts:
+            rows.fate[part] = Fate.TRAINED if done else Fate.IN_TRAINING
+            rows.batch[part] = number if whole else UNKNOWN
+            rows.first_step[part], rows.last_step[part] = batch.first_step, batch.last_step
+            _set_staleness(rows, part, Lineage.from_json(batch.lineage), batch.version)
+
+
+def _set_staleness(rows: Rows, part: slice, path: Lineage, version: int) -> None:
+    """As `rollouts/selection.py` tells the age of a row that is trained at `version` of `path`."""
+    of_rows, files = rows["policy_version"][part], rows.file[part]
+    for sampled, file in {*zip(of_rows.tolist(), files.tolist())}:
+        if sampled == UNKNOWN:
+            continue
+        header = rows.headers[file]
+        born = Lineage.from_json(header["lineage"]).seen(sampled, header["version"])
+        same = (of_rows == sampled) & (files == file)
+        rows.staleness[part][same] = born.distance(sampled, path, version)
+
+
+def advantages(rows: Rows, scale_rewards: str | None) -> np.ndarray:
+    """
+    `(n,)` float32, NaN = not known: what `rollouts.advantages.row_advantages` gives the trainer, but for advantages
+    that an environment sent for each token.
+
+    Args:
+        scale_rewards: the run's setting, None if that is not known.
+    """
+    scores, means, stds = (rows[name].astype(np.float32) for name in ("score", "group_mean", "group_std"))
+    centred = scores - means
+    if scale_rewards == "group":
+        found = centred / (stds + EPSILON)
+    elif scale_rewards == "batch":
+        found = centred / (_batch_stds(rows, scores) + EPSILON)
+    elif scale_rewards == "none":
+        found = centred
+    else:
+        found = np.full(len(rows), np.nan, np.float32)
+    found = np.where(rows["raw_advantage"].astype(bool), scores, found)
+    found = np.where(rows["sft"].astype(bool), np.float32(1), found)
+    return np.where(rows["zero_advantage"].astype(bool), np.float32(0), found)
+
+
+def _batch_stds(rows: Rows, scores: np.ndarray) -> np.ndarray:
+    """Standard deviation (ddof=1) of the scores that were trained together; NaN where that is not known."""
+    stds = np.full(len(rows), np.nan, np.float32)
+    order = np.argsort(rows.batch, kind="stable")
+    for together in np.split(order, np.flatnonzero(np.diff(rows.batch[order])) + 1):
+        if len(together) and rows.batch[together[0]] != UNKNOWN:
+            stds[together] = scores[together].std(ddof=1) if len(together) > 1 else 0.0
+    return stds

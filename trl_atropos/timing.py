@@ -1,0 +1,108 @@
+"""Where the time of an optimizer step goes: every moment on this process belongs to exactly one part of it.
+
+`AtroposGRPOTrainer` and its publisher enter the parts as a step goes through them; a part that is entered inside
+another is taken out of that one. A step lasts from the end of one optimizer step to the end of the next, so what
+Transformers does between them (logging, saving, callbacks) is in it, as `other`.
+
+On a GPU, what was queued counts where it was queued and not where somebody happens to wait for it: `settle` waits at
+the end of what computes. Each of those waits comes just before one that TRL or Transformers would make anyway.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import TrainerCallback
+
+WAIT = "wait_for_rollouts"  # until there are rows
+INGEST = "ingest"  # rows to tensors: handing them to the other ranks, padding, advantages, what is measured of them
+COMPUTE = "forward_backward"  # also of the old and of the reference policy
+OPTIMIZER = "optimizer"  # clipping included
+PUBLISH = "publish"  # pause, transfer, resume, probe
+SAVE = "save"  # of a checkpoint: told by itself, and a share of `other`
+OTHER = "other"
+SAVE_BACKGROUND = "save_background"  # of a thread beside the steps (`saving.py`), and no part of them
+
+PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
+DOMINATES = 0.5  # share of the step from which on a part is what it waits for
+
+
+class Stopwatch:
+    """Attributes time to the innermost part that has been entered; what is in none belongs to `rest`."""
+
+    def __init__(self):
+        self.start()
+
+    def start(self) -> None:
+        """Begin with a first step, now."""
+        self.rest = OTHER
+        self._inside: list[str] = []
+        self._spent = dict.fromkeys((*PARTS, SAVE), 0.0)
+        self._began = self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._attribute()
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._attribute()
+            self._inside.pop()
+
+    def rest_is(self, name: str) -> None:
+        """Until the end of the step, what is in no part belongs to `name`."""
+        self._attribute()
+        self.rest = name
+
+    def lap(self) -> dict[str, float]:
+        """
+        Ends a step and begins the next. Returns seconds: `step`, the `PARTS` of which it is the sum, and `save`, which
+        is within `other`.
+        """
+        self._attribute()
+        spent, step = self._spent, self._since - self._began
+        self._spent = dict.fromkeys(spent, 0.0)
+        self.rest, self._began = OTHER, self._since
+        return spent | {OTHER: spent[OTHER] + spent[SAVE], "step": step}
+
+    def _attribute(self) -> None:
+        now = time.perf_counter()
+        self._spent[self._inside[-1] if self._inside else self.rest] += now - self._since
+        self._since = now
+
+
+class StepTimes(TrainerCallback):
+    """Ends a step of the stopwatch where the optimizer's ends, and keeps its parts as `time/NAME` in `metrics`."""
+
+    def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
+        self._stopwatch = stopwatch
+        self._metrics = metrics
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for name, seconds in self._stopwatch.lap().items():
+            self._metrics[f"time/{name}"].append(seconds)
+
+
+def settle(device: torch.device) -> None:
+    """Waits for what is queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def bottleneck(logs: dict[str, float]) -> str | None:
+    """What a step mostly waits for, in plain words, if one thing takes at least half of it. `logs` as logged."""
+    step = logs.get("time/step")
+    if not step:
+        return None
+    share = {name: logs[f"time/{name}"] / step for name in PARTS}
+    shares = {
+        "the environments cannot keep up: {} of the step is waiting": share[WAIT],
+        "the trainer is the bottleneck: {} of the step is computing": share[COMPUTE] + share[OPTIMIZER],
+        "publishing is the bottleneck: {} of the step": share[PUBLISH],
+        "taking rollouts in is the bottleneck: {} of the step": share[INGEST],
+        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER],
+    }
+    text, largest = max(shares.items(), key=lambda item: item[1])
+    return text.format(f"{round(100 * largest)} %") if largest >= DOMINATES else None
