@@ -12,7 +12,6 @@ import pty
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
+from trl_atropos.services import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipes/quickstart/colocate.yaml"
@@ -47,9 +47,22 @@ def make_model(folder: Path) -> Path:
 
 def free_urls(number: int) -> list[str]:
     """URLs on this machine where nobody listens, all different."""
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [f"http://127.0.0.1:{one.getsockname()[1]}" for one in taken]
+    ports: set[int] = set()
+    while len(ports) < number:
+        ports.add(free_port())
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def launch_two(folder: Path, module: str, model: Path) -> None:
+    """Runs `module` in two processes with gloo between them, on `model` and `folder`. It must succeed."""
+    # Neither `--cpu` nor `MULTI_CPU` would start two.
+    config = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "use_cpu": True}
+    (folder / "two.yaml").write_text(json.dumps(config))  # which is YAML, too
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "two.yaml")]
+    command += ["--main_process_port", "0", "-m", module, str(model), str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
 def ask(url: str, token: str = "") -> Any:
@@ -123,6 +136,7 @@ class Run:
         self.env = {**os.environ, **(env or {}), MARKER: self.marker, TOKEN_VARIABLE: self.token}
         self.terminal = terminal
         self._seen: dict[int, int] = {}  # process id -> start time
+        self._mapped: set[int] = set()  # inodes of files in /dev/shm
         self._output = bytearray()
         self._done = threading.Event()
 
@@ -137,7 +151,7 @@ class Run:
                 cwd=ROOT,
                 env={**self.env, "PS1": "$ ", "HISTFILE": ""},
                 start_new_session=True,
-                preexec_fn=lambda: (_heed_ctrl_c(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+                preexec_fn=lambda: (heed_ctrl_c(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
             )
             os.close(slave)
             self.type(shlex.join(self.command) + "\n")
@@ -151,7 +165,7 @@ class Run:
                 cwd=ROOT,
                 env=self.env,
                 start_new_session=True,
-                preexec_fn=_heed_ctrl_c,
+                preexec_fn=heed_ctrl_c,
             )
             os.close(write_end)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)]
@@ -246,19 +260,19 @@ class Run:
         return int(found[1])
 
     def shared_files(self) -> list[str]:
-        """Files in /dev/shm which were not there before and which no process of somebody else has mapped.
+        """Files in /dev/shm which were not there before and which a process of the run had mapped."""
+        self._look()
+        return sorted(name for name, inode in shared_inodes().items() if inode in self._mapped)
 
-        By inode: a semaphore is mapped under a name that is gone.
-        """
-        new = {inode: name for name, inode in shared_inodes().items() if inode not in self.shm_before.values()}
-        own = set(self.processes())
-        others = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in own] if new else []
-        for pid in others:
+    def _look_at_maps(self) -> None:
+        """Notes new files in /dev/shm as the run's. By inode: a semaphore is mapped under a name that is gone."""
+        known = self._mapped | set(self.shm_before.values())
+        if known.issuperset(shared_inodes().values()):
+            return
+        for pid in list(self._seen):
             with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    if " /dev/shm/" in line:
-                        new.pop(int(line.split()[4]), None)
-        return sorted(new.values())
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                self._mapped |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line} - known
 
     def left(self) -> list[str]:
         """Processes and shared files that are still there."""
@@ -290,6 +304,7 @@ class Run:
                     mine = marker in Path(f"/proc/{pid}/environ").read_bytes()
             if mine:
                 self._seen[pid] = started
+        self._look_at_maps()
 
     def _is_seen(self, pid: int) -> bool:
         return pid in self._seen and (status_of(pid) or (0, 0, 0, None))[3] == self._seen[pid]
@@ -304,7 +319,7 @@ class Run:
                 self._output += data
 
 
-def _heed_ctrl_c() -> None:
+def heed_ctrl_c() -> None:
     """In a child: a shell's `&` may have left SIGINT ignored for these tests, and what is ignored is inherited."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -314,7 +329,7 @@ def _slow_train() -> None:
 
     real = train.train
 
-    def slow(recipe) -> None:
+    def slow(recipe, services) -> None:
         import torch
         import transformers
 
@@ -334,7 +349,7 @@ def _slow_train() -> None:
             torch.optim.AdamW.step = slow_step
         else:
             transformers.PreTrainedModel.save_pretrained = slow_save
-        real(recipe)
+        real(recipe, services)
 
     train.train = slow
     train.main()

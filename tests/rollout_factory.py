@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from trl import GRPOTrainer
 
 from recipes.quickstart.make_model import make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
@@ -151,6 +152,13 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
         "max_completion_length": 16,
     }
     return usual | settings
+
+
+class PaddedTrainer(AtroposGRPOTrainer):
+    """With the micro-batches that TRL draws, padded as TRL does."""
+
+    _prepare_inputs = GRPOTrainer._prepare_inputs
+    _get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies
 
 
 def make_trainer(

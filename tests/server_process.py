@@ -1,6 +1,5 @@
 """Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
 
-import socket
 import sys
 import uuid
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import requests
 import torch
 
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services import Services
+from trl_atropos.services import Services, free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
 ENVIRONMENT = {
@@ -41,21 +40,22 @@ class Server:
     def generate(self, **body):
         return requests.post(f"{self.url}/generate", json={"logprobs": 0, **body}, timeout=60)
 
-
-def free_port() -> int:
-    """A port of this machine where nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    def metric(self, name: str) -> float:
+        """One of vLLM's own numbers, such as `num_requests_running`."""
+        lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        (line,) = [line for line in lines if line.startswith(f"vllm:{name}{{")]
+        return float(line.rsplit(" ", 1)[1])
 
 
 @contextmanager
-def running_server(model: str | Path, log_dir: Path, *flags: str) -> Iterator[Server]:
-    """A vLLM server on `model`, in processes of its own; stopped at the end."""
-    port, token = free_port(), uuid.uuid4().hex
+def running_server(
+    model: str | Path, log_dir: Path, *flags: str, port: int | None = None, token: str | None = None
+) -> Iterator[Server]:
+    """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take its place later."""
+    port, token = port or free_port(), token or uuid.uuid4().hex
     command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
     command += ["--max-model-len", str(MAX_MODEL_LEN), *flags]
-    if torch.cuda.is_available():  # several servers share the device with the trainer
+    if torch.cuda.is_available() and "--gpu-memory-utilization" not in flags:  # several share the device
         command += ["--gpu-memory-utilization", "0.1"]
     url = f"http://127.0.0.1:{port}"
     with Services(log_dir) as services:

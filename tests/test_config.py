@@ -9,7 +9,7 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, UNUSED_FIELDS
+from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, UNUSED_FIELDS, VLLM_MODES
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
 OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
@@ -22,6 +22,22 @@ REFUSED = {
     "evaluation at the start": ({"eval_on_start": True}, r"Remove `eval_strategy` and `eval_on_start`"),
     "best model": ({"load_best_model_at_end": True}, r"`load_best_model_at_end` needs evaluation.*remove it"),
     "mode": ({"vllm_mode": "banana"}, r"`vllm_mode` is 'banana'. Set it to one of: colocate"),
+    "transport": ({"weight_transport": "rdma"}, r"`weight_transport` is 'rdma'. Set it to one of: auto, nccl, gloo"),
+    "sleep level": ({"vllm_sleep_level": 3}, r"`vllm_sleep_level` is 3. Set it to one of: 1, 2"),
+    "no publish": ({"sync_every_n_steps": 0}, r"`sync_every_n_steps` is 0. Set it to 1 or more"),
+    "rare publishes of one copy": (
+        {"sync_every_n_steps": 2},
+        r"`sync_every_n_steps` is 2, but with `vllm_mode='colocate'` .*leave it at 1",
+    ),
+    "sleep before the batch is whole": (
+        {"vllm_mode": "server", "vllm_enable_sleep_mode": True, "gradient_accumulation_steps": 4,
+         "steps_per_generation": 2},
+        r"another batch before .*\(.*steps_per_generation 2, gradient_accumulation_steps 4\): .*leave `steps_per_gen",
+    ),
+    "sleep over several steps": (
+        {"vllm_mode": "server", "vllm_enable_sleep_mode": True, "sync_every_n_steps": 2},
+        r"another batch before that \(sync_every_n_steps 2, .*set `sync_every_n_steps: 1`",
+    ),
     "loss": ({"loss_type": "ppo"}, r"`loss_type` is 'ppo'. Set it to one of: grpo, bnpo, .*, vespo"),
     "correction": (
         {"vllm_importance_sampling_mode": "token"},
@@ -33,7 +49,30 @@ REFUSED = {
     "no time for rollouts": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
     "no time to publish": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
     "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
+    "prefetch": ({"prefetch_batches": -1}, r"`prefetch_batches` is -1. Set it to 0 or more"),
+    "staleness": ({"max_staleness": -1}, r"`max_staleness` is -1. Set it to 0 or more"),
+    "no room for rollouts": ({"max_spool_gb": 0}, r"`max_spool_gb` is 0. Set it to a number of gigabytes above 0"),
     "too short": ({"max_sequence_length": 1}, r"`max_sequence_length` is 1. Set it to the longest prompt plus"),
+    "a budget below the longest rollout": (
+        {"max_tokens_per_micro_batch": 512, "max_sequence_length": 1024},
+        r"`max_tokens_per_micro_batch` is 512, but .*`max_sequence_length` \(1024\).*set it to that or more",
+    ),
+    "a budget of nothing": (
+        {"max_tokens_per_micro_batch": 0},
+        r"`max_tokens_per_micro_batch` is 0, .*set it to that or more",
+    ),
+    "a budget, accumulated": (
+        {"max_tokens_per_micro_batch": 512, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 6},
+        r"`gradient_accumulation_steps` is 4, .*steps: 1` and `per_device_train_batch_size: 24`",
+    ),
+    "a budget with a mean over micro-batches": (
+        {"max_tokens_per_micro_batch": 512, "loss_type": "bnpo"},
+        r"`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, .*use another `loss_type`",
+    ),
+    "a budget without grouping": (
+        {"max_tokens_per_micro_batch": 512, "group_by_length": False},
+        r"`max_tokens_per_micro_batch` changes .*leave `group_by_length` on",
+    ),
     "greedy": ({"temperature": 0.0}, r"`temperature` is 0.0.*set it to the temperature above 0"),
     "another temperature": (
         {"temperature": 1.0, "sampling_temperature": 0.7},
@@ -66,6 +105,26 @@ REFUSED = {
         {"atropos_url": "http://127.0.0.1:9001/", "vllm_server_base_url": "http://127.0.0.1:9001/v1"},
         r"are both http://127.0.0.1:9001. They are two servers: give each its own port",
     ),
+    "one bad URL among several": (
+        {"vllm_server_base_url": "http://127.0.0.1:9001,127.0.0.1:9002"},
+        r"`vllm_server_base_url` is '127.0.0.1:9002'.*Write it as `http://host:port`",
+    ),
+    "one bad URL in a list": (
+        {"vllm_server_base_url": ["http://127.0.0.1:9001", "http://127.0.0.1:x"]},
+        r"`vllm_server_base_url` is 'http://127.0.0.1:x'.*Write it as `http://host:port`",
+    ),
+    "an empty place in a list": (
+        {"vllm_server_base_url": "http://127.0.0.1:9001,"},
+        r"`vllm_server_base_url` is ''.*Write it as `http://host:port`",
+    ),
+    "one server twice": (
+        {"vllm_server_base_url": ["http://127.0.0.1:9001", "http://127.0.0.1:9001/v1/"]},
+        r"`vllm_server_base_url` lists http://127.0.0.1:9001 twice: list each server once",
+    ),
+    "the API among the servers": (
+        {"atropos_url": "http://h:2", "vllm_server_base_url": "http://h:1,http://h:2"},
+        r"`atropos_url` and `vllm_server_base_url` are both http://h:2",
+    ),
     "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"cannot be sharded: remove `deepspeed`"),
     "fsdp": ({"fsdp": "full_shard"}, r"cannot be sharded: remove `fsdp`"),
 }  # fmt: skip
@@ -84,7 +143,6 @@ UNUSED_VALUES = {
     "max_tool_calling_iterations": 3,
     "use_transformers_continuous_batching": True,
     "vllm_structured_outputs_regex": "a*",
-    "vllm_enable_sleep_mode": True,
     "vllm_model_impl": "transformers",
     "reward_weights": [1.0],
     "multi_objective_aggregation": "normalize_then_sum",
@@ -150,6 +208,23 @@ def test_recorded_rollouts_may_be_trained_on_sharded(monkeypatch):
     assert configure(replay_paths=["somewhere"]).replay_paths == ["somewhere"]
 
 
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+def test_modes_that_copy_weights_may_be_sharded(monkeypatch, mode, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    assert configure(vllm_mode=mode).vllm_mode == mode
+
+
+@pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
+def test_modes_that_copy_weights_may_publish_rarely(mode):
+    assert configure(vllm_mode=mode, sync_every_n_steps=5).sync_every_n_steps == 5
+
+
+def test_a_server_may_sleep_while_a_whole_batch_is_trained():
+    config = configure(vllm_mode="server", vllm_enable_sleep_mode=True, gradient_accumulation_steps=4)
+    assert (config.vllm_enable_sleep_mode, config.vllm_sleep_level) == (True, 2)
+
+
 # --------------------------------------------------------------------------------------------------------- warnings
 
 
@@ -198,6 +273,19 @@ def test_scale_rewards_takes_the_booleans_that_trl_takes(given, meant):
 def test_urls_lose_what_clients_append_themselves():
     config = configure(atropos_url="http://127.0.0.1:8000/", vllm_server_base_url="http://127.0.0.1:9001/v1/")
     assert (config.atropos_url, config.vllm_server_base_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:9001")
+
+
+@pytest.mark.parametrize(
+    "several", [["http://a:1", "http://b:2/v1"], "http://a:1, http://b:2/", "http://a:1,http://b:2"]
+)
+def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, several):
+    for config in (configure(vllm_server_base_url=several), from_yaml(tmp_path, vllm_server_base_url=several)):
+        assert config.vllm_server_urls == ["http://a:1", "http://b:2"]
+
+
+def test_several_servers_on_the_command_line_are_separated_by_commas(tmp_path):
+    config = from_yaml(tmp_path, "--vllm_server_base_url", "http://a:1,http://b:2")
+    assert config.vllm_server_urls == ["http://a:1", "http://b:2"]
 
 
 def test_trls_server_port_is_understood_where_there_is_no_url():

@@ -1,4 +1,7 @@
-"""On the same rollouts, `AtroposGRPOTrainer` takes the very steps that TRL's own `GRPOTrainer` takes, bit for bit.
+"""On the same rollouts, `AtroposGRPOTrainer` takes the very steps that TRL's own `GRPOTrainer` takes.
+
+With TRL's micro-batches and TRL's padding, bit for bit; without its padding, and with rows of like length in a
+micro-batch, to what float32 allows.
 
 TRL gets the rollouts through its documented `rollout_func`; groups are of one size and the sampler correction is off,
 because that is as far as TRL goes without a vLLM of its own. Everything else is in `test_reference.py`.
@@ -14,7 +17,15 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.rollout_factory import Group, arguments, make_group, record, step_logs, uniform_batch
+from tests.rollout_factory import (
+    Group,
+    PaddedTrainer,
+    arguments,
+    make_group,
+    record,
+    step_logs,
+    uniform_batch,
+)
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.config import LOSS_TYPES
 
@@ -77,7 +88,7 @@ def atropos_score(score, **kwargs):
 def compare(
     model: Path, folder: Path, *, lora: dict[str, Any] | None = None, alike_groups: bool = True, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Trains with both trainers on the same recording; returns the log after checking that it is the same."""
+    """Trains all three on the same recording; returns TRL's log after checking that the others' are the same."""
     run = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, **settings}
     accumulation = settings.get("gradient_accumulation_steps", 1)
     per_generation = settings.get("steps_per_generation", accumulation)
@@ -91,15 +102,24 @@ def compare(
         batches[-1][-1]["scores"] = [0.25] * GROUP_SIZE  # one group without variance
     peft = {"peft_config": LoraConfig(**lora)} if lora else {}
 
-    source = WatchedReplay(record(folder / "rollouts.jsonl", *batches))
-    source.random_states = []
-    config = AtroposGRPOConfig(
-        **arguments(folder / "ours", **run),
-        replay_paths=["given as rollout_source"],
-        vllm_importance_sampling_correction=False,
-    )
-    ours = AtroposGRPOTrainer(str(model), args=config, rollout_source=source, **peft)
-    ours.train()
+    recording = record(folder / "rollouts.jsonl", *batches)
+
+    def train(trainer_class: type[AtroposGRPOTrainer], group_by_length: bool):
+        source = WatchedReplay(recording)
+        source.random_states = []
+        config = AtroposGRPOConfig(
+            **arguments(folder / trainer_class.__name__, **run),
+            replay_paths=["given as rollout_source"],
+            vllm_importance_sampling_correction=False,
+            group_by_length=group_by_length,
+        )
+        trainer = trainer_class(str(model), args=config, rollout_source=source, **peft)
+        trainer.train()
+        return trainer, source.random_states
+
+    padded, padded_states = train(PaddedTrainer, False)
+    # Which step a row comes to is drawn at random, and not by the same generator.
+    ours, states = train(AtroposGRPOTrainer, per_generation == accumulation)
 
     pulled, random_states = iter(batches), []
 
@@ -120,15 +140,20 @@ def compare(
     )
     theirs.train()
 
-    assert len(random_states) == len(source.random_states) == generations
-    assert all(torch.equal(a, b) for a, b in zip(source.random_states, random_states))
+    assert len(random_states) == generations
+    for mine in (padded_states, states):
+        assert len(mine) == generations
+        assert all(torch.equal(a, b) for a, b in zip(mine, random_states))
     log = logged(theirs)
     assert len(log) == STEPS
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in log)
-    for mine, other in zip(logged(ours), log, strict=True):
+    for mine, other in zip(logged(padded), log, strict=True):
         assert {name: mine[name] for name in other} == other
-    for (name, mine), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+    for (name, mine), (_, other) in zip(padded.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert torch.equal(mine, other), name
+    for mine, other in zip(logged(ours), log, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     return log
 
 

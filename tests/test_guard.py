@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.guard import SharedFiles, members
+from trl_atropos.guard import SharedFiles, members, signal_all
 from trl_atropos.services import GUARD
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux'")
@@ -23,7 +23,8 @@ PARENT = """
 import os, subprocess, sys, time
 guard = [sys.executable, "-I", "-S", {guard!r}, "--parent", str(os.getpid()), "--grace", "1"]
 guard = subprocess.Popen([*guard, "--", sys.executable, *sys.argv[1:]], start_new_session=True)
-open("guard.pid", "w").write(str(guard.pid))
+open("guard.pid.part", "w").write(str(guard.pid))
+os.rename("guard.pid.part", "guard.pid")
 sys.exit(guard.wait())
 """
 
@@ -87,8 +88,7 @@ def launch(tmp_path):
         parent.wait()
     if (tmp_path / "guard.pid").exists():
         guard = int((tmp_path / "guard.pid").read_text())
-        for pid in members(guard):
-            os.kill(pid, signal.SIGKILL)
+        signal_all(members(guard), signal.SIGKILL)  # the guard, whose parent is gone, ends them, too
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def service_says(tmp_path: Path) -> list:
 
 
 def guard_pid(tmp_path: Path) -> int:
-    return int(until(lambda: (tmp_path / "guard.pid").read_text(), "the guard is up"))
+    file = tmp_path / "guard.pid"
+    until(file.exists, "the guard is up")
+    return int(file.read_text())
 
 
 def test_a_service_and_its_stubborn_grandchildren_end_when_the_parent_is_killed(launch, tmp_path):

@@ -88,7 +88,8 @@ def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("service", ["atropos", "vllm", "environment-first_letter"])
 def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model, tmp_path):
-    with Run(tmp_path / "out", model, flags=("--max_steps", "100000")) as run:
+    flags = ("--max_steps", "100000", "--restart_environments", "0")
+    with Run(tmp_path / "out", model, flags=flags) as run:
         wait_for("training", run)
         output_before = len(run.output)
         os.kill(engine(run) if service == "vllm" else run.children(run.guard(service))[0], signal.SIGKILL)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.launching import ROOT, free_urls, make_model, shared_inodes
+from tests.launching import ROOT, Run, make_model
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())
@@ -23,22 +21,16 @@ TWO_TURNS = (
 
 def train(folder: Path, **changes) -> str:
     """Runs the quickstart's recipe with `changes`; returns what it printed. It must succeed and leave nothing."""
-    before = set(shared_inodes())
-    atropos, vllm = free_urls(2)
-    recipe = {**QUICKSTART, "atropos_url": atropos, "vllm_server_base_url": vllm, "output_dir": str(folder / "run")}
-    recipe["model_name_or_path"] = str(folder / "model")
     if not (folder / "model").exists():
         make_model(folder / "model")
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**recipe, **changes}))
-    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet"]
-    command = [*launcher, "--config_file", "configs/accelerate/cpu.yaml", "-m", "trl_atropos.train"]
-    finished = subprocess.run(
-        [*command, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    output = finished.stdout + finished.stderr
-    assert finished.returncode == 0, output[-3000:]
-    assert set(shared_inodes()) <= before
+    path.write_text(yaml.safe_dump({**QUICKSTART, **changes}))
+    with Run(folder / "run", folder / "model", recipe=str(path)) as run:
+        run.child.wait(900)
+        left = run.shared_files()
+    output = run.output
+    assert run.exit_code() == 0, output[-3000:]
+    assert left == []
     return output
 
 
@@ -55,6 +47,7 @@ def test_the_quickstart_learns_its_task(tmp_path):
     assert f"Reward curve: {tmp_path}/run/reward_curve.png" in output
     card = (tmp_path / "run" / "README.md").read_text()
     assert "## Atropos run" in card
+    assert "recipes/quickstart/" in card and " serve " in card  # the environment's command
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
     first = model(torch.tensor([[66, 64, 65, 28]])).logits[0, -1].argmax()  # "cab="
     assert int(first) == 66

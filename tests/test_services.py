@@ -1,6 +1,7 @@
 """Services, with real processes under them."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -157,7 +159,9 @@ def test_what_a_killed_guard_leaves_behind_is_ended(services):
     services.start("environment", [sys.executable, "-c", parent, child], grace=1)
     guard = guard_of(services, "environment")
     log = services.log_dir / "environment.log"
+    deadline = time.monotonic() + GONE_WITHIN
     while "\nup" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
     os.kill(guard, signal.SIGKILL)
     services._services["environment"].guard.wait(GONE_WITHIN)
@@ -224,6 +228,22 @@ def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
     while any(Path(f"/proc/{guard}").exists() or members(guard) for guard in guards):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _draw_ports(number: int) -> list[int]:
+    random.seed(42)  # as every trainer does
+    return [free_port() for _ in range(number)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_with_one_seed_draw_ports_of_their_own(method):
+    mine = _draw_ports(5)
+    with get_context(method).Pool(2) as pool:
+        theirs = pool.map(_draw_ports, [5, 5], chunksize=1)
+    drawn = [*mine, *theirs[0], *theirs[1], *_draw_ports(5)]
+    assert len(set(mine)) == 5
+    # Each process has a place of its own among 10,000 ports; that two of three meet has a probability of 0.3 %.
+    assert len(set(drawn)) >= len(drawn) - 5
 
 
 def test_a_port_in_use_is_named_with_the_way_out():

@@ -1,15 +1,8 @@
 """What `AtroposGRPOTrainer` does with rollouts, one behaviour a test. Whether the loss is right is in
 `test_reference.py`."""
 
-import base64
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pandas
@@ -341,72 +334,6 @@ def test_the_model_card_names_the_run(tiny_model, tmp_path):
     assert "recorded rollouts" in card
     assert "| `loss_type` | `dapo` |" in card
     assert f"{step_logs(trainer)[0]['reward']:.3f}" in card
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The four routes of the Hub that a push takes. What was committed is in `files` of the server."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/api/repos/create":
-            self.reply({"url": f"{self.server.url}/me/tiny"})
-        elif self.path == "/api/validate-yaml":
-            self.reply({"errors": [], "warnings": []})
-        elif self.path == "/api/models/me/tiny/preupload/main":
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            self.reply({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
-        elif self.path == "/api/models/me/tiny/commit/main":
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self.reply({"commitUrl": f"{self.server.url}/me/tiny/commit/1", "commitOid": "1"})
-        else:
-            self.reply({"error": f"no route {self.path}"}, status=404)
-
-    def do_GET(self):
-        self.reply({"error": f"no route {self.path}"}, status=404)
-
-    def reply(self, content: dict, status: int = 200):
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def hub() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.files = f"http://127.0.0.1:{server.server_port}", {}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-
-
-PUSH = """
-import sys
-from pathlib import Path
-from tests.rollout_factory import make_trainer, uniform_batch
-model, folder = map(Path, sys.argv[1:])
-push = {"push_to_hub": True, "hub_model_id": "me/tiny", "hub_token": "hf_nobodys"}
-trainer = make_trainer(model, folder, uniform_batch(model, 4, 2, 0), run_name="pushed", **push)
-trainer.train()
-trainer.push_to_hub()
-"""
-
-
-def test_a_push_to_the_hub_has_the_model_the_tokenizer_and_the_card(tiny_model, tmp_path, hub):
-    online = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-c", PUSH, str(tiny_model), str(tmp_path)]
-    done = subprocess.run(command, env=online, cwd=Path(__file__).parents[1], capture_output=True, timeout=200)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training_args.bin"} <= set(hub.files)
-    assert hub.files["model.safetensors"] == (tmp_path / "run" / "model.safetensors").read_bytes()
-    card = hub.files["README.md"].decode()
-    assert "run `pushed`, 1 of 1 steps" in card
-    assert "- atropos" in card
 
 
 # -------------------------------------------------------------------------------------------------------- refusals

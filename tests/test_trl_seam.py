@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from datasets import Dataset
+from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.rollout_factory import arguments, make_trainer, mixed_batch, uniform_batch
@@ -28,6 +29,7 @@ TENSORS = {
     "sampling_per_token_logps": torch.float32,
     "importance_sampling_ratio": torch.float32,
     "ref_per_token_logps": torch.float32,
+    "row_index": torch.int64,
 }
 
 
@@ -60,10 +62,37 @@ def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
     assert "generation_batch = self._generate_and_score_completions(generation_batch)" in SOURCE
 
 
-@pytest.mark.parametrize("name", ["train", "create_model_card", "get_train_dataloader"])
+OVERRIDDEN = [
+    "train", "compute_loss", "create_model_card", "get_train_dataloader", "push_to_hub", "_prepare_inputs",
+    "_load_from_checkpoint", "_push_from_checkpoint", "_save_checkpoint", "_get_output_dir",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
 def test_what_is_overridden_takes_what_trl_gives(name):
     theirs, ours = (parameters(getattr(cls, name)) for cls in (GRPOTrainer, AtroposGRPOTrainer))
     assert ours in (theirs, ["self", "args", "kwargs"])
+
+
+def test_rows_are_scored_in_chunks_of_a_stated_size_before_training_and_as_a_whole_in_it():
+    theirs, ours = (parameters(cls._get_per_token_logps_and_entropies) for cls in (GRPOTrainer, AtroposGRPOTrainer))
+    assert theirs[:6] == ours[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert score.count("batch_size=batch_size") == score.count("_get_per_token_logps_and_entropies(") == 3
+    train = inspect.getsource(GRPOTrainer._compute_loss)
+    assert train.count("_get_per_token_logps_and_entropies(") == 1 and "batch_size" not in train
+
+
+def test_a_generation_batch_is_shuffled_split_and_kept_until_the_next_one():
+    body = inspect.getsource(GRPOTrainer._prepare_inputs)
+    lines = [
+        "generation_batch = shuffle_sequence_dict(generation_batch)",
+        "generation_batches = split_tensor_dict(generation_batch, self.args.steps_per_generation)",
+        "self._buffered_inputs = [unsplit_pixel_values_by_grid(batch) for batch in generation_batches]",
+        "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+    ]
+    places = [body.index(line) for line in lines]
+    assert places == sorted(places)
 
 
 def test_the_constructor_has_the_arguments_that_are_passed_on_or_refused():
@@ -142,7 +171,7 @@ def test_the_scored_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_pa
     assert {name: value.dtype for name, value in batch.items()} == TENSORS
     rows, length = batch["completion_ids"].shape
     assert rows == 16
-    for name in set(TENSORS) - {"prompt_ids", "prompt_mask", "num_items_in_batch"}:
+    for name in set(TENSORS) - {"prompt_ids", "prompt_mask", "num_items_in_batch", "row_index"}:
         assert batch[name].shape == (rows, length), name
     assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
 
@@ -170,3 +199,22 @@ def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path,
 
 def test_losses_are_scaled_for_accumulation_by_trl_and_not_again():
     assert AtroposGRPOTrainer.loss_is_scaled_for_ga is True
+
+
+def test_steps_are_counted_in_micro_batches_from_the_begin_of_training_and_rows_are_taken_by_that_count(theirs):
+    assert theirs._step == 0
+    assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
+    prepare = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare
+    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
+
+
+def test_a_checkpoint_goes_below_the_folder_that_is_asked_for_when_it_is_written():
+    theirs = inspect.getsource(Trainer._save_checkpoint)
+    assert "run_dir = self._get_output_dir(trial=trial)" in theirs
+    assert "output_dir = os.path.join(run_dir, checkpoint_folder)" in theirs
+    assert "rotate_checkpoints(\n                output_dir=run_dir," in theirs
+    assert "self.args.output_dir" not in theirs
+    assert (
+        "os.path.join(self._get_output_dir(trial=trial), checkpoint_folder)" in SOURCE
+    )  # of the entropy's coefficient

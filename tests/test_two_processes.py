@@ -6,25 +6,19 @@ launch does all the runs, because starting one takes longer than they do.
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.launching import launch_two
 from tests.rollout_factory import arguments, make_group, mixed_batch, record, step_logs
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import RolloutError
 
-ROOT = Path(__file__).parents[1]
 STEPS = 3
 ROWS = 16  # of a generation batch
-
-# `--cpu` and `distributed_type: MULTI_CPU` would both start a single process, without a word.
-LAUNCH = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "use_cpu": True}
 
 # Adam divides small gradients by their own size, which would turn the rounding of a sum in another order into a step.
 PLAIN_STEPS = {"optim": "sgd", "learning_rate": 0.05}
@@ -84,13 +78,7 @@ def recorded(tiny_model, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tiny_model, recorded) -> list[dict[str, Any]]:
     """What the two processes told."""
-    (recorded / "two.yaml").write_text(yaml.safe_dump(LAUNCH))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(recorded / "two.yaml")]
-    launch += ["--main_process_port", "0", "-m", "tests.test_two_processes", str(tiny_model), str(recorded)]
-    done = subprocess.run(
-        launch, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    launch_two(recorded, __name__, tiny_model)
     return [json.loads((recorded / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

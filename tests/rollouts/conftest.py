@@ -1,18 +1,25 @@
 """A real Atropos API on a free loopback port, and groups to send it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
+import simdjson
 
 from tests.server_process import free_port
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.decode import decode_group
+from trl_atropos.rollouts.schema import RejectedGroup, Row, parse_group, rows_of
 from trl_atropos.rollouts.source import RunInfo
 
 DATA = Path(__file__).parent / "data"
@@ -99,6 +106,37 @@ def make_group(*scores: float, **fields: Any) -> dict[str, Any]:
         "env_id": 0,
     }
     return group | fields
+
+
+def admitted(group: Any, **settings: Any) -> list[Row]:
+    """What the door makes of a group: as Python objects and as the bytes that the API sends, which must agree."""
+    asked = {"max_sequence_length": 64, "temperature": 1.0, "single_row_groups": "refuse"} | settings
+    outcomes: list[list[Row] | RejectedGroup | RolloutError] = []
+    for raw in (group, decode_group(json.dumps(group).encode(), simdjson.Parser())):
+        try:
+            outcomes.append(rows_of(parse_group(raw), **asked))
+        except (RejectedGroup, RolloutError) as refusal:
+            outcomes.append(refusal)
+    first, second = outcomes
+    if isinstance(first, Exception):
+        assert type(first) is type(second), f"{first!r} as objects, {second!r} as bytes"
+        raise first
+    assert not isinstance(second, Exception), f"only as bytes: {second}"
+    assert_same_rows(first, second)
+    return second
+
+
+def assert_same_rows(some: list[Row], others: list[Row], *, but: tuple[str, ...] = ()) -> None:
+    """All fields of all rows are equal, to the bit, and of the types that `Row` promises; `but` names exceptions."""
+    assert len(some) == len(others)
+    for one, other in zip(some, others):
+        for name in (field.name for field in fields(Row) if field.name not in but):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            if isinstance(mine, np.ndarray):
+                assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+                assert np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f"), name
+            else:
+                assert mine == theirs, name
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.rollouts.conftest import Api, free_port, make_group
+from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
-WAIT = 5.0  # seconds, for what is already on its way
+WAIT = 30.0  # seconds, for what is already on its way
 SHORT = 0.2  # seconds, where nothing may come
 
 
@@ -44,6 +44,20 @@ def scores(source: AtroposSource, num_rows: int) -> list[float]:
     return [row.score for row in rows]
 
 
+def poll_until(source: AtroposSource, condition: Callable[[], bool], what: str) -> None:
+    """Ask for rows, of which there are none, until the source has done something."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        assert source.poll(4, SHORT) is None
+        if condition():
+            return
+        assert time.monotonic() < deadline, f"not within {WAIT} s: {what}"
+
+
+def poll_until_registered(source: AtroposSource, api: Api) -> None:
+    poll_until(source, lambda: api.get("/info")["batch_size"] == 4, "the source registers again")
+
+
 def deliver_nan_batch(api: Api) -> None:
     for _ in range(2):
         api.deliver_text(json.dumps(make_group(0, 1, scores=[0.0, float("nan")])))
@@ -63,8 +77,9 @@ def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_so
     environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
     source = open_source(api.url)
     assert api.post("/register-env", environment)["status"] == "wait for trainer to start"
-    source.poll(4, SHORT)
-    assert api.post("/register-env", environment)["status"] == "success"
+    poll_until(
+        source, lambda: api.post("/register-env", environment)["status"] == "success", "the environment is let in"
+    )
 
 
 def test_a_live_registration_with_another_batch_size_is_refused_with_both_values_and_the_fix(
@@ -171,7 +186,7 @@ def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost
     assert source.poll(4, SHORT) is None
     restartable_api.start()
     with caplog.at_level(logging.WARNING):
-        assert source.poll(4, 1.0) is None
+        poll_until_registered(source, restartable_api)
     restartable_api.deliver(*numbered_groups(1, 2))
     assert scores(source, 4) == [1, 2, 2, 3]
     assert source.metrics()["rollouts/api_restarts"] == 1
@@ -182,7 +197,7 @@ def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source
     source = open_source(api.url)
     assert source.poll(4, SHORT) is None
     api.reset()
-    assert source.poll(4, SHORT) is None
+    poll_until_registered(source, api)
     api.deliver(*numbered_groups(1, 2))
     assert scores(source, 4) == [1, 2, 2, 3]
 
@@ -223,4 +238,4 @@ def test_a_recorded_run_replays_the_same_rows(api, open_source, run_info, tmp_pa
     pulled = source.poll(8, WAIT)
     replay = ReplaySource(recording)
     replay.start(run_info())
-    assert replay.poll(8, 0.0) == pulled
+    assert_same_rows(replay.poll(8, 0.0), pulled, but=("arrived", "group", "index"))

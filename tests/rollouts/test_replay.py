@@ -102,7 +102,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, run_info, content):
 def test_a_missing_path_and_an_empty_directory_are_refused(tmp_path, run_info):
     with pytest.raises(RolloutError, match="nowhere does not exist"):
         ReplaySource(tmp_path / "nowhere").start(run_info())
-    with pytest.raises(RolloutError, match=r"holds no \.json or \.jsonl file"):
+    with pytest.raises(RolloutError, match=r"holds no \.json, \.jsonl or \.arrow file"):
         ReplaySource(tmp_path).start(run_info())
 
 

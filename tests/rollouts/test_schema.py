@@ -1,18 +1,17 @@
 import json
 import math
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.rollouts.conftest import DATA, make_group
+from tests.rollouts.conftest import DATA, admitted, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.schema import RejectedGroup, Row, parse_group, rows_of
 
 
 def rows(group, max_sequence_length=64, temperature=1.0, single_row_groups="refuse") -> list[Row]:
-    return rows_of(
-        parse_group(group),
+    return admitted(
+        group,
         max_sequence_length=max_sequence_length,
         temperature=temperature,
         single_row_groups=single_row_groups,
@@ -23,17 +22,17 @@ def recorded(name: str) -> list[dict]:
     return json.loads((DATA / f"{name}.json").read_text())["batch"]
 
 
-def is_unknown(logprobs: list[float]) -> list[bool]:
-    return [math.isnan(value) for value in logprobs]
+def is_unknown(logprobs: np.ndarray) -> list[bool]:
+    return np.isnan(logprobs).tolist()
 
 
 def test_a_recorded_group_splits_into_prompt_and_completion_at_the_first_trained_token():
     group = recorded("single_turn")[0]
     row = rows(group)[0]
-    assert row.prompt_ids == group["tokens"][0][:4]
-    assert row.completion_ids == group["tokens"][0][4:]
-    assert row.mask == [1] * 16
-    assert row.logprobs == group["inference_logprobs"][0][4:]
+    assert row.prompt_ids.tolist() == group["tokens"][0][:4]
+    assert row.completion_ids.tolist() == group["tokens"][0][4:]
+    assert row.mask.tolist() == [True] * 16
+    assert row.logprobs.tolist() == np.float32(group["inference_logprobs"][0][4:]).tolist()
     assert (row.score, row.env_id, row.policy_version) == (0.015, 0, None)
 
 
@@ -42,20 +41,22 @@ def test_a_masked_gap_between_turns_stays_in_the_completion_as_context_without_l
     trained = [mask != -100 for mask in group["masks"][0]]
     first, last = trained.index(True), len(trained) - 1 - trained[::-1].index(True)
     row = rows(group, max_sequence_length=256)[0]
-    assert row.mask == [int(entry) for entry in trained[first : last + 1]]
-    assert 0 in row.mask
-    assert is_unknown(row.logprobs) == [entry == 0 for entry in row.mask]
+    assert row.mask.tolist() == trained[first : last + 1]
+    assert not row.mask.all()
+    assert is_unknown(row.logprobs) == (~row.mask).tolist()
 
 
 def test_a_masked_tail_is_cut_off():
     row = rows(make_group(0, 1, masks=[[-100, -100, 10, -100], [-100, -100, 11, 9]]))[0]
-    assert row.completion_ids == [10]
+    assert row.completion_ids.tolist() == [10]
     assert len(row.mask) == len(row.logprobs) == 1
 
 
 def test_a_sequence_trained_from_its_first_token_keeps_one_token_as_prompt():
     row = rows(make_group(0, 1, masks=[[7, 8, 10, 9], [7, 8, 11, 9]]))[0]
-    assert (row.prompt_ids, row.completion_ids, row.mask) == ([7], [8, 10, 9], [1, 1, 1])
+    assert row.prompt_ids.tolist() == [7]
+    assert row.completion_ids.tolist() == [8, 10, 9]
+    assert row.mask.all()
 
 
 def test_empty_lists_and_null_both_mean_absent():
@@ -90,16 +91,14 @@ def test_unknown_keys_are_ignored():
         ({"masks": [[-100, -100, 10, 9]]}, "masks has 1 entries for 2 sequences"),
         ({"inference_logprobs": [[1.0, -0.5], [1.0, -0.5]]}, r"inference_logprobs\[0\] has 2 entries for 4"),
         ({"advantages": [[0.0, 0.0, 1.0, 1.0], [0.0]]}, r"advantages\[1\] has 1 entries for 4"),
-        ({"advantages": [[0.0, 0.0, 1.0, math.nan], [0.0] * 4]}, "advantages.0.3: .*finite"),
-        ({"scores": [0.0, math.nan]}, "scores.1: .*finite"),
+        ({"advantages": [[0.0, 0.0, 1.0, math.nan], [0.0] * 4]}, r"advantages\[0\]\[3\] is nan, not a finite number"),
+        ({"scores": [0.0, math.nan]}, r"scores\[1\] is nan, not a finite number"),
         ({"scores": [3e38, -3e38]}, "overflow float32"),
         ({"scores": [0.0]}, "scores has 1 entries for 2"),
-        ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens.0.2: .*\(got -1\)"),
-        ({"tokens": [[7, 8, 2**31, 9], [7, 8, 11, 9]]}, r"tokens.0.2: .*\(got 2147483648\)"),
-        ({"tokens": []}, "tokens: .*at least 1"),
+        ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is -1, not a token id"),
+        ({"tokens": [[7, 8, 2**31, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is 2147483648, not a token id"),
+        ({"tokens": []}, "tokens is empty: .*at least 1"),
         ({"overrides": [{}]}, "overrides has 1 entries for 2"),
-        ({"overrides": [{"sft": True}, {}]}, "supervised step"),
-        ({"group_overrides": {"sft": True}}, "supervised step"),
     ],
 )
 def test_a_bad_group_is_rejected_with_what_is_wrong(fields, reason):
@@ -135,7 +134,7 @@ def test_a_group_of_one_with_an_empty_list_of_token_advantages_is_refused_too():
 
 
 def test_a_group_of_one_with_its_own_token_advantages_needs_no_setting():
-    assert rows(make_group(1, advantages=[[0.0, 0.0, 0.5, 0.25]]))[0].token_advantages == [0.5, 0.25]
+    assert rows(make_group(1, advantages=[[0.0, 0.0, 0.5, 0.25]]))[0].token_advantages.tolist() == [0.5, 0.25]
 
 
 def test_set_advantage_to_zero_marks_only_its_row():
@@ -145,20 +144,21 @@ def test_set_advantage_to_zero_marks_only_its_row():
 
 def test_token_advantages_are_cut_like_the_completion():
     row = rows(make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5], [0.0, 0.0, 1.5, 2.5]]))[1]
-    assert row.token_advantages == [1.5, 2.5]
+    assert row.token_advantages.tolist() == [1.5, 2.5]
+
+
+def test_another_temperature_is_refused_with_both_numbers():
+    with pytest.raises(RolloutError, match=r"temperature 0\.7, .* temperature 1\.0\. Set `temperature: 0\.7`"):
+        rows(make_group(0, 1, generation_params={"temperature": 0.7, "max_tokens": 16}))
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"generation_params": {"temperature": 0.7, "max_tokens": 16}},
-        {"group_overrides": {"temperature": 0.7}},
-        {"overrides": [{}, {"temperature": 0.7}]},
-    ],
+    "fields", [{"group_overrides": {"temperature": 0.7}}, {"overrides": [{}, {"temperature": 0.7}]}]
 )
-def test_another_temperature_is_refused_with_both_numbers(fields):
-    with pytest.raises(RolloutError, match=r"temperature 0\.7, .* temperature 1\.0\. Set `temperature: 0\.7`"):
+def test_another_temperature_in_an_override_rejects_only_that_group(fields):
+    with pytest.raises(RejectedGroup, match=r"temperature 0\.7 \(an override\), .* temperature 1\.0"):
         rows(make_group(0, 1, **fields))
+    assert len(rows(make_group(0, 1, **fields), temperature=0.7)) == 2
 
 
 def test_the_trainers_own_temperature_is_accepted():
@@ -181,28 +181,152 @@ def test_placeholder_tokens_are_refused():
         rows(make_group(0, 1, tokens=tokens, masks=masks, inference_logprobs=None), max_sequence_length=128)
 
 
-junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=6,
-)
-FIELDS = [*make_group(0), "advantages", "overrides", "group_overrides", "generation_params", "images"]
-overrides = st.fixed_dictionaries({}, optional={"sft": junk, "temperature": junk, "set_advantage_to_zero": junk})
+@pytest.mark.parametrize("fields", [{"group_overrides": {"sft": True}}, {"overrides": [{"sft": True}] * 2}])
+def test_supervised_rows_have_no_logprobs_and_no_token_advantages(fields):
+    for row in rows(make_group(0, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2, **fields)):
+        assert row.sft and row.token_advantages is None
+        assert all(is_unknown(row.logprobs))
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    whole=st.none() | junk,
-    changes=st.dictionaries(st.sampled_from(FIELDS), junk | overrides | st.lists(overrides, max_size=2)),
-    single=st.sampled_from(["refuse", "raw", "zero"]),
+def test_one_sequence_of_a_group_may_be_supervised():
+    assert [row.sft for row in rows(make_group(0, 1, overrides=[{"sft": False}, {"sft": True}]))] == [False, True]
+
+
+def test_a_supervised_group_of_one_needs_no_setting():
+    assert rows(make_group(1, group_overrides={"sft": True}))[0].sft
+
+
+def test_a_teachers_tokens_are_cut_like_the_completion_and_padded():
+    ids, logprobs = [[], [4], [1, 2], [3]], [[], [-4.0], [-1.0, -2.0], [-3.0]]
+    row = rows(make_group(0, 1, distill_token_ids=[ids, []], distill_logprobs=[logprobs, None]))[0]
+    assert row.distill_ids.tolist() == [[1, 2], [3, -1]]
+    assert row.distill_logprobs.tolist()[0] == [-1.0, -2.0]
+    assert row.distill_logprobs[1, 0] == -3.0 and np.isnan(row.distill_logprobs[1, 1])
+
+
+def test_a_sequence_that_the_teacher_said_nothing_about_has_no_distillation():
+    ids, logprobs = [[], [4], [], []], [[], [-4.0], [], []]
+    for row in rows(make_group(0, 1, distill_token_ids=[ids, []], distill_logprobs=[logprobs, []])):
+        assert row.distill_ids is None and row.distill_logprobs is None
+
+
+@pytest.mark.parametrize("value", [0.5, None, math.nan, -math.inf])
+def test_a_teachers_logprob_that_cannot_be_one_is_absent_with_its_token(value):
+    ids, logprobs = [[], [4], [1, 2], [3]], [[], [-4.0], [-1.0, value], [-3.0]]
+    row = rows(make_group(0, 1, distill_token_ids=[ids, ids], distill_logprobs=[logprobs, logprobs]))[0]
+    assert row.distill_ids.tolist() == [[1, -1], [3, -1]]
+    assert is_unknown(row.distill_logprobs) == [[False, True], [False, True]]
+
+
+IDS, LOGPROBS = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4.0], [-1.0, -2.0], [-3.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "reason"),
+    [
+        (IDS, None, "distill_token_ids came without distill_logprobs"),
+        ([], LOGPROBS, "distill_logprobs came without distill_token_ids"),
+        (IDS[:1], LOGPROBS, "distill_token_ids has 1 entries for 2 sequences"),
+        ([IDS[0], IDS[0][1:]], LOGPROBS, r"distill_token_ids\[1\] has 3 entries for 4 tokens"),
+        ([IDS[0], [[], [4], [1], [3]]], LOGPROBS, r"distill_logprobs\[1\]\[2\] has 2 entries for 1 token ids"),
+        ([IDS[0], [[], [4], [1, 2.0], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[2\]\[1\] is 2\.0, not a token id"),
+        ([IDS[0], [[], [4], [1, [2]], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[2\]\[1\] is a list of 1 entries"),
+        ([IDS[0], [[], 4, [1, 2], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[1\] is 4, not a list"),
+        (IDS, [LOGPROBS[0], [[], [-4.0], [-1.0, "-2"], [-3.0]]], r"distill_logprobs\[1\]\[2\]\[1\] is '-2', neither"),
+    ],
 )
-def test_no_malformed_group_gets_past_the_door_or_breaks_it(whole, changes, single):
-    group = make_group(0, 1) | changes if whole is None else whole
-    try:
-        admitted = rows(group, single_row_groups=single)
-    except (RejectedGroup, RolloutError):
-        return
-    for row in admitted:
-        assert row.prompt_ids and row.completion_ids and row.mask[-1] == 1
-        assert len(row.mask) == len(row.logprobs) == len(row.completion_ids)
-        assert all(map(math.isfinite, (row.score, row.group_mean, row.group_std)))
+def test_a_teacher_that_does_not_fit_is_rejected_with_where(ids, logprobs, reason):
+    with pytest.raises(RejectedGroup, match=reason):
+        rows(make_group(0, 1, distill_token_ids=ids, distill_logprobs=logprobs))
+
+
+def test_a_teachers_token_that_the_model_does_not_know_is_refused():
+    group = make_group(0, 1, distill_token_ids=IDS, distill_logprobs=LOGPROBS)
+    group["distill_token_ids"] = [[[], [300], [1, 2], [3]]] * 2
+    with pytest.raises(RolloutError, match="token id 300, and the model knows 256"):
+        rows_of(parse_group(group), max_sequence_length=64, temperature=1, single_row_groups="refuse", vocab_size=256)
+
+
+def test_messages_are_kept_as_json():
+    messages = [[{"role": "user", "content": "naïve [1] \u2713"}], []]
+    first, second = rows(make_group(0, 1, messages=messages))
+    assert json.loads(first.messages) == messages[0]
+    assert second.messages is None
+
+
+def test_messages_that_are_too_long_lose_their_end_and_say_so():
+    messages = [{"role": "user", "content": str(i) + "✓" * 10_000} for i in range(5)]
+    row = rows(make_group(0, 1, messages=[messages, messages]))[0]
+    assert len(row.messages.encode()) <= 64 * 1024
+    kept = json.loads(row.messages)
+    assert kept[:-1] == messages[:2]
+    assert kept[-1] == {"role": "note", "content": "3 more messages; 150170 bytes in all"}
+
+
+@pytest.mark.parametrize("messages", ["text", [], [[]], {"role": "user"}, [None, 5, {}]])
+def test_messages_of_another_shape_cost_no_row(messages):
+    assert len(rows(make_group(0, 1, messages=messages))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "reason"),
+    [
+        ("tokens", [7, True, 10, 9], r"tokens\[0\]\[1\] is true, not a token id"),
+        ("tokens", [7, 8.0, 10, 9], r"tokens\[0\]\[1\] is 8\.0, not a token id"),
+        ("tokens", [7, "8", 10, 9], r"tokens\[0\]\[1\] is '8', not a token id"),
+        ("tokens", [7, None, 10, 9], r"tokens\[0\]\[1\] is null, not a token id"),
+        ("tokens", [7, [8], 10, 9], r"tokens\[0\]\[1\] is a list of 1 entries, not a token id"),
+        ("tokens", [[7], [8], [10], [9]], r"tokens\[0\]\[0\] is a list of 1 entries, not a token id"),
+        ("tokens", [[], [7, 8, 10], 9, []], r"tokens\[0\]\[0\] is a list of 0 entries, not a token id"),
+        ("tokens", [7, 2**63, 10, 9], r"tokens\[0\]\[1\] is 9223372036854775808, not a token id"),
+        ("tokens", [7, 2**64, 10, 9], r"tokens\[0\]\[1\] is 18446744073709551616, not a token id"),
+        ("tokens", [7, 10**999, 10, 9], r"tokens\[0\]\[1\] is an integer of 3319 bits, not a token id"),
+        ("tokens", {"7": 8}, r"tokens\[0\] is an object of 1 entries, not a list"),
+        ("tokens", None, r"tokens\[0\] is null, not a list"),
+        ("masks", [-100, -100, True, 9], r"masks\[0\]\[2\] is true, neither -100 nor the token id 10"),
+        ("masks", [-100, -100.0, 10, 9], r"masks\[0\]\[1\] is -100\.0, neither"),
+        ("masks", [-100, -100, [10], 9], r"masks\[0\]\[2\] is a list of 1 entries, neither"),
+        ("masks", [[-100], [-100], [10], [9]], r"masks\[0\]\[0\] is a list of 1 entries, neither"),
+        ("masks", [-100, -100, 10 + 2**32, 9], r"masks\[0\]\[2\] is 4294967306, neither"),
+        ("masks", [-100, -100, 10 + 2**64, 9], r"masks\[0\]\[2\] is 18446744073709551626, neither"),
+        ("inference_logprobs", [1.0, 1.0, "-0.5", -0.25], r"inference_logprobs\[0\]\[2\] is '-0\.5', neither"),
+        ("inference_logprobs", [1.0, 1.0, False, -0.25], r"inference_logprobs\[0\]\[2\] is false, neither"),
+        ("inference_logprobs", [[1.0], [1.0], [-0.5], [-0.25]], r"inference_logprobs\[0\]\[0\] is a list of 1"),
+        ("inference_logprobs", 5, r"inference_logprobs\[0\] is 5, not a list"),
+        ("advantages", [0.0, 0.0, True, 0.0], r"advantages\[0\]\[2\] is true, not a finite number"),
+        ("advantages", [0.0, 0.0, None, 0.0], r"advantages\[0\]\[2\] is null, not a finite number"),
+        ("advantages", [0.0, 0.0, 1e39, 0.0], r"advantages\[0\]\[2\] is 1e\+39, not a finite number"),
+        ("scores", True, r"scores\[0\] is true, not a finite number"),
+        ("scores", "1", r"scores\[0\] is '1', not a finite number"),
+        ("scores", [1], r"scores\[0\] is a list of 1 entries, not a finite number"),
+        ("scores", 10**400, r"scores\[0\] is an integer of 1329 bits, not a finite number"),
+    ],
+)
+def test_no_value_is_cast_or_flattened_on_the_way(name, sequence, reason):
+    group = make_group(0, 1)
+    group[name] = [sequence, group[name][1] if name in group else [0.0] * 4]
+    with pytest.raises(RejectedGroup, match=reason):
+        rows(group)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"overrides": [{"sft": 1}, {}]}, r"overrides\.0\.sft: .*valid boolean \(got 1\)"),
+        ({"group_overrides": {"set_advantage_to_zero": "yes"}}, r"set_advantage_to_zero: .*boolean \(got 'yes'\)"),
+        ({"generation_params": {"temperature": "1.0"}}, r"generation_params\.temperature: .*\(got '1\.0'\)"),
+        ({"env_id": "0"}, r"env_id: .*integer \(got '0'\)"),
+        ({"overrides": {"sft": True}}, r"overrides: .*list \(got an object of 1 entries\)"),
+        ({"masks": None}, "masks is null, not a list"),
+        ({"scores": {}}, "scores is an object of 0 entries, not a list"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_rejected(fields, reason):
+    with pytest.raises(RejectedGroup, match=reason):
+        rows(make_group(0, 1, **fields))
+
+
+@pytest.mark.parametrize("raw", [None, 5, "text", [1], [[1]], True])
+def test_a_group_that_is_no_object_is_rejected(raw):
+    with pytest.raises(RejectedGroup, match=r"the group is .*, not an object"):
+        admitted(raw)

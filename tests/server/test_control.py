@@ -1,18 +1,24 @@
-"""The control routes on a real server: who may call them, and what a lease is good for."""
+"""The control routes on a real server: who may call them, what a pause holds, and what a lease is good for."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import requests
+import torch
 
-from tests.server_process import running_server
+from tests.server_process import Server, running_server
+from trl_atropos.channel import message_layout, open_memory
 from trl_atropos.errors import ServerError
-from trl_atropos.server.launch import vllm_arguments
+from trl_atropos.protocol import ParameterSpec
 from trl_atropos.weights.client import ServerClient
 
 pytestmark = pytest.mark.server
@@ -22,19 +28,49 @@ import sys, time
 from trl_atropos.weights.client import ServerClient
 client = ServerClient(sys.argv[1], 30, sys.argv[2])
 client.hold_lease()
-if sys.argv[3] == "paused":
-    client.pause()
+if sys.argv[3] != "running":
+    client.pause(in_place=sys.argv[3] == "writing")
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
-def lease_holder(server, state: str) -> subprocess.Popen:
-    """A process that holds the lease, paused or not."""
+@contextmanager
+def lease_holder(server: Server, state: str) -> Iterator[subprocess.Popen]:
+    """A process that holds the lease: `running`, `paused`, or paused and `writing` into the server's memory."""
     arguments = [sys.executable, "-c", HOLD_LEASE, server.url, server.token, state]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill(process: subprocess.Popen) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(condition, what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def client(server) -> Iterator[ServerClient]:
+    """Holds the lease of the shared server, and leaves it as it was."""
+    client = ServerClient(server.url, 30, server.token)
+    client.hold_lease()
+    yield client
+    client.release_lease()
+    wait_for(lambda: not client.info().lease_held and not client.info().paused, "the lease's end")
+
+
+# --------------------------------------------------------------------------------------------------- who may call them
 
 
 @pytest.mark.parametrize("route", ["/info", "/pause", "/resume", "/attach", "/lease", "/anything"])
@@ -54,60 +90,147 @@ def test_the_server_listens_on_one_loopback_address_only(server):
         socket.create_connection(("127.0.0.2", port), timeout=2)
 
 
-def test_a_pause_needs_a_lease(server):
-    reply = server.control("POST", "/pause")
+ADAPTER = {"tensors": [], "config": {}}
+NEED_A_LEASE = {
+    "/attach": {"parameters": []},
+    "/pause": {},
+    "/channel": {"kind": "memory"},
+    "/adapter/setup": ADAPTER,
+    "/sleep": {"level": 1},
+}
+NEED_A_PAUSE = {
+    "/weights/load": {"tensors": []},
+    "/weights/finish": {},
+    "/adapter/load": {},
+    "/wake": {"tags": ["weights"]},
+}
+
+
+@pytest.mark.parametrize("route", [*NEED_A_LEASE, *NEED_A_PAUSE])
+def test_what_changes_the_server_needs_a_lease(server, route):
+    reply = server.control("POST", route, {**NEED_A_LEASE, **NEED_A_PAUSE}[route])
     assert reply.status_code == 409
-    assert "lease" in reply.json()["error"]
+    assert "needs a lease, or nothing would notice if the trainer died: open it first" in reply.json()["error"]
 
 
-def test_only_one_trainer_holds_the_server(server):
-    first, second = ServerClient(server.url, 30, server.token), ServerClient(server.url, 30, server.token)
-    first.hold_lease()
-    try:
-        with pytest.raises(ServerError, match="another trainer holds this server"):
-            second.hold_lease()
-    finally:
-        first.release_lease()
+@pytest.mark.parametrize("route", NEED_A_PAUSE)
+def test_what_changes_weights_needs_a_pause(server, client, route):
+    reply = server.control("POST", route, NEED_A_PAUSE[route])
+    assert reply.status_code == 409
+    assert "needs a pause, or requests would sample from weights in the making" in reply.json()["error"]
+
+
+def test_only_a_paused_server_is_resumed(server, client):
+    version = client.info().policy_version
+    reply = server.control("POST", "/resume", {"policy_version": version + 1})
+    assert reply.status_code == 409
+    assert reply.json()["error"] == "resume without a pause"
+    assert client.info().policy_version == version
+
+
+def test_only_one_trainer_holds_the_server(server, client):
+    second = ServerClient(server.url, 30, server.token)
+    with pytest.raises(ServerError, match="another trainer holds this server: stop it, or start a server for this"):
+        second.hold_lease()
+
+
+# ------------------------------------------------------------------------------------------------ what a pause holds
+
+
+def complete(server: Server) -> requests.Response:
+    body = {"model": "any", "prompt": "abc=", "max_tokens": 2}
+    return requests.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(server, client):
+    version = client.info().policy_version
+    client.pause()
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(server.generate, prompt="abc=", max_tokens=2)
+        through_openai = pool.submit(complete, server)
+        time.sleep(0.5)
+        answered = held.done() or through_openai.done()
+        client.resume(version + 1)
+        assert not answered
+        assert held.result().headers["x-policy-version"] == f"{version + 1}-{version + 1}"
+        assert through_openai.result().status_code == 200
+
+
+def test_the_server_says_which_version_the_oldest_request_began_with(server, client):
+    version = client.info().policy_version
+    wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(server.generate, prompt="abc=", n=64, max_tokens=500, ignore_eos=True)
+        wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
+        client.pause()
+        client.resume(version + 1)
+        during = client.info()
+        begun, ended = long.result().headers["x-policy-version"].split("-")
+    assert (int(begun), int(ended)) == (version, version + 1), "the publish did not fall into the request"
+    assert (during.policy_version, during.oldest_version_in_flight) == (version + 1, version)
+    assert client.info().oldest_version_in_flight == version + 1
+
+
+# -------------------------------------------------------------------------------------------- what a lease is good for
 
 
 def test_a_trainer_that_dies_between_publishes_leaves_the_server_to_the_next(server):
-    holder = lease_holder(server, "running")
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
     client = ServerClient(server.url, 30, server.token)
-    deadline = time.monotonic() + 5
-    while client.info().lease_held:
-        assert time.monotonic() < deadline, "the lease of a dead trainer is still held"
-        time.sleep(0.05)
+    with lease_holder(server, "running") as holder:
+        kill(holder)
+        wait_for(lambda: not client.info().lease_held, "the end of a dead trainer's lease", 5)
     client.hold_lease()
     client.release_lease()
     assert server.generate(prompt="a", max_tokens=1).status_code == 200
 
 
-def test_a_trainer_that_dies_in_a_pause_makes_the_server_refuse_and_leave(server_model, tmp_path):
+def test_a_trainer_that_dies_in_a_pause_with_whole_weights_lets_the_server_resume(server):
+    client = ServerClient(server.url, 30, server.token)
+    version = client.info().policy_version
+    replies = []
+    with lease_holder(server, "paused") as holder:
+        held = threading.Thread(target=lambda: replies.append(server.generate(prompt="abc=", max_tokens=2)))
+        held.start()
+        assert client.info().paused
+        kill(holder)
+        held.join(20)
+    assert [reply.headers.get("x-policy-version") for reply in replies] == [f"{version}-{version}"]
+    assert not client.info().paused
+
+
+def assert_refuses_and_leaves(doomed: Server, reason: str) -> None:
+    """From now on the server answers nothing but 503 with the reason, and soon nothing at all."""
+    deadline, answers = time.monotonic() + 15, []
+    while time.monotonic() < deadline:
+        try:
+            answers.append(doomed.generate(prompt="a", max_tokens=1))
+        except requests.ConnectionError:
+            break  # it is gone; one that only hangs would time out
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"the server still answers: {answers[-1]}")
+    assert {answer.status_code for answer in answers} <= {503}
+    assert all(reason in answer.json()["error"] for answer in answers)
+
+
+def test_a_trainer_that_dies_while_it_writes_into_the_servers_memory_makes_it_refuse_and_leave(server_model, tmp_path):
+    with running_server(server_model, tmp_path) as doomed, lease_holder(doomed, "writing") as holder:
+        kill(holder)
+        assert_refuses_and_leaves(doomed, "the weights may be half written. This server is shutting down: start it")
+
+
+def test_a_trainer_that_leaves_between_two_messages_of_weights_makes_the_server_refuse_and_leave(
+    server_model, tmp_path
+):
+    norm = ParameterSpec(name="model.norm.weight", shape=[128], dtype="float32")
     with running_server(server_model, tmp_path) as doomed:
-        holder = lease_holder(doomed, "paused")
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
-        deadline, answers = time.monotonic() + 15, []
-        while time.monotonic() < deadline:
-            try:
-                answers.append(doomed.generate(prompt="a", max_tokens=1).status_code)
-            except requests.RequestException:
-                break  # it is gone
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"the server still answers: {answers[-1]}")
-        assert set(answers) <= {503}
-
-
-def test_a_flag_that_would_bias_the_correction_is_refused():
-    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
-        vllm_arguments("m", ["--logprobs-mode", "raw_logprobs"], cpu=True)
-
-
-def test_flags_of_the_user_win_over_our_defaults():
-    arguments = vllm_arguments("m", ["--port", "1234", "--host=0.0.0.0"], cpu=True)
-    assert arguments.count("--port") == 1
-    assert "--host" not in arguments
-    assert "--host=0.0.0.0" in arguments
+        client = ServerClient(doomed.url, 30, doomed.token)
+        client.hold_lease()
+        _, num_bytes = message_layout([norm])
+        channel, specification = open_memory(torch.device(client.info().device), num_bytes)
+        client.open_channel(specification)
+        client.pause()
+        channel.staging(num_bytes).zero_()
+        client.load_weights([norm])
+        client.release_lease()
+        assert_refuses_and_leaves(doomed, "the weights may be half written. This server is shutting down: start it")

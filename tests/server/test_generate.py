@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import threading
 import time
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_atropos.weights.probe import Tolerance
 
 pytestmark = pytest.mark.server
 PROMPT = [64, 65, 66, 28]
@@ -22,10 +23,18 @@ def reference(server_model):
     return AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def tolerance(server) -> float:
+    """Nats by which the server and the reference, both in float32, may differ on one token."""
+    device = server.control("GET", "/info").json()["device"]
+    return Tolerance.of(device, torch.float32).max_abs
+
+
 @torch.no_grad()
 def logps(model, prompt, tokens, temperature=1.0):
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    ids = torch.tensor([prompt + tokens], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
 
 
 def sampled(reply):
@@ -33,11 +42,13 @@ def sampled(reply):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(server, reference, temperature):
+def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(
+    server, reference, temperature, tolerance
+):
     reply = server.generate(prompt={"prompt_token_ids": PROMPT}, n=3, max_tokens=12, temperature=temperature).json()
     for tokens, values in zip(reply["token_ids"], sampled(reply), strict=True):
         expected = logps(reference, PROMPT, tokens, temperature)
-        assert torch.allclose(torch.tensor(values), expected, atol=1e-4)
+        assert torch.allclose(torch.tensor(values), expected, atol=tolerance)
 
 
 def test_n_completions_come_back_in_every_list(server):
@@ -54,14 +65,14 @@ def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
         assert reason == "stop" or "a" not in text
 
 
-def test_prompt_log_probabilities_are_flat_floats(server, reference):
+def test_prompt_log_probabilities_are_flat_floats(server, reference, tolerance):
     reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1).json()
     assert reply["prompt_logprobs"][0] is None
     values = [entry[str(token)] for entry, token in zip(reply["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
-    assert torch.allclose(torch.tensor(values), logps(reference, PROMPT[:1], PROMPT[1:]), atol=1e-4)
+    assert torch.allclose(torch.tensor(values), logps(reference, PROMPT[:1], PROMPT[1:]), atol=tolerance)
 
 
-def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server_model, reference):
+def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server_model, reference, tolerance):
     config = APIServerConfig(
         model_name="any name",
         tokenizer_name=server_model,
@@ -79,7 +90,7 @@ def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server
     (prompt, tokens, values, reasons), scores = asyncio.run(ask())
     assert len(tokens) == len(values) == len(reasons) == 4
     for ids, lps in zip(tokens, values, strict=True):
-        assert torch.allclose(torch.tensor(lps), logps(reference, prompt, ids), atol=1e-4)
+        assert torch.allclose(torch.tensor(lps), logps(reference, prompt, ids), atol=tolerance)
     assert scores["prompt_tokens"] == PROMPT
 
 
@@ -100,12 +111,14 @@ def test_a_wrong_request_is_refused_with_the_reason(server, body, words):
 
 def test_a_client_that_goes_away_stops_the_engine_from_working_for_it(server):
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "abc=", "n": 8, "max_tokens": 500, "ignore_eos": True})
+    body = json.dumps({"prompt": "abc=", "n": 64, "max_tokens": 500, "ignore_eos": True})
     request = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    before = server.metric("generation_tokens_total")
     with socket.create_connection((host, int(port)), timeout=10) as client:
         client.sendall(request.encode())
-        _wait_for(lambda: _running(server) > 0, "the request to run")
-    _wait_for(lambda: _running(server) == 0, "the request to be dropped", seconds=2)
+        _wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
+    _wait_for(lambda: server.metric("num_requests_running") == 0, "the request to be dropped")
+    assert 0 < server.metric("generation_tokens_total") - before < 64 * 500
 
 
 def test_openai_routes_answer_under_any_model_name(server):
@@ -117,26 +130,6 @@ def test_openai_routes_answer_under_any_model_name(server):
         assert reply.json()["usage"]["completion_tokens"] <= 4
 
 
-def test_a_request_in_a_pause_waits_and_begins_with_the_next_version(server):
-    lease = requests.post(
-        f"{server.url}/trl_atropos/lease",
-        headers={"authorization": f"Bearer {server.token}"},
-        stream=True,
-        timeout=30,
-    )
-    version = server.control("GET", "/info").json()["policy_version"]
-    server.control("POST", "/pause")
-    replies = []
-    thread = threading.Thread(target=lambda: replies.append(server.generate(prompt="abc=", max_tokens=2)))
-    thread.start()
-    time.sleep(0.5)
-    assert replies == []
-    server.control("POST", "/resume", {"policy_version": version + 1})
-    thread.join(30)
-    lease.close()
-    assert replies[0].headers["x-policy-version"] == f"{version + 1}-{version + 1}"
-
-
 def test_text_and_token_prompts_are_the_same_prompt(server, server_model):
     tokenizer = AutoTokenizer.from_pretrained(server_model)
     replies = [
@@ -144,12 +137,6 @@ def test_text_and_token_prompts_are_the_same_prompt(server, server_model):
         for prompt in ("abc=", {"prompt_token_ids": tokenizer.encode("abc=")})
     ]
     assert replies[0] == replies[1]
-
-
-def _running(server) -> int:
-    metrics = requests.get(f"{server.url}/metrics", timeout=10).text
-    lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
-    return int(float(lines[0].rsplit(" ", 1)[1]))
 
 
 def _wait_for(condition, what: str, seconds: float = 20.0) -> None:

@@ -3,18 +3,20 @@
 import pytest
 import torch
 
-from trl_atropos.protocol import ParameterSpec
-from trl_atropos.server.layout import trace
+from trl_atropos.protocol import CheckpointTensor, ParameterSpec
+from trl_atropos.server.layout import trace, unique_storages
+from trl_atropos.transport import allocate_arena
 
 CPU = torch.device("cpu")
 
 
 class Model(torch.nn.Module):
-    """A loader that puts one checkpoint weight into `self.weight` the way `write` says."""
+    """A loader that puts one checkpoint weight into `self.weight`, which can be shared, the way `write` says."""
 
     def __init__(self, weight: torch.Tensor, write):
         super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        arena = allocate_arena(weight.nbytes).view(weight.dtype).view(weight.shape)
+        self.weight = torch.nn.Parameter(arena.copy_(weight), requires_grad=False)
         self.write = write
 
     def load_weights(self, weights):
@@ -22,8 +24,18 @@ class Model(torch.nn.Module):
             self.write(self.weight.data, tensor)
 
 
-def place(model: Model, *shape: int, dtype: str = "float32"):
-    views, refused = trace(model, [ParameterSpec(name="w", shape=list(shape), dtype=dtype)], CPU)
+class Experts(Model):
+    """A loader that gets gate and up of every expert by name, as "1.up"."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            expert, part = name.split(".")
+            self.write(self.weight.data[int(expert)], tensor, part)
+
+
+def place(model: torch.nn.Module, *shape: int, dtype: str = "float32", pieces: list[CheckpointTensor] | None = None):
+    spec = ParameterSpec(name="w", shape=list(shape), dtype=dtype, pieces=pieces)
+    views, refused = trace(model, [spec], CPU)
     return views.get("w"), refused.get("w")
 
 
@@ -33,8 +45,7 @@ def view_of(model: Model, *shape: int) -> torch.Tensor:
     assert reason is None, reason
     value = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     model.load_weights([("w", value)])
-    flat = model.weight.data.flatten() if model.weight.is_contiguous() else model.weight.data
-    read = flat.as_strided(found.size, found.stride, found.offset)
+    read = model.weight.data.flatten().as_strided(found.size, found.stride, found.offset)
     assert torch.equal(read, value)
     return read
 
@@ -97,3 +108,87 @@ def test_tracing_writes_nothing():
     model = Model(torch.ones(4, 4), lambda memory, w: (memory.fill_(0), memory.copy_(w)))
     place(model, 4, 4)
     assert torch.equal(model.weight.data, torch.ones(4, 4))
+
+
+def expert_pieces(experts: int, rows: int, columns: int) -> list[CheckpointTensor]:
+    """Gate and up of every expert, as one parameter of transformers has them: (experts, 2 x rows, columns)."""
+    return [
+        CheckpointTensor(
+            name=f"{expert}.{part}",
+            size=[rows, columns],
+            stride=[columns, 1],
+            offset=(2 * expert + (part == "up")) * rows * columns,
+        )
+        for expert in range(experts)
+        for part in ("gate", "up")
+    ]
+
+
+def place_experts(write) -> tuple:
+    """Three experts with two rows and five columns per part, in memory that is padded to eight columns."""
+    return place(Experts(torch.zeros(3, 4, 8), write), 3, 4, 5, pieces=expert_pieces(3, 2, 5))
+
+
+def test_experts_that_the_checkpoint_has_one_by_one_are_one_view():
+    def write(memory, weight, part):
+        memory[{"gate": slice(0, 2), "up": slice(2, 4)}[part], :5].copy_(weight)
+
+    found, reason = place_experts(write)
+    assert reason is None
+    assert (found.offset, found.size, found.stride) == (0, [3, 4, 5], [32, 8, 1])
+
+
+def test_experts_whose_halves_are_swapped_are_refused():
+    def write(memory, weight, part):
+        memory[{"up": slice(0, 2), "gate": slice(2, 4)}[part], :5].copy_(weight)
+
+    assert "another order" in place_experts(write)[1]
+
+
+def test_experts_of_which_one_half_is_not_kept_are_refused():
+    def write(memory, weight, part):
+        if part == "gate":
+            memory[:2, :5].copy_(weight)
+
+    assert "a part" in place_experts(write)[1]
+
+
+def test_a_parameter_that_is_no_part_of_the_checkpoint_is_refused():
+    model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
+    assert "computes" in place(model, 4, 4, pieces=[])[1]
+
+
+def test_memory_that_another_process_cannot_open_is_refused():
+    model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
+    model.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)  # as if it had been packed
+    assert "cannot be shared" in place(model, 4, 4)[1]
+    assert unique_storages(model) == {}
+
+
+def test_a_loader_that_makes_a_new_parameter_is_refused_and_changes_nothing():
+    model = Model(torch.ones(4), lambda memory, w: None)
+
+    def load_weights(weights):
+        for _, tensor in weights:
+            model.weight = torch.nn.Parameter(tensor, requires_grad=False)
+
+    model.load_weights = load_weights
+    before = model.weight
+    assert "new parameter" in place(model, 4)[1]
+    assert model.weight is before
+    assert torch.equal(before, torch.ones(4))
+
+
+def test_tracing_writes_no_buffer():
+    class WithBuffer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bias", torch.ones(4))
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.bias.copy_(tensor)
+
+    model = WithBuffer()
+    assert "cannot be shared" in place(model, 4)[1]
+    assert torch.equal(model.bias, torch.ones(4))

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+from tests.server_process import running_server
+from tests.weights import trainers
+from tests.weights.live import MODES, Live
+from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.colocate import ColocatePublisher
+from trl_atropos.weights.fence import ServerPublisher
 
 
 @pytest.fixture(scope="session")
@@ -32,32 +35,18 @@ def recording(tmp_path_factory) -> str:
 @pytest.fixture
 def make_trainer(server, recording, tmp_path) -> Iterator[Callable[..., AtroposGRPOTrainer]]:
     """Builds trainers whose parameters are the server's; the server's weights are put back at the end."""
-    attached: list[tuple[ColocatePublisher, dict[str, torch.Tensor]]] = []
+    attached: list[tuple[ServerPublisher, dict[str, torch.Tensor]]] = []
 
-    def build(publisher: ColocatePublisher | None = None, **settings) -> AtroposGRPOTrainer:
-        publisher = publisher or ColocatePublisher(server.url, 30, token=server.token)
-        settings = {"max_steps": 4, "learning_rate": 1e-2, **settings}
-        args = AtroposGRPOConfig(
-            output_dir=str(tmp_path / "run"),
-            per_device_train_batch_size=8,
-            max_completion_length=32,
-            gradient_checkpointing=False,
-            use_cpu=not torch.cuda.is_available(),
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
-            save_strategy="no",
-            **settings,
-        )
-        source = ReplaySource(recording, loop=True)
-        trainer = AtroposGRPOTrainer(server.model, args, rollout_source=source, policy_publisher=publisher)
-        attached.append((publisher, {name: view.clone() for name, view in publisher._views.items()}))
+    def build(publisher: ServerPublisher | None = None, **settings) -> AtroposGRPOTrainer:
+        publisher = publisher or trainers.make_publisher(server, tmp_path)
+        trainer = trainers.make_trainer(publisher, recording, server.model, tmp_path / "run", **settings)
+        attached.append((publisher, {name: view.clone() for name, view in publisher.transfer.views.items()}))
         return trainer
 
     yield build
     for publisher, original in attached:
         publisher.close()
-        for name, view in publisher._views.items():
+        for name, view in publisher.transfer.views.items():
             view.copy_(original[name])
     if attached:
         _drop_caches(ServerClient(server.url, 30, server.token))
@@ -68,3 +57,13 @@ def _drop_caches(client: ServerClient) -> None:
     client.pause()
     client.resume(0)
     client.release_lease()
+
+
+@pytest.fixture(scope="session")
+def live(request, server_model, recording, tmp_path_factory) -> Iterator[Live]:
+    """A server of the mode that the test is parametrised with: started once for all tests of that mode."""
+    mode = MODES[request.param]
+    logs = tmp_path_factory.mktemp("live_logs")
+    flags = ["--vllm_mode", mode.vllm_mode, "--max-model-len", "1024", *mode.flags]  # room for a request of seconds
+    with running_server(server_model, logs, *flags) as running:
+        yield Live(mode, running, recording, tmp_path_factory.mktemp("live"))

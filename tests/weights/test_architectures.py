@@ -1,53 +1,89 @@
-"""Attaching needs no table of architectures: GPT-2 keeps its linear layers transposed, and fused in another way."""
+"""Attaching needs no table of architectures: every family is attached or refused by what vLLM's loader does."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from tests.launching import ROOT
 from tests.server_process import running_server
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.weights.colocate import ColocatePublisher
+from tests.weights.architectures import FAMILIES, Row
+from tests.weights.live import snapshot
+from tests.weights.trainers import make_publisher, make_trainer
 
-pytestmark = pytest.mark.server
+RUNNING = [name for name, family in FAMILIES.items() if family.expected != "none"]
+DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
+    *("Qwen3", "Llama", "Gemma 3", "Phi-3", "GPT-2", "OPT", "GPT-NeoX", "OLMo 2", "StarCoder 2", "Cohere"),
+    *("Mixtral", "Qwen2-MoE", "BLOOM", "Falcon", "GPT-OSS"),
+)
+CHECKED = RUNNING if os.environ.get("TRL_ATROPOS_FULL") == "1" else [name for name in RUNNING if name in DIFFERENT]
 
 
-def test_gpt2_is_trained_in_place(server_model, recording, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(server_model)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
-        n_positions=512,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-    )
-    folder = str(tmp_path / "gpt2")
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    args = AtroposGRPOConfig(
-        output_dir=str(tmp_path / "run"),
-        max_steps=5,
-        learning_rate=1e-2,
-        per_device_train_batch_size=8,
-        use_cpu=not torch.cuda.is_available(),
-        disable_tqdm=True,
-        logging_steps=1,
-    )
+def test_there_are_at_least_24_families():
+    assert len(RUNNING) >= 24
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Row]:
+    """By family. Found by the command that makes the table: its processes fork from one that nothing else uses."""
+    path = tmp_path_factory.mktemp("architectures") / "rows.json"
+    command = [sys.executable, "-m", "tests.weights.architectures", *CHECKED, "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {row["family"]: Row(**row) for row in json.loads(path.read_text())}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_family_computes_with_the_trainers_weights(found, name):
+    row = found[name]
+    assert row.how == FAMILIES[name].expected, row.reason
+    assert row.loading == "load_weights"
+    assert bool(row.reason) == (row.how == "copy")
+
+
+GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+TRAINED = {
+    "GPT-2": AutoConfig.for_model("gpt2", **GPT2, **NO_DROPOUT),
+    "Qwen3-MoE": AutoConfig.for_model("qwen3_moe", **FAMILIES["Qwen3-MoE"].fields | {"max_position_embeddings": 512}),
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", TRAINED)
+def test_transposed_weights_and_experts_are_trained_in_place_and_sent(name, server_model, recording, tmp_path):
+    folder = str(tmp_path / "model")
+    make_model(TRAINED[name], server_model, folder)
     with running_server(folder, tmp_path / "logs") as server:
-        publisher = ColocatePublisher(server.url, 30, token=server.token)
-        source = ReplaySource(recording, loop=True)
-        trainer = AtroposGRPOTrainer(folder, args, rollout_source=source, policy_publisher=publisher)
+        publisher = make_publisher(server, tmp_path)
+        trainer = make_trainer(publisher, recording, folder, tmp_path / "run", max_steps=5, save_strategy="steps")
         trainer.train()
+        weights = snapshot(trainer.model)  # these are the server's, which is trained again now
+        sending = make_publisher(server, tmp_path, "server", "gloo")
+        make_trainer(sending, recording, folder, tmp_path / "sent", mode="server").train()
+    assert 0 < sending.probe_max_abs_diff <= 1e-4
+    assert type(publisher.transfer).__name__ == "Colocate"
     assert publisher.policy_version == 5
-    assert publisher.probe_max_abs_diff <= 1e-4
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-5", dtype=torch.float32)
-    for (name, saved), trained in zip(plain.named_parameters(), trainer.model.parameters(), strict=True):
-        assert torch.equal(saved, trained.detach().cpu()), name
+    assert 0 < publisher.probe_max_abs_diff <= 1e-4
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-5", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for (place, trained), one, other in zip(weights.items(), saved.parameters(), before.parameters(), strict=True):
+        assert torch.equal(one, trained.cpu()), place
+        assert not torch.equal(one, other), place
     state = json.loads((tmp_path / "run" / "checkpoint-5" / "trainer_state.json").read_text())
     assert all(float(entry["grad_norm"]) > 0 for entry in state["log_history"] if "grad_norm" in entry)
+
+
+def make_model(config: PreTrainedConfig, like: str, folder: str) -> None:
+    """A random model with the tokenizer of another."""
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,21 +1,29 @@
 """Single-copy weights on a real server: one memory, fenced steps, and a probe that sees when either breaks."""
 
+import contextlib
 import threading
+import time
 
 import pytest
+import requests
 import torch
 from transformers import TrainerCallback
 
-from trl_atropos.errors import AttachError, ProbeError
-from trl_atropos.weights.colocate import ColocatePublisher
+from tests.server_process import running_server
+from tests.weights.faults import settle
+from tests.weights.trainers import make_publisher, tolerance
+from trl_atropos.errors import AttachError, CheckpointError, ProbeError
 
 pytestmark = pytest.mark.server
 
 
 def probe(trainer) -> float:
     """Largest difference that one probe sees, in nats."""
-    publisher = trainer.policy_publisher
-    return publisher._probe.run(trainer.model, publisher.policy_version).max_abs_diff
+    return trainer.policy_publisher.probe()
+
+
+def allowed(trainer) -> float:
+    return tolerance(trainer.policy_publisher)
 
 
 @torch.no_grad()
@@ -37,7 +45,7 @@ class Detach(TrainerCallback):
 def test_the_trainers_parameters_are_the_servers_memory(make_trainer):
     trainer = make_trainer()
     disturb(trainer)  # nothing is sent, nothing was cached yet
-    assert probe(trainer) <= 1e-4
+    assert probe(trainer) <= allowed(trainer)
 
 
 def test_a_tied_head_stays_tied_to_the_shared_embedding(make_trainer):
@@ -68,7 +76,7 @@ def test_every_publish_leaves_both_sides_equal_while_requests_are_in_flight(make
     assert failures == []
     assert served[0] > 10
     assert publisher.policy_version == 50
-    assert 0 < publisher.probe_max_abs_diff <= 1e-4
+    assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
 def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_side_of_the_publish(
@@ -76,14 +84,16 @@ def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_si
 ):
     """A completion begun before a publish and ended after it has every token scored by the old or the new weights."""
     trainer = make_trainer()
-    client, model = trainer.policy_publisher.client, trainer.model
+    client, model = trainer.policy_publisher.servers.clients[0], trainer.model
     prompt, replies = [64, 65, 66, 28] * 40, []
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     request = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 300, "ignore_eos": True}
     thread = threading.Thread(target=lambda: replies.append(server.generate(**request)))
+    server.metric("num_requests_running")  # the first look takes long
     thread.start()
-    while client.info().paused or not _tokens_generated(server):
-        pass
+    deadline = time.monotonic() + 30
+    while server.metric("num_requests_running") == 0:
+        assert time.monotonic() < deadline, "the request does not run"
     client.pause()
     disturb(trainer, 0.02)
     version = trainer.policy_publisher.policy_version
@@ -98,8 +108,8 @@ def test_log_probabilities_of_a_request_in_flight_match_the_weights_on_either_si
     _load(model, before)
     old = _score(model, prompt, tokens)
     _load(model, after)
-    is_old = (sampled - old).abs() <= 1e-4
-    is_new = (sampled - new).abs() <= 1e-4
+    is_old = (sampled - old).abs() <= allowed(trainer)
+    is_new = (sampled - new).abs() <= allowed(trainer)
     assert (is_old | is_new).all()
     switch = int(is_old.long().argmin())
     assert 0 < switch < len(tokens), "the publish did not fall into the request"
@@ -111,17 +121,17 @@ def test_a_trainer_can_train_twice(make_trainer):
     trainer.train()
     trainer.train()
     assert trainer.policy_publisher.policy_version == 2
-    assert 0 < trainer.policy_publisher.probe_max_abs_diff <= 1e-4
+    assert 0 < trainer.policy_publisher.probe_max_abs_diff <= allowed(trainer)
 
 
 def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
-    publisher.clear_cache = False
-    assert probe(trainer) <= 1e-4  # fills the cache
-    publisher.pause()
+    publisher.transfer.clear_cache = False
+    assert probe(trainer) <= allowed(trainer)  # fills the cache
+    publisher.transfer.pause()
     disturb(trainer)
-    publisher.resume(publisher.policy_version)
+    publisher.transfer.resume(publisher.policy_version)
     with pytest.raises(ProbeError, match="does not sample from the weights"):
         probe(trainer)
 
@@ -129,16 +139,16 @@ def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
 def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
-    assert probe(trainer) <= 1e-4
-    publisher.pause()
+    assert probe(trainer) <= allowed(trainer)
+    publisher.transfer.pause()
     disturb(trainer)
-    publisher.resume(publisher.policy_version)
-    assert probe(trainer) <= 1e-4
+    publisher.transfer.resume(publisher.policy_version)
+    assert probe(trainer) <= allowed(trainer)
 
 
 def test_a_run_whose_caches_are_not_dropped_stops(make_trainer):
     trainer = make_trainer(max_steps=20, learning_rate=1e-2)
-    trainer.policy_publisher.clear_cache = False
+    trainer.policy_publisher.transfer.clear_cache = False
     with pytest.raises(ProbeError):
         trainer.train()
 
@@ -160,7 +170,7 @@ def test_a_run_that_loses_a_parameter_stops_and_names_it(make_trainer):
 
 def test_the_probe_sees_a_step_that_was_not_published(make_trainer):
     trainer = make_trainer()
-    assert probe(trainer) <= 1e-4
+    assert probe(trainer) <= allowed(trainer)
     disturb(trainer)  # a step without its fence: the caches are stale
     with pytest.raises(ProbeError):
         probe(trainer)
@@ -174,43 +184,37 @@ def test_the_probe_sees_a_version_that_never_reached_the_server(make_trainer):
 
 
 def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(make_trainer, server_model, tmp_path):
-    from tests.server_process import running_server
-
     with running_server(server_model, tmp_path / "logs") as doomed:
-        trainer = make_trainer(ColocatePublisher(doomed.url, 30, token=doomed.token))
+        trainer = make_trainer(make_publisher(doomed, tmp_path))
 
         class Fail(TrainerCallback):
             def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-                def broken():
+                def broken(*args, **kwargs):
                     raise RuntimeError("half of the weights are written")
 
-                optimizer.optimizer.step = lambda *args, **kwargs: broken()
+                optimizer.optimizer.step = broken
 
         trainer.add_callback(Fail())
         with pytest.raises(RuntimeError, match="half of the weights"):
             trainer.train()
-        assert doomed.generate(prompt="a", max_tokens=1).status_code == 503
+        with contextlib.suppress(requests.ConnectionError):  # it may have left already
+            assert doomed.generate(prompt="a", max_tokens=1).status_code == 503
+        assert settle(doomed, 10) == "leaves"
+    assert "This server is shutting down" in (tmp_path / "logs" / "vllm.log").read_text()
 
 
 def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(make_trainer, server):
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint in no such folder"):
         trainer.train(resume_from_checkpoint="no such folder")
     assert server.generate(prompt="a", max_tokens=1).status_code == 200
 
 
-def _tokens_generated(server) -> bool:
-    import requests
-
-    metrics = requests.get(f"{server.url}/metrics", timeout=10).text
-    running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
-    return float(running[0].rsplit(" ", 1)[1]) > 0
-
-
 @torch.no_grad()
 def _score(model, prompt, tokens) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    ids = torch.tensor([prompt + tokens], device=model.device)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 
 from recipes.quickstart.make_model import make_model
 from tests.server_process import Server, running_server
+from tests.weights.trainers import make_publisher
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.weights.colocate import ColocatePublisher
 
 pytestmark = [
     pytest.mark.server,
@@ -76,7 +76,7 @@ def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path)
     with running_server(folder, tmp_path / "logs") as large:
         settle()
         private_before = accounts(os.getpid())["private"]
-        publisher = ColocatePublisher(large.url, 60, token=large.token)
+        publisher = make_publisher(large, tmp_path, timeout=60)
         model = publisher.load(folder, args)
         settle()
         trainer, sampler = accounts(os.getpid()), accounts(engine_of(large))

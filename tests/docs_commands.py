@@ -1,0 +1,141 @@
+"""How the commands of the pages are run in tests: here, in miniature, or by a test of another file.
+
+`HERE` and `ELSEWHERE` are looked through in order; the first pattern that a command begins with counts.
+"""
+
+import importlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+from configparser import ConfigParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs_pages import ROOT, Command
+from tests.launching import free_urls
+from trl_atropos.check import check
+
+QUICKSTART = "recipes/quickstart/colocate.yaml"
+STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own
+
+# What is run by another test: words of a command, in this order -> the test, and what its file must name, too.
+ELSEWHERE = [
+    (r"make quickstart", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", QUICKSTART),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
+        "tests/test_quickstart.py::test_a_resumed_run_goes_on_where_the_first_stopped",
+        "resume_from_checkpoint",
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--vllm_mode (server|nccl_lora|lora|restart)",
+        "tests/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        'glob("recipes/*/*.yaml")',
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--config recipes/(gsm8k|tool_use|reasoning_gym|own_environment)/",
+        "tests/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        'glob("recipes/*/*.yaml")',
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--config my_task/(colocate|cpu)\.yaml",
+        "tests/test_recipes.py::test_a_recipe_trains_for_three_steps",
+        "recipes/own_environment/",
+    ),
+    (
+        rf"accelerate launch .*trl_atropos\.train .*--config {QUICKSTART}",
+        "tests/test_quickstart.py::test_the_quickstart_learns_its_task",
+        QUICKSTART,
+    ),
+    (
+        r"accelerate launch .*trl_atropos\.train .*--model_name_or_path",
+        "tests/test_quickstart.py::test_an_environment_of_somebody_else_works_by_its_urls",
+        QUICKSTART,
+    ),
+    (
+        r"python my_environment\.py serve",
+        "tests/test_quickstart.py::test_an_environment_of_somebody_else_works_by_its_urls",
+        "two_turn_environment.py",
+    ),
+    (
+        r"python -m atroposlib\.cli\.run_api",
+        "tests/test_services.py::test_the_atropos_api_becomes_healthy_and_stops",
+        "atroposlib.cli.run_api",
+    ),
+    (
+        r"trl-atropos serve",
+        "tests/server/test_control.py::test_only_a_paused_server_is_resumed",
+        "trl_atropos.server.launch",
+    ),
+]
+
+
+def miniature(words: list[str], desk: Path) -> list[str]:
+    """Arguments of the main job for this machine: another model, free ports, no GPU, one step."""
+    atropos, *servers = free_urls(9)
+    model = [value for flag, value in pairwise(words) if flag == "--model_name_or_path"]
+    given = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text()) if "--config" in words else {}
+    listed = given.get("vllm_server_base_url", "")
+    several = len(listed) if isinstance(listed, list) else 1
+    if not model or not Path(model[0]).is_dir():
+        words = [*words, "--model_name_or_path", str(desk / "model")]
+    words = [*words, "--atropos_url", atropos, "--vllm_server_base_url", ",".join(servers[:several])]
+    return [*words, "--use_cpu", "true", "--bf16", "false", "--output_dir", str(desk / "output")]
+
+
+def run_check(command: Command, desk: Path) -> None:
+    arguments = [*miniature(command.after("check"), desk), "--device_memory_gb", "1000"]
+    assert check(arguments) == [], command
+
+
+def run_replay(command: Command, desk: Path) -> None:
+    arguments = [*command.after("trl_atropos.train"), "--max_steps", "1", "--per_device_train_batch_size", "8"]
+    arguments = [*arguments, "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no"]
+    printed = run_script(Command(command.place, ("python", "-m", "trl_atropos.train", *arguments)), desk)
+    assert "Sample completions of the last batch" in printed and "probe" not in printed, printed  # nothing is sampled
+    assert json.loads((desk / "runs/again/summary.json").read_text())["probe_max_abs_diff"] is None
+    assert (desk / "runs/again/model.safetensors").is_file(), command
+
+
+def run_report(command: Command, desk: Path) -> None:
+    cli_main = importlib.import_module("trl_atropos.report.page").main
+    cli_main(command.after("report"))
+    assert (Path(command.words[2]) / "report.html").is_file(), command
+
+
+def make_model(command: Command, desk: Path) -> None:
+    """In this process, which has imported everything that takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(command.words[1:]))
+        runpy.run_path(command.words[1], run_name="__main__")
+    assert (desk / command.words[2] / "config.json").is_file(), command
+
+
+def run_script(command: Command, desk: Path) -> str:
+    words = [sys.executable if word == "python" else word for word in command.words]
+    done = subprocess.run(words, cwd=desk, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def require_extras(command: Command, desk: Path) -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(command.words)):
+        assert set(extras.split(",")) <= set(config["options.extras_require"]), command
+
+
+# What is run here.
+HERE = [
+    (r"trl-atropos check ", run_check),
+    (r"trl-atropos report ", run_report),
+    (r"python -m trl_atropos\.train .*--replay_paths ", run_replay),
+    (r"python recipes/quickstart/make_model\.py ", make_model),
+    (r"python -m trl_atropos\.config_reference ", run_script),
+    (r"(cp -r|sed -i) ", run_script),
+    (r"pip install -e ", require_extras),
+]

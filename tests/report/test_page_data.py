@@ -1,0 +1,359 @@
+"""What `trl-atropos report` finds in a run's folder: what is known of every rollout, and what is not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import TrainerState
+
+from tests.report.synthetic_run import make_run
+from tests.rollout_factory import make_trainer, uniform_batch
+from tests.rollouts.test_spool import REGION, append, make_row
+from trl_atropos.report import page_data
+from trl_atropos.report.page import build
+from trl_atropos.report.page_gap import TrainerLogprobs as ReportedLogprobs
+from trl_atropos.report.page_gap import why_none
+from trl_atropos.report.page_log import RunLog, spans
+from trl_atropos.report.page_rows import UNKNOWN, Fate, advantages, read_all, trace
+from trl_atropos.report.page_run import LOG, ReportError, read_run
+from trl_atropos.report.page_tokens import texts
+from trl_atropos.rollouts.advantages import row_advantages
+from trl_atropos.rollouts.spool import Part, Spool
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+
+FIRST = [["a", 0]]
+
+
+class Folder:
+    """A run's folder, with four rollouts in every file and a log that is written by hand."""
+
+    def __init__(self, path: Path, files: int = 4):
+        self.path = path
+        self.spool = Spool(path / "rollouts", 1e9)
+        self.log = RunLog(path)
+        self.state = TrainerState()
+        self.log.open(self.state)
+        for file in range(files):
+            rows = [make_row(group=file, policy_version=max(0, file - 1), score=float(i)) for i in range(4)]
+            append(self.spool, 4 * file, *rows, lineage=FIRST, version=file)
+
+    def begin(self, step: int = 0, **config) -> None:
+        self.log.write(begin=step, max_steps=9, config={"scale_rewards": "group"} | config, changed=[])
+
+    def take(self, step: int, *indices: int, last: int | None = None, version: int | None = None, path=FIRST) -> None:
+        """Hands out rows for the optimizer steps from `step` to `last`."""
+        name = {"spool": self.spool.name, "lineage": path, "books": {"trained": 0, "dropped": {}, "lost_with_api": 0}}
+        numbers = step - 1 if version is None else version
+        self.log.write(batch=[step, last or step], rows=spans(indices), version=numbers, **name)
+
+    def rows(self):
+        run, rows = read_run(self.path), read_all(self.path / "rollouts")
+        trace(rows, run)
+        return rows
+
+
+def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin()
+    folder.take(1, 0, 1, 2, 3)
+    folder.take(2, 4, 5, 10, 11)  # 6 to 9 were stale, say
+    folder.log.write(logs={"loss": 0.5}, step=1)
+    rows = folder.rows()
+    assert rows.first_step.tolist() == [1] * 4 + [2] * 2 + [UNKNOWN] * 4 + [2] * 2 + [UNKNOWN] * 4
+    assert rows.fate.tolist() == [Fate.TRAINED] * 4 + [Fate.IN_TRAINING] * 2 + [Fate.PASSED_OVER] * 4 + (
+        [Fate.IN_TRAINING] * 2 + [Fate.WAITING] * 4
+    )
+    assert rows.staleness.tolist() == [0] * 4 + [1] * 2 + [UNKNOWN] * 4 + [0] * 2 + [UNKNOWN] * 4
+
+
+def test_without_a_log_nothing_is_said_about_steps_or_advantages(tmp_path):
+    folder = Folder(tmp_path)
+    (tmp_path / LOG).unlink()
+    rows = folder.rows()
+    assert set(rows.fate) == {Fate.UNKNOWN}
+    assert set(rows.first_step) == set(rows.staleness) == {UNKNOWN}
+    assert np.isnan(advantages(rows, read_run(tmp_path).config.get("scale_rewards"))).all()
+
+
+def test_a_log_that_began_in_the_middle_does_not_say_what_was_passed_over(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin(step=5)
+    folder.take(6, 8, 9, 10, 11)
+    assert folder.rows().fate.tolist()[:8] == [Fate.UNKNOWN] * 8
+
+
+def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin()
+    for step in (1, 2, 3):
+        folder.take(step, *range(4 * step - 4, 4 * step))
+        folder.log.write(logs={"reward": float(step)}, step=step)
+    folder.begin(step=1)
+    rows = folder.rows()
+    assert rows.first_step.tolist() == [1] * 4 + [UNKNOWN] * 12
+    assert rows.fate.tolist() == [Fate.TRAINED] * 4 + [Fate.WAITING] * 12
+    folder.take(2, 4, 5, 6, 7, path=[*FIRST, ["b", 1]])
+    rows, run = folder.rows(), read_run(tmp_path)
+    assert rows.first_step.tolist() == [1] * 4 + [2] * 4 + [UNKNOWN] * 8
+    assert (run.resumed, list(run.logs)) == ([1], [1])
+    assert rows.staleness.tolist()[4:8] == [1] * 4
+
+
+def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
+    folder = Folder(tmp_path, files=0)
+    append(folder.spool, 0, *[make_row(policy_version=3) for _ in range(4)], lineage=FIRST, version=4)
+    folder.begin()
+    folder.begin(step=1)
+    folder.take(2, 0, 1, 2, 3, path=[*FIRST, ["b", 1]])
+    assert folder.rows().staleness.tolist() == [2] * 4  # back from 3 to 1, where the run went on
+
+
+def test_a_run_that_begins_anew_in_the_same_folder_has_a_log_of_its_own(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin()
+    folder.take(1, 0, 1, 2, 3)
+    folder.log.warning("of the first run")
+    folder.begin()
+    run = read_run(tmp_path)
+    assert (run.batches, run.warnings, run.steps) == ([], [], 0)
+
+
+def test_batches_of_another_spool_say_nothing_about_the_rows_that_are_there(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin()
+    folder.spool.name = "another"
+    folder.take(1, 0, 1, 2, 3)
+    assert set(folder.rows().fate) == {Fate.UNKNOWN}
+
+
+def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path):
+    folder = Folder(tmp_path)
+    folder.begin()
+    folder.take(1, 0, 1, 2, 3, last=2)
+    rows = folder.rows()
+    assert (set(rows.first_step[:4]), set(rows.last_step[:4])) == ({1}, {2})
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards):
+    folder, rng = Folder(tmp_path, files=0), np.random.default_rng(1)
+    usual = [make_row(score=s, group_mean=0.3, group_std=0.2) for s in rng.normal(size=5)]
+    special = [make_row(sft=True), make_row(zero_advantage=True), make_row(raw_advantage=True, group_mean=0.0)]
+    append(folder.spool, 0, *usual, *special, size=8)
+    folder.begin()
+    folder.take(1, *range(8))
+    expected = row_advantages(usual + special, scale_rewards).numpy()
+    np.testing.assert_allclose(advantages(folder.rows(), scale_rewards), expected, rtol=1e-5)
+
+
+def test_rewards_are_of_all_rollouts_and_not_of_the_selection(tmp_path):
+    folder = make_run(tmp_path / "run", 4)
+    run, rows = read_run(folder), read_all(folder / "rollouts")
+    trace(rows, run)
+    found = page_data.rewards(rows, limit=100)
+    assert [each["environment"] for each in found] == [0, 1]
+    here = (rows["env_id"] == 1) & (rows.first_step == 2)
+    assert found[1]["count"] == [32] * 4
+    assert found[1]["mean"][1] == pytest.approx(rows["score"][here].mean(), abs=1e-5)
+    assert found[1]["std"][1] == pytest.approx(rows["score"][here].std(), abs=1e-5)
+    joined = page_data.rewards(rows, limit=2)[1]
+    assert (joined["steps"], joined["count"]) == ([2, 4], [64, 64])
+
+
+def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limits(tmp_path):
+    rows = read_all(make_run(tmp_path / "run", 20) / "rollouts")
+    chosen = page_data.select(rows, 200, 10**9)
+    groups, sizes = np.unique(rows["group"][chosen], return_counts=True)
+    assert 150 <= len(chosen) <= 200 and set(sizes) == {8}
+    assert (groups[0], groups[-1]) == (rows["group"].min(), rows["group"].max())
+    assert np.diff(groups).max() <= 2 * np.diff(groups).min()
+    few = page_data.select(rows, 10**9, 20_000)
+    assert 10_000 < rows.length[few].sum() <= 20_000
+    assert len(page_data.select(rows, 10**9, 10**9)) == len(rows)
+
+
+def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
+    folder = Folder(tmp_path, files=0)
+    mask = np.array([True, True, False, False, True])
+    logprobs = np.where(mask, -0.25, np.nan).astype(np.float32)
+    row = make_row(5, mask=mask, logprobs=logprobs, token_advantages=np.full(5, 0.5, np.float32), messages="[]")
+    append(folder.spool, 0, row, size=1)
+    rows = folder.rows()
+    TrainerLogprobs(tmp_path / "rollouts").write([row], np.where(mask, [[-0.2, -0.25, 0, 0, -0.65]], np.nan))
+    packed = page_data.pack(rows, np.array([0]), np.array([9.0]), ReportedLogprobs(tmp_path / "rollouts"))
+    assert packed.chunks[0] == {
+        "prompts": [[1, 2]],
+        "rows": [
+            [
+                0,
+                [0, 1, 2, 3, 4],
+                [2, 2, 1],
+                [-250, -250, None, None, -250],
+                [500] * 5,
+                "[]",
+                [50, 0, None, None, -400],
+            ]
+        ],
+    }
+    assert packed.columns["advantage"] == [0.5]
+    assert packed.columns["logprob"] == [-0.25]
+    assert (packed.columns["gap"], packed.columns["gap_max"]) == (pytest.approx([0.15]), pytest.approx([0.4]))
+
+
+def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path):
+    folder = Folder(tmp_path)
+    files = TrainerLogprobs(tmp_path / "rollouts")
+    for start in (0, 4, 8):
+        files.write([make_row(index=start + i) for i in range(4)], np.full((4, 3), -0.5 - start, np.float32))
+    folder.begin()
+    folder.take(1, 0, 1, 2, 3)
+    folder.take(2, 4, 5, 6, 7)
+    folder.begin(step=1)  # what came after row 3 is to be trained again
+    rows = folder.rows()
+    packed = page_data.pack(rows, np.arange(16), np.zeros(16), ReportedLogprobs(tmp_path / "rollouts"))
+    assert packed.columns["gap"][:4] == [0.0] * 4 and np.isnan(packed.columns["gap"][4:]).all()
+
+
+@pytest.mark.parametrize(
+    ("correction", "reason"),
+    [
+        (False, "with `vllm_importance_sampling_correction: false`, the trainer's"),
+        (True, "no batch has been trained yet"),
+    ],
+)
+def test_a_page_without_a_gap_says_why(tmp_path, correction, reason):
+    folder = Folder(tmp_path)
+    folder.begin(vllm_importance_sampling_correction=correction)
+    rows = folder.rows()
+    assert reason in why_none(read_run(tmp_path), rows, ReportedLogprobs(tmp_path / "rollouts"))
+
+
+def test_a_torn_file_of_the_trainers_log_probabilities_is_named_and_the_others_are_shown(tmp_path):
+    folder = make_run(tmp_path / "run", 3)
+    torn = sorted((folder / "rollouts").glob("trainer-*"))[1]
+    torn.write_bytes(torn.read_bytes()[:500])
+    rows, trainer = read_all(folder / "rollouts"), ReportedLogprobs(folder / "rollouts")
+    trace(rows, read_run(folder))
+    gaps = page_data.pack(rows, np.arange(192), np.zeros(192), trainer).columns["gap"]
+    assert np.isnan(gaps).tolist() == [False] * 64 + [True] * 64 + [False] * 64
+    assert [name.partition(":")[0] for name in trainer.unreadable] == [torn.name]
+
+
+def test_tokens_that_are_no_text_by_themselves_are_shown_as_bytes(tmp_path):
+    from recipes.quickstart.make_model import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("a é<|end|>")["input_ids"]
+    assert [texts(tmp_path / "tokenizer.json", ids)[i] for i in ids] == ["a", " ", "<0xC3>", "<0xA9>", "<|end|>"]
+
+
+def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):
+    folder = make_run(tmp_path / "run", 3)
+    torn = sorted((folder / "rollouts").glob("*.arrow"))[1]
+    torn.write_bytes(torn.read_bytes()[:500])
+    rows = read_all(folder / "rollouts")
+    assert len(rows) == 192 and rows.unreadable[0].startswith(torn.name)
+    assert "192 of 192 rollouts" in build(folder)[1]
+
+
+def test_a_log_whose_last_line_is_half_written_is_read_up_to_it_and_written_on(tmp_path):
+    folder = make_run(tmp_path / "run", 3, end=False)
+    with (folder / LOG).open("a") as log:
+        log.write('{"at": 1, "logs": {"rew')
+    run = read_run(folder)
+    assert (run.steps, run.ended) == (3, None)
+    again = RunLog(folder)
+    again.open(TrainerState())
+    again.write(end=3)
+    assert read_run(folder).ended == 3
+
+
+def test_the_trainer_writes_the_log_and_the_tokenizer_while_it_trains(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
+    make_trainer(tiny_model, tmp_path, *batches, max_steps=3, warning_thresholds={"unknown_version": 0.0}).train()
+    run = read_run(tmp_path / "run")
+    assert (run.ended, run.steps, sorted(run.logs)) == (3, 3, [1, 2, 3])
+    assert "reward" in run.logs[2] and run.batches == []  # a recording's rows are not in this folder
+    assert {"max_steps", "learning_rate"} <= set(run.began["changed"])
+    assert "vllm_mode" in run.config and "unknown_version" in run.warnings[0]["warning"]
+    assert (tmp_path / "run" / "tokenizer.json").exists()
+    assert not (tmp_path / "run" / "rollouts").exists()  # and so neither are the trainer's log-probabilities
+    assert "3 steps, 1 warnings, 0 of 0 rollouts." in build(tmp_path / "run")[1]
+
+
+def test_a_full_disk_ends_the_log_with_a_warning_and_not_the_run(tmp_path, caplog):
+    (tmp_path / LOG).symlink_to("/dev/full")
+    log = RunLog(tmp_path)
+    log.open(TrainerState())
+    for _ in range(2):
+        log.write(logs={"reward": 1.0}, step=1)
+    (record,) = caplog.records
+    assert "cannot be written (No space left on device)" in record.getMessage()
+
+
+def test_a_run_without_a_log_of_its_own_is_read_from_its_newest_whole_checkpoint(tmp_path):
+    for step, text in ((2, '{"log_history": [{"step": 2, "reward": 0.5}]}'), (4, '{"log_hist')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    run = read_run(tmp_path)
+    assert (run.source, run.logs[2]["reward"]) == ("checkpoint-2/trainer_state.json", 0.5)
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "trl_atropos.cli", "report", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path):
+    folder = make_run(tmp_path / "run", 2)
+    done = report(str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "2 steps, 0 warnings, 192 of 192 rollouts." in done.stdout
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    done = report(str(folder), "--output", str(tmp_path / "other.html"), "--max_rollouts", "16")
+    assert done.returncode == 0 and "16 of 192 rollouts." in done.stdout
+    assert (tmp_path / "other.html").exists()
+
+
+def test_a_folder_that_is_no_runs_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ReportError, match=r"is no folder\. Name a run's `output_dir`"):
+        read_run(tmp_path / "missing")
+    with pytest.raises(ReportError, match=r"has no run_log\.jsonl, no rollouts and no checkpoint-N"):
+        read_run(tmp_path)
+    done = report(str(tmp_path))
+    assert done.returncode == 1 and done.stderr.startswith("trl-atropos report: ") and "Traceback" not in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused_with_what_to_do(tmp_path):
+    folder = make_run(tmp_path / "run", 1)
+    done = report(str(folder), "--output", str(tmp_path / "missing" / "page.html"))
+    assert done.returncode == 1 and "Name another with --output" in done.stderr
+
+
+def test_a_run_that_has_not_pulled_a_batch_yet_has_a_page(tmp_path):
+    Spool(tmp_path / "rollouts", 1e9)
+    assert "0 steps, 0 warnings, 0 of 0 rollouts." in build(tmp_path)[1]
+    shutil.rmtree(tmp_path / "rollouts")
+    Folder(tmp_path, files=0).begin()
+    assert "0 steps" in build(tmp_path)[1]
+
+
+def test_a_batch_of_nothing_but_rejected_groups_is_no_hindrance(tmp_path):
+    folder = Folder(tmp_path, files=1)
+    folder.spool.append(Part(4, 4, REGION, {"rejected": 4}), [])
+    append(folder.spool, 8, make_row(), size=4)
+    assert len(folder.rows()) == 5
+
+
+def test_secrets_are_not_in_the_log(tmp_path, tiny_model):
+    secret = {"hub_token": "hf_abc", "atropos_url": "http://me:abc@127.0.0.1:8000", "optim_args": "api_key=abc"}
+    make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), **secret).train()
+    written = (tmp_path / "run" / LOG).read_text()
+    assert "abc" not in written
+    config = json.loads(written.splitlines()[0])["config"]
+    assert "hub_token" not in config and config["atropos_url"] == "http://127.0.0.1:8000"

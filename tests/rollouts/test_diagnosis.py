@@ -1,0 +1,210 @@
+"""Why no batch comes: each cause, made for real at a real Atropos API, and what the message says of it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollouts.bare_trainer import BareTrainer
+from tests.rollouts.conftest import Api, make_group
+from trl_atropos.rollouts.diagnosis import list_environments, told_by_log
+
+ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
+BATCH = 4
+LIMIT = 65  # tokens: sequences of this length are dropped
+
+
+@pytest.fixture
+def open_trainer() -> Iterator[Callable[[str], BareTrainer]]:
+    """A trainer that has joined an API and has asked for its first batch, which lets environments in."""
+    opened: list[BareTrainer] = []
+
+    def start(url: str) -> BareTrainer:
+        opened.append(BareTrainer(url, BATCH, LIMIT))
+        assert opened[-1].pull() is None
+        return opened[-1]
+
+    yield start
+    for trainer in opened:
+        trainer.close()
+
+
+def register(api: Api, group_size: int = 2, **fields) -> int:
+    """What an environment does first."""
+    body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": group_size} | fields
+    answer = api.post("/register-env", body)
+    assert answer["status"] == "success"
+    return answer["env_id"]
+
+
+def test_no_environment_has_registered(api, open_trainer):
+    told = open_trainer(api.url).diagnosis.why_quiet()
+    assert told.startswith(f"No environment has registered with the Atropos API at {api.url}. Start one with ")
+    assert f"`--env.rollout_server_url {api.url}`" in told
+
+
+def test_an_api_that_does_not_answer_is_named_with_the_reason(restartable_api, open_trainer):
+    trainer = open_trainer(restartable_api.url)
+    restartable_api.stop()
+    told = trainer.diagnosis.why_quiet()
+    assert told.startswith(f"The Atropos API at {restartable_api.url} does not answer: ") and "refused" in told
+
+
+def test_an_api_that_was_restarted_is_told_from_one_that_nobody_registered_at(restartable_api, open_trainer):
+    trainer = open_trainer(restartable_api.url)
+    register(restartable_api)
+    restartable_api.stop()
+    restartable_api.start()
+    assert "was restarted or reset and holds no trainer" in trainer.diagnosis.why_quiet()
+    assert trainer.pull() is None  # registers again
+    told = trainer.diagnosis.why_quiet()
+    assert "No environment has registered" in told and re.search(r"since it was restarted \d+ s ago", told)
+    assert "do not register again by themselves" in told
+
+
+def test_group_sizes_that_never_fill_a_batch_are_named_one_by_one(api, open_trainer):
+    trainer = open_trainer(api.url)
+    api.deliver(make_group(0, 1, env_id=register(api, 2)), make_group(0, 1, env_id=0))
+    assert len(trainer.pull_batch()) == 2
+    api.deliver(*[make_group(0, 1, 2, env_id=register(api, 3))] * 2)
+    told = trainer.diagnosis.why_quiet()
+    assert "holds 2 groups of at most 3 rollouts but cannot assemble exactly 4 rollouts" in told
+    assert "Environment 0 sends groups of 2; environment 1 sends groups of 3." in told
+    assert "a multiple of every group size" in told
+    assert "`reset_atropos: true`" in told
+
+
+def test_a_single_group_larger_than_the_batch_is_named(api, open_trainer):
+    trainer = open_trainer(api.url)
+    api.deliver(make_group(0, 1, 2, 3, 4, env_id=register(api, 5)))
+    told = trainer.diagnosis.why_quiet()
+    assert "holds 1 groups of at most 5 rollouts but cannot assemble exactly 4" in told
+    assert "Environment 0 sends groups of 5." in told
+
+
+def test_groups_of_which_no_number_is_a_batch_are_told_from_too_few(api, open_trainer):
+    trainer = open_trainer(api.url)
+    api.deliver(make_group(0, 1, 2, env_id=register(api, 3)))
+    told = trainer.diagnosis.why_quiet()
+    assert "holds 1 groups of at most 3 rollouts but cannot assemble exactly 4" in told
+    assert "a multiple of every group size" in told
+
+
+def test_less_than_a_batch_is_told_from_a_wedge_with_who_delivered_last(api, open_trainer):
+    trainer = open_trainer(api.url)
+    env_id = register(api)
+    api.deliver(make_group(0, 1, env_id=env_id), make_group(0, 1, env_id=env_id))
+    assert len(trainer.pull_batch()) == 2
+    api.deliver(make_group(0, 1, env_id=env_id))
+    told = trainer.diagnosis.why_quiet()
+    assert "holds 1 groups of at most 2 rollouts, less than a batch of 4" in told
+    assert re.search(r"Environment 0 has delivered 2 groups of 2, the last \d+ s ago\.", told)
+
+
+def test_a_dead_environment_with_a_minimum_allocation_is_found_and_its_disconnection_lets_batches_through(
+    api, open_trainer
+):
+    trainer = open_trainer(api.url)
+    dead = register(api, min_batch_allocation=0.5)
+    alive = register(api)
+    api.deliver(*[make_group(0, 1, env_id=alive)] * 4)
+    assert trainer.pull() is None
+    told = trainer.diagnosis.why_quiet()
+    assert "50% of every batch is reserved by `min_batch_allocation`, and environment 0 has nothing queued" in told
+    assert "Environment 0 has delivered nothing to this run." in told
+    assert told.endswith(
+        f"""`curl -X POST {api.url}/disconnect-env -H 'Content-Type: application/json' -d '{{"env_id": {dead}}}'`."""
+    )
+    api.post("/disconnect-env", {"env_id": dead})
+    assert len(trainer.pull_batch()) == 2
+
+
+def test_an_environment_that_never_delivered_is_told_from_one_that_stopped(api, open_trainer):
+    trainer = open_trainer(api.url)
+    first, second = register(api), register(api)
+    api.deliver(*[make_group(0, 1, env_id=second)] * 2)
+    assert len(trainer.pull_batch()) == 2
+    told = trainer.diagnosis.why_quiet()
+    assert "has 2 environments, but its queue is empty" in told
+    assert (
+        f"Environment {first} has delivered nothing to this run; environment {second} has delivered 2 groups" in told
+    )
+    assert "cannot tell a dead environment from one that delivers nothing" in told
+
+
+def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_trainer):
+    trainer = open_trainer(api.url)
+    env_id = register(api)
+    long = [[7] * (LIMIT - 1)] * 2
+    fields = {"tokens": long, "masks": long, "inference_logprobs": None, "env_id": env_id}
+    api.deliver(*[make_group(0, 1, **fields)] * 2)
+    assert len(trainer.pull_batch()) == 2
+    told = trainer.diagnosis.why_quiet()
+    assert f"The sequences of environment 0 had grown to {LIMIT - 1} tokens, close to the limit" in told
+    assert f"a sequence of {LIMIT} tokens or more" in told
+
+
+def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(api, open_trainer):
+    trainer = open_trainer(api.url)
+    api.deliver(make_group(0, 1, 2, 3, env_id=register(api, 2)))
+    assert trainer.pull() is None
+    assert "another size than its `group_size` (the API holds those back)" in trainer.diagnosis.why_quiet()
+
+
+def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_api, open_trainer):
+    trainer = open_trainer(restartable_api.url)
+    restartable_api.deliver(*[make_group(0, 1, env_id=register(restartable_api))] * 2)
+    assert len(trainer.pull_batch()) == 2
+    restartable_api.stop()
+    restartable_api.start()
+    assert trainer.pull() is None  # registers again
+    assert trainer.pull() is None  # lets environments in
+    register(restartable_api)
+    assert "Environment 0 has delivered nothing to this run." in trainer.diagnosis.why_quiet()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sign"),
+    [
+        (["--scores", "constant"], "times it dropped a group because its scores are all equal"),
+        (["--length", str(LIMIT)], "times it dropped a group that has a sequence over the length limit"),
+        (["--group", "3"], "times it dropped a group that is not of its `group_size`"),
+        (["--fail", "yes"], "times it failed to collect a group"),
+    ],
+    ids=["constant scores", "too long", "wrong size", "cannot collect"],
+)
+def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(
+    flags, sign, api, open_trainer, tiny_model, tmp_path
+):
+    trainer = open_trainer(api.url)
+    log = tmp_path / "log"
+    command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not told_by_log(log.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            assert trainer.pull() is None
+            time.sleep(0.2)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert sign in told_by_log(log.read_text())[0]
+    assert len(list_environments(trainer.client)) == 1
+    assert "has an environment, but its queue is empty" in trainer.diagnosis.why_quiet()
+
+
+def test_the_last_reason_why_a_group_could_not_be_collected_is_quoted():
+    log = "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in collect_trajectories: 'nope'\n"
+    assert re.fullmatch(r"2 times it failed to collect a group, .* \(the last time: 'nope'\)", *told_by_log(log))
+
+
+def test_a_log_without_a_sign_tells_nothing():
+    assert told_by_log("all is well\n") == []

@@ -1,0 +1,191 @@
+"""Whatever comes off the wire, the door neither breaks nor hangs: it rejects with a reason or gives the right rows."""
+
+import http.server
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.rollouts import oracle
+from tests.rollouts.conftest import make_group
+from tests.rollouts.malformed import malformed_bodies
+from trl_atropos.bench.ingest_roles import replying
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.atropos import AtroposClient, ReplyLost
+from trl_atropos.rollouts.decode import Unreadable, decode_reply
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.schema import Row
+
+LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
+FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same
+DEEP = 100  # lists within lists, above which a parser may give up
+DTYPES = {"prompt_ids": "int32", "completion_ids": "int32", "mask": "bool", "logprobs": "float32"}
+
+
+def door(single: str = "raw", vocabulary: int = VOCABULARY) -> Intake:
+    return Intake(LONGEST, TEMPERATURE, single, vocab_size=vocabulary)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog):
+    caplog.set_level(logging.ERROR)  # there are thousands
+
+
+@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@given(body=malformed_bodies)
+def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(body):
+    single = ("raw", "zero", "refuse")[len(body) % 3]
+    expected = read(body)
+    try:
+        groups = decode_reply(body).batch
+    except ValueError as error:
+        assert str(error)
+        assert expected is None or not is_strict(body), f"refused ({error}), but it is a batch"
+        return
+    if expected is None:  # a group that cannot be read must not cost the others of its batch
+        assert any(isinstance(group, Unreadable) for group in groups), "it is no batch, but was taken for one"
+        assert isinstance(door().admit([group for group in groups if isinstance(group, Unreadable)]), list)
+        return
+    assert (groups is None) == (expected == [None])
+    for group, as_json in zip(groups or [], expected, strict=groups is not None):
+        compare(group, as_json, single)
+
+
+def read(body: bytes) -> list[Any] | None:
+    """The groups as `json` reads them, `[None]` for a null batch, or None if this is no batch."""
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(reply, dict) or "batch" not in reply or reply.get("status") not in (None, "error"):
+        return None
+    batch = reply["batch"]
+    return [None] if batch is None else batch if isinstance(batch, list) else None
+
+
+def is_strict(body: bytes) -> bool:
+    """Whether everybody reads this as JSON: no NaN, no half of a surrogate pair, no depth."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return b"[" * DEEP not in body.replace(b" ", b"")
+
+
+def compare(group: Any, as_json: Any, single: str) -> None:
+    intake = door(single)
+    try:
+        rows: list[Row] | None = intake.admit([group])
+        if intake.metrics()["rollouts/rejected_groups"]:
+            rows = None
+    except RolloutError as error:
+        assert len(str(error)) > 80
+        rows = "stopped"
+    try:
+        expected = oracle.judge(as_json, longest=LONGEST, sampled_at=TEMPERATURE, single=single, vocabulary=VOCABULARY)
+    except oracle.Rejected:
+        assert rows is None, f"{as_json} must be rejected"
+        return
+    except oracle.Stopped as stopped:
+        assert rows == "stopped" or (rows is None and stopped.__cause__), f"{as_json} must stop the run"
+        return
+    if rows is None and any(row["overflows"] for row in expected):
+        return
+    assert isinstance(rows, list), f"{as_json} is good, and was refused"
+    assert len(rows) == len(expected), as_json
+    for row, wanted in zip(rows, expected):
+        compare_rows(row, wanted)
+
+
+def compare_rows(row: Row, wanted: dict[str, Any]) -> None:
+    for name, dtype in DTYPES.items():
+        assert getattr(row, name).dtype == dtype
+    for name in ("prompt_ids", "completion_ids", "mask"):
+        assert getattr(row, name).tolist() == wanted[name], name
+    assert same_floats(row.logprobs, wanted["logprobs"])
+    assert (row.token_advantages is None) == (wanted["token_advantages"] is None)
+    if row.token_advantages is not None:
+        assert row.token_advantages.dtype == np.float32
+        assert same_floats(row.token_advantages, wanted["token_advantages"])
+    for name in ("score", "zero_advantage", "raw_advantage", "sft", "env_id"):
+        assert getattr(row, name) == wanted[name] and type(getattr(row, name)) is type(wanted[name]), name
+    if not wanted["overflows"]:
+        scale = 1 + abs(wanted["score"]) + abs(wanted["group_mean"]) + wanted["group_std"]
+        assert abs(row.group_mean - wanted["group_mean"]) < 1e-5 * scale
+        assert abs(row.group_std - wanted["group_std"]) < 1e-3 * scale
+    compare_teachers(row, wanted["distill"])
+    if row.messages is not None:
+        assert json.dumps(json.loads(row.messages)) == without_half_pairs(wanted["messages"])
+
+
+def same_floats(values: np.ndarray, wanted: list[float]) -> bool:
+    return len(values) == len(wanted) and all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(values.tolist(), wanted)
+    )
+
+
+def compare_teachers(row: Row, wanted: list[list[tuple[int, float]]] | None) -> None:
+    if wanted is None or not any(wanted):
+        assert row.distill_ids is None and row.distill_logprobs is None
+        return
+    assert row.distill_ids.shape == row.distill_logprobs.shape
+    assert (row.distill_ids.dtype, row.distill_logprobs.dtype) == (np.int32, np.float32)
+    got = [list(zip(*pair)) for pair in zip(row.distill_ids.tolist(), row.distill_logprobs.tolist(), strict=True)]
+    assert all((i == -1) == math.isnan(value) for position in got for i, value in position)
+    assert [[pair for pair in position if pair[0] != -1] for position in got] == wanted
+
+
+def without_half_pairs(text: str) -> str:
+    """The JSON of what is left when UTF-8 has no place for a half of a surrogate pair."""
+    encodable = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
+    return json.dumps(json.loads(encodable))
+
+
+# ------------------------------------------------------------------------------------------- over a real connection
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[AtroposClient]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), replying(body)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = AtroposClient(f"http://127.0.0.1:{server.server_address[1]}", 10.0, 60.0)
+        yield client
+        client.close()
+        server.shutdown()
+
+
+LARGE = 100_000_000  # bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("no JSON", lambda: b"x" * LARGE),
+        ("never closed", lambda: b'{"batch":[' + b"[" * LARGE),
+        ("deep", lambda: b'{"batch":[' + b"[" * (LARGE // 2) + b"]" * (LARGE // 2) + b"]}"),
+        ("cut off", lambda: b'{"batch":[{"tokens":[[' + b"7," * (LARGE // 2)),
+        ("half of a string", lambda: b'{"batch":[{"messages":"' + "é".encode() * (LARGE // 2)),
+        ("nothing", lambda: b""),
+    ],
+)
+def test_a_body_of_100_mb_that_is_no_batch_is_lost_with_a_reason(name, body):
+    with answering(body()) as client, pytest.raises(ReplyLost, match="which is no batch") as caught:
+        client.batch()
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_group_of_100_mb_is_left_out_and_the_others_of_its_batch_are_used():
+    groups = [make_group(0, 1), make_group(8, 9, tokens=["LARGE", [7]]), make_group(2, 3)]
+    body = json.dumps({"batch": groups}).encode().replace(b'"LARGE"', b"[" + b"7," * (LARGE // 2) + b"7]")
+    with answering(body) as client:
+        rows = door().admit(client.batch().batch)
+    assert [row.score for row in rows] == [0, 1, 2, 3]

@@ -1,0 +1,404 @@
+"""`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is, what is dropped."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollouts.conftest import Api, make_group
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.replay import ReplaySource
+from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.source import AtroposSource, RunInfo
+
+WAIT = 30.0  # seconds, for what is already on its way
+SHORT = 0.2  # seconds, where nothing may come
+
+
+class Clock:
+    """The trainer's version."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Scores:
+    """Says that a row was sampled by the version that its score is."""
+
+    def tag(self, rows: list[Row]) -> None:
+        for row in rows:
+            row.policy_version = row.newest_version = int(row.score) if row.score >= 0 else None
+
+
+@pytest.fixture
+def open_source(api: Api, run_info: Callable[..., RunInfo]) -> Iterator[Callable[..., AtroposSource]]:
+    """Starts sources in one output folder, each the next life of one run; `state` is that of its checkpoint."""
+    opened: list[AtroposSource] = []
+
+    def start(state: dict | None = None, run: dict[str, Any] | None = None, **arguments: Any) -> AtroposSource:
+        source = AtroposSource(api.url, **arguments)
+        opened.append(source)
+        source.start(run_info(state=state, **(run or {})))
+        return source
+
+    yield start
+    for source in opened:
+        source.close()
+
+
+def groups(*scores: float) -> list[dict]:
+    return [make_group(score, score) for score in scores]
+
+
+def scores(source: AtroposSource, num_rows: int) -> list[float]:
+    rows = source.poll(num_rows, WAIT)
+    assert rows is not None, f"no {num_rows} rows within {WAIT} s"
+    return [row.score for row in rows]
+
+
+def books(source: AtroposSource) -> dict[str, Any]:
+    return source.state()["books"]
+
+
+def wait_for_rows(source: AtroposSource, number: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while source.metrics()["rollouts/waiting_rows"] < number:
+        assert time.monotonic() < deadline, f"{number} rows are not pulled ahead"
+        time.sleep(0.01)
+
+
+def test_a_resumed_run_goes_on_after_the_last_row_of_its_checkpoint(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2, 3, 4))
+    assert scores(source, 4) == [1, 1, 2, 2]
+    checkpoint = source.state()
+    assert scores(source, 4) == [3, 3, 4, 4]  # these are trained after the checkpoint, and forgotten
+    source.close()
+    resumed = open_source(checkpoint)
+    api.deliver(*groups(5, 6))
+    assert scores(resumed, 8) == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert books(resumed) == {"trained": 12, "dropped": {}, "lost_with_api": 0}
+
+
+def test_a_cursor_may_be_in_the_middle_of_a_batch(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    assert scores(source, 3) == [1, 1, 2]
+    assert scores(open_source(source.state()), 1) == [2]
+
+
+def test_what_was_pulled_ahead_and_never_polled_is_handed_out_after_a_resume(api, open_source):
+    source = open_source(prefetch_batches=2)
+    api.deliver(*groups(1, 2, 3, 4, 5, 6))
+    assert scores(source, 4) == [1, 1, 2, 2]
+    wait_for_rows(source, 8)
+    source.close()
+    assert api.get("/status")["queue_size"] == 0
+    assert scores(open_source(source.state()), 8) == [3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def test_a_run_without_a_checkpoint_resumes_at_the_first_row(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    assert scores(source, 4) == [1, 1, 2, 2]
+    source.close()
+    assert scores(open_source({}), 4) == [1, 1, 2, 2]
+
+
+def test_a_run_that_begins_anew_moves_the_rollouts_of_the_last_one_aside_and_says_where(
+    api, open_source, run_info, caplog
+):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    source.close()
+    anew = open_source()
+    api.deliver(*groups(3, 4))
+    assert scores(anew, 4) == [3, 3, 4, 4]
+    aside = Path(run_info().output_dir) / "rollouts-before-1"
+    assert f"begins anew. They are now in {aside}" in caplog.text
+    assert len(list(aside.glob("*.arrow"))) == 1
+
+
+def test_a_run_that_resumes_from_a_checkpoint_of_elsewhere_does_not_mix(api, open_source, caplog):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    source.close()
+    resumed = open_source(source.state() | {"spool": "another"})
+    api.deliver(*groups(3, 4))
+    assert scores(resumed, 4) == [3, 3, 4, 4]
+    assert "resumes from a checkpoint of another" in caplog.text
+
+
+def test_rows_of_a_batch_in_the_middle_of_which_a_checkpoint_fell_are_counted_as_dropped(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    source.close()
+    resumed = open_source(source.state(), {"unfinished_rows": 2})
+    assert books(resumed) == {"trained": 2, "dropped": {"resumed_mid_batch": 2}, "lost_with_api": 0}
+
+
+def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2, 3, 4, 5, 6))
+    source._feed._pull()  # the newest batch of the burst,
+    source._feed._pull()  # and how many there are
+    assert [part.start for part in source._spool.parts] == [8]
+    resumed = open_source({})
+    api.deliver(*groups(7, 8))
+    assert scores(resumed, 16) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
+    assert books(resumed) == {"trained": 16, "dropped": {}, "lost_with_api": 0}
+
+
+def test_a_batch_that_was_popped_and_never_spooled_is_counted_as_lost_in_delivery(api, open_source):
+    open_source().close()
+    api.deliver(*groups(1, 2, 3, 4))
+    api.get("/batch")  # as by a trainer that was killed when the reply had come
+    resumed = open_source({})
+    api.deliver(*groups(5, 6))
+    assert scores(resumed, 8) == [1, 1, 2, 2, 5, 5, 6, 6]
+    assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
+
+
+def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2, 3, 4))
+    source._feed._pull()
+    source._feed._pull()
+    api.reset()
+    resumed = open_source({})
+    api.deliver(*groups(5, 6))
+    assert scores(resumed, 8) == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert books(resumed) == {"trained": 8, "dropped": {}, "lost_with_api": 4}
+
+
+def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
+    source = open_source()
+    for score in (1, 3):
+        api.deliver(*groups(score, score + 1))
+        scores(source, 4)
+    source.close()
+    next(Path(run_info().output_dir).glob("rollouts/rows-000000000000.arrow")).unlink()
+    resumed = open_source({})
+    assert scores(resumed, 4) == [3, 3, 4, 4]
+    assert books(resumed)["dropped"] == {"lost_in_delivery": 4}
+    assert "A file of 4 rollouts is missing" in caplog.text
+
+
+def test_what_the_door_drops_is_in_the_books(api, open_source):
+    source = open_source()
+    malformed, long = make_group(1, 2, masks=[]), make_group(3, 4)
+    long["tokens"][0] += [9] * 61
+    long["masks"][0] += [9] * 61
+    long["inference_logprobs"][0] += [-0.5] * 61
+    api.deliver(malformed, long)
+    assert scores(source, 1) == [4]
+    assert books(source) == {"trained": 1, "dropped": {"rejected": 2, "too_long": 1}, "lost_with_api": 0}
+
+
+def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept(api, open_source):
+    clock = Clock()
+    source = open_source(None, {"policy_version": clock}, versions=Scores(), max_staleness=2)
+    source.poll(4, SHORT)
+    clock.now = 10
+    api.deliver(*groups(7, 8, 9, -1))
+    assert scores(source, 6) == [8, 8, 9, 9, -1, -1]
+    assert books(source) == {"trained": 6, "dropped": {"stale": 2}, "lost_with_api": 0}
+    metrics = source.metrics()
+    assert metrics["rollouts/dropped_stale"] == 2
+    assert metrics["rollouts/staleness_mean"] == 1.5
+    assert metrics["rollouts/staleness_max"] == 2
+    assert metrics["rollouts/share_unknown_version"] == pytest.approx(1 / 3)
+    assert metrics["rollouts/share_dropped"] == 0.25
+
+
+def test_rows_grow_old_while_they_wait(api, open_source):
+    clock = Clock()
+    source = open_source(None, {"policy_version": clock}, versions=Scores(), max_staleness=1, prefetch_batches=1)
+    api.deliver(*groups(0, 0, 0, 0))
+    assert scores(source, 4) == [0] * 4
+    wait_for_rows(source, 4)
+    clock.now = 2
+    api.deliver(*groups(2, 2))
+    assert scores(source, 4) == [2] * 4
+    assert books(source)["dropped"] == {"stale": 4}
+
+
+@pytest.mark.parametrize(
+    ("sampled_by", "age"),
+    [(3, 3), (4, 2), (7, (7 - 4) + (6 - 4))],
+    ids=["before the checkpoint", "by the checkpoint", "by a future that was abandoned"],
+)
+def test_the_age_of_a_row_counts_the_way_back_to_the_checkpoint_and_forth(api, open_source, sampled_by, age):
+    clock = Clock()
+    clock.now = 8
+    source = open_source(None, {"policy_version": clock}, versions=Scores(), prefetch_batches=2)
+    checkpoint = source.state()
+    api.deliver(*groups(sampled_by, sampled_by))
+    scores(source, 4)  # in the first life, at version 8: the checkpoint was written at version 4
+    source.close()
+    clock.now = 4
+    resumed = open_source(checkpoint, {"policy_version": clock}, versions=Scores())
+    clock.now = 6
+    scores(resumed, 4)
+    assert resumed.metrics()["rollouts/staleness_max"] == age
+
+
+def test_a_version_that_is_heard_of_before_it_was_made_was_abandoned(api, open_source):
+    clock = Clock()
+    source = open_source(None, {"policy_version": clock}, versions=Scores())
+    source.close()
+    clock.now = 4
+    resumed = open_source(source.state(), {"policy_version": clock}, versions=Scores())
+    api.deliver(*groups(7, 4))
+    assert resumed.poll(4, WAIT) is not None
+    assert resumed.metrics()["rollouts/staleness_max"] == 7 - 4
+
+
+def test_groups_without_variance_are_replaced_by_the_next_ones(api, open_source):
+    source = open_source(replace_zero_variance_groups=True)
+    api.deliver(make_group(1, 1), make_group(1, 2), make_group(3, 3), make_group(3, 4))
+    assert scores(source, 4) == [1, 2, 3, 4]
+    assert books(source) == {"trained": 4, "dropped": {"zero_variance": 4}, "lost_with_api": 0}
+
+
+def test_groups_without_variance_that_bring_advantages_of_their_own_are_kept(api, open_source):
+    source = open_source(replace_zero_variance_groups=True)
+    api.deliver(
+        make_group(1, 1, advantages=[[0.0, 0.0, 1.0, 1.0]] * 2), make_group(2, 2, group_overrides={"sft": True})
+    )
+    assert scores(source, 4) == [1, 1, 2, 2]
+
+
+def test_batches_are_pulled_ahead_while_nobody_polls_and_no_more_than_asked(api, open_source):
+    source = open_source(prefetch_batches=2)
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    for score in range(3, 13):
+        api.deliver(*groups(score))
+        time.sleep(0.02)
+    wait_for_rows(source, 8)
+    time.sleep(SHORT)
+    assert source.metrics()["rollouts/waiting_rows"] == 8
+    assert api.get("/status")["queue_size"] > 0
+
+
+def test_without_prefetch_nothing_is_pulled_while_nobody_polls(api, open_source):
+    source = open_source(prefetch_batches=0)
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    api.deliver(*groups(3, 4))
+    time.sleep(SHORT)
+    assert api.get("/status")["queue_size"] == 2
+    assert scores(source, 4) == [3, 3, 4, 4]
+
+
+def test_metrics_tell_of_environments_and_of_the_time_in_the_queue(api, open_source):
+    source = open_source()
+    api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=5))
+    source.poll(2, WAIT)
+    time.sleep(SHORT)
+    source.poll(2, WAIT)
+    metrics = source.metrics()
+    assert (metrics["rollouts/rows_env_0"], metrics["rollouts/rows_env_5"]) == (2, 2)
+    assert SHORT / 2 <= metrics["rollouts/queue_seconds"] < WAIT
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):
+    source = open_source()
+    api.deliver(make_group(1), make_group(2), make_group(3), make_group(4))
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="group of 1 sequence"):
+            source.poll(4, WAIT)
+
+
+def test_close_does_not_wait_for_a_reply_that_does_not_come(run_info):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken, released = threading.Event(), threading.Event()
+        answering = threading.Thread(target=_answer_until_batch, args=(server, taken, released), daemon=True)
+        answering.start()
+        source = AtroposSource(f"http://127.0.0.1:{server.getsockname()[1]}")
+        source.start(run_info())
+        deadline = time.monotonic() + WAIT
+        while not taken.is_set():
+            assert time.monotonic() < deadline, "nobody asked for a batch"
+            assert source.poll(4, SHORT) is None
+        before = time.monotonic()
+        source.close()
+        assert time.monotonic() - before < 10  # a reply may take 300
+        assert not source._feed.is_alive()
+        released.set()
+        answering.join(WAIT)
+
+
+def _answer_until_batch(server: socket.socket, taken: threading.Event, released: threading.Event) -> None:
+    """A server that takes a `GET /batch` and holds it without an answer until it is released."""
+    status = b'{"message": "AtroposLib API", "group": "g", "current_step": 0, "queue_size": 0, "batch_size": 4, '
+    body = status + b'"max_token_len": 65, "uuid": 1, "project": "p"}'
+    held = []
+    while not held:
+        connection, _ = server.accept()
+        asked = connection.recv(65536)
+        if asked.startswith(b"GET /batch"):
+            held.append(connection)
+            continue
+        with connection:
+            if b"content-length" in asked.lower() and asked.endswith(b"\r\n\r\n"):
+                connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    taken.set()
+    released.wait(10 * WAIT)
+
+
+def test_the_oldest_rollouts_are_removed_when_a_checkpoint_no_longer_needs_them(api, open_source, run_info):
+    source = open_source(None, {"save_steps": 0}, max_spool_gb=20e-6, prefetch_batches=0)
+    for score in range(1, 21):
+        api.deliver(*groups(score, score))
+        assert scores(source, 4) == [score] * 4
+    files = sorted(Path(run_info().output_dir).glob("rollouts/*.arrow"))
+    assert 1 <= len(files) <= 8
+    assert sum(file.stat().st_size for file in files[1:]) <= 20e3
+    assert files[-1].name == "rows-000000000076.arrow"
+
+
+def test_nothing_is_removed_before_it_is_in_a_checkpoint_and_the_log_says_so(api, open_source, run_info, caplog):
+    source = open_source(max_spool_gb=1e-9, prefetch_batches=0)
+    for score in (1, 2):
+        api.deliver(*groups(score, score))
+        scores(source, 4)
+    assert len(list(Path(run_info().output_dir).glob("rollouts/*.arrow"))) == 2
+    assert caplog.text.count("none can be removed before they are in a checkpoint") == 1
+
+
+def test_the_rollouts_of_a_run_can_be_replayed(api, open_source, run_info):
+    source = open_source()
+    api.deliver(*groups(1, 2, 3, 4))
+    scores(source, 8)
+    replay = ReplaySource(Path(run_info().output_dir) / "rollouts")
+    replay.start(run_info())
+    assert scores(replay, 8) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert replay.state() == {}
+
+
+def test_replayed_rows_must_fit_the_run(api, open_source, run_info, caplog):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    folder = Path(run_info().output_dir) / "rollouts"
+    replay = ReplaySource(folder)
+    replay.start(run_info(vocab_size=11))
+    with pytest.raises(RolloutError, match="token id 11, but the model knows ids below 11"):
+        replay.poll(1, 0.0)
+    replay = ReplaySource(folder)
+    replay.start(run_info(max_sequence_length=3))
+    with pytest.raises(RolloutError, match="has no row that can be trained on"):
+        replay.poll(1, 0.0)
+    assert "Left out 4 rows" in caplog.text

@@ -1,0 +1,174 @@
+"""The files in which rollouts are kept: what is in them, what happens to bad ones, and how many there are."""
+
+import os
+import shutil
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.rollouts.conftest import assert_same_rows
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.spool import Part, Region, Spool
+
+REGION = Region("run-1", 1, 0, 4, 1, 0)
+
+
+def make_row(length: int = 3, **fields) -> Row:
+    usual = {
+        "prompt_ids": np.arange(1, 3, dtype=np.int32),
+        "completion_ids": np.arange(length, dtype=np.int32),
+        "mask": np.arange(length) != 1,
+        "logprobs": np.where(np.arange(length) != 1, -0.5, np.nan).astype(np.float32),
+        "score": 0.1,
+        "group_mean": 1 / 3,
+        "group_std": 0.7,
+        "token_advantages": None,
+        "zero_advantage": False,
+        "env_id": None,
+    }
+    return Row(**(usual | fields))
+
+
+def full_row() -> Row:
+    return make_row(
+        5,
+        token_advantages=np.linspace(-1, 1, 5, dtype=np.float32),
+        zero_advantage=True,
+        env_id=3,
+        policy_version=7,
+        newest_version=9,
+        raw_advantage=True,
+        group=4,
+        sft=True,
+        distill_ids=np.arange(10, dtype=np.int32).reshape(5, 2),
+        distill_logprobs=np.full((5, 2), np.nan, dtype=np.float32),
+        messages='[{"role": "user", "content": "é"}]',
+    )
+
+
+def append(spool: Spool, start: int, *rows: Row, size: int = 4, **fields) -> None:
+    dropped = {"rejected": size - len(rows)} if size > len(rows) else {}
+    spool.append(Part(start, size, REGION, dropped, **fields), rows)
+
+
+def path_of(spool: Spool, start: int) -> Path:
+    return spool.folder / f"rows-{start:012d}.arrow"
+
+
+def test_rows_come_back_as_they_were_with_every_field(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    rows = [make_row(), full_row(), make_row(1), make_row(2, distill_ids=np.zeros((2, 3), np.int32))]
+    append(spool, 0, *rows)
+    again = Spool(tmp_path / "rollouts", 1e9)
+    assert_same_rows(again.read(again.parts[0]), rows, but=("arrived",))
+
+
+def test_a_rows_index_counts_what_was_dropped_or_lost_before_it(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 8, make_row(), make_row())
+    assert [row.index for row in spool.read(spool.parts[0])] == [10, 11]
+
+
+def test_a_batch_of_nothing_but_rejected_groups_is_a_file_with_no_rows_that_counts_them(tmp_path):
+    append(Spool(tmp_path / "rollouts", 1e9), 0, lineage=[["a", 0]], version=5)
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    assert spool.parts == [Part(0, 4, REGION, {"rejected": 4}, 0, [["a", 0]], 5)]
+    assert spool.read(spool.parts[0]) == []
+
+
+def test_datasets_reads_the_files_with_typed_columns(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, full_row(), make_row())
+    append(spool, 4)
+    table = datasets.load_dataset(
+        "arrow", data_files=str(spool.folder / "*.arrow"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert table["index"] == [2, 3]
+    assert table[0]["distill_ids"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert (table[1]["env_id"], table[1]["mask"]) == (None, [True, False, True])
+    assert str(table.features["logprobs"].feature.dtype) == "float32"
+    assert table[0]["pulled_at"].tzname() == "UTC"
+
+
+def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(tmp_path, monkeypatch):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    synced = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((os.path.basename(name), path_of(spool, 0).exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    append(spool, 0, *[make_row()] * 4)
+    assert synced == [(".rows-000000000000.arrow.tmp", False), ("rollouts", True)]
+
+
+@pytest.mark.parametrize("keep", [0, 0.3, 0.9])
+def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, *[make_row()] * 4)
+    append(spool, 4, *[make_row()] * 4)
+    torn = path_of(spool, 0)
+    os.truncate(torn, int(keep * torn.stat().st_size))
+    again = Spool(tmp_path / "rollouts", 1e9)
+    assert [part.start for part in again.parts] == [4]
+    assert f"{torn} is not a whole file of rollouts" in caplog.text
+
+
+def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(Spool(tmp_path / "other", 1e9), 0, *[make_row()] * 4)
+    shutil.copy(tmp_path / "other" / "rows-000000000000.arrow", spool.folder)
+    with pa.OSFile(str(path_of(spool, 4)), "wb") as file, pa.ipc.new_file(file, pa.schema([])):
+        pass
+    (spool.folder / "notes.txt").write_text("mine")
+    assert Spool(tmp_path / "rollouts", 1e9).parts == []
+    assert "it is of another run" in caplog.text
+    assert f"{path_of(spool, 4)} is not a whole file" in caplog.text
+
+
+def test_a_spool_meta_of_something_else_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "spool.meta").write_text("[]")
+    with pytest.raises(RolloutError, match=r"spool\.meta is not what this program wrote .* Move .*rollouts away"):
+        Spool(tmp_path / "rollouts", 1e9)
+
+
+def test_a_draft_that_a_crash_left_is_removed(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    draft = spool.folder / ".rows-000000000000.arrow.tmp"
+    draft.write_bytes(b"half")
+    Spool(tmp_path / "rollouts", 1e9)
+    assert not draft.exists()
+
+
+def test_the_oldest_files_are_removed_above_the_limit_and_none_that_is_needed(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    for start in (0, 4, 8):
+        append(spool, start, *[make_row()] * 4)
+    small = Spool(tmp_path / "rollouts", path_of(spool, 0).stat().st_size)
+    assert not small.trim(3)
+    assert small.trim(6)
+    assert [path.name for path in sorted(spool.folder.glob("*.arrow"))] == [
+        "rows-000000000004.arrow",
+        "rows-000000000008.arrow",
+    ]
+    assert small.trim(100)
+    assert [part.start for part in small.parts] == [8]
+    assert small.excess() <= 0
+
+
+def test_a_file_that_cannot_be_written_leaves_the_others_and_says_what_to_do(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, *[make_row()] * 4)
+    (spool.folder / ".rows-000000000004.arrow.tmp").mkdir()  # not even root can open that to write
+    with pytest.raises(RolloutError, match=rf"cannot be kept in {spool.folder}: Is a directory\..*Make room"):
+        append(spool, 4, *[make_row()] * 4)
+    (spool.folder / ".rows-000000000004.arrow.tmp").rmdir()
+    assert [part.start for part in Spool(tmp_path / "rollouts", 1e9).parts] == [0]

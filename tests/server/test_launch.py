@@ -1,0 +1,95 @@
+"""`trl-atropos serve`: which flags reach vLLM in each mode, and which of the user's are refused."""
+
+import pytest
+
+from trl_atropos.flags import stated_flags
+from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.server.launch import main, vllm_arguments
+
+PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
+
+
+def flags(*given: str, cpu: bool = True, mode: str = "colocate") -> dict[str, str]:
+    return stated_flags(vllm_arguments("m", list(given), cpu=cpu, mode=mode))
+
+
+@pytest.mark.parametrize("mode", PUBLISHING_MODES)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_every_mode_has_the_control_routes_and_the_right_log_probabilities(mode, cpu):
+    stated = flags(cpu=cpu, mode=mode)
+    assert stated["--model"] == "m"
+    assert stated["--middleware"] == "trl_atropos.server.control.Control"
+    assert stated["--worker-extension-cls"] == "trl_atropos.server.extension.WorkerExtension"
+    assert stated["--logprobs-mode"] == "processed_logprobs"
+    assert (stated["--host"], stated["--port"]) == ("127.0.0.1", "9001")
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_the_modes_of_adapters_have_places_for_two_versions(mode):
+    stated = flags(mode=mode)
+    assert "--enable-lora" in stated
+    assert (stated["--max-loras"], stated["--max-lora-rank"]) == ("2", "64")
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_other_modes_have_adapters_only_when_asked_for(mode):
+    assert not [flag for flag in flags(mode=mode) if "lora" in flag]
+    assert flags("--enable-lora", mode=mode)["--max-loras"] == "2"
+
+
+def test_the_servers_dtype_is_stated_on_the_cpu_only():
+    assert (flags(cpu=True)["--dtype"], flags(cpu=True)["--load-format"]) == ("float32", "trl_atropos_shared")
+    assert not {"--dtype", "--load-format", "--enforce-eager"} & flags(cpu=False).keys()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--port", "1234"),
+        ("--host=0.0.0.0",),
+        ("--dtype", "bfloat16"),
+        ("--max-loras", "4"),
+        ("--max_loras", "4"),
+        ("--max-lora-rank=8",),
+        ("--enable-lora",),
+        ("--no-enforce-eager",),
+    ],
+    ids=" ".join,
+)
+def test_flags_of_the_user_win_over_our_defaults(given):
+    arguments = vllm_arguments("m", list(given), cpu=True, mode="nccl_lora")
+    words = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in arguments]
+    flag = given[0].partition("=")[0].replace("_", "-").replace("--no-", "--")
+    assert words.count(flag) == 1
+    assert arguments[arguments.index(given[0]) :][: len(given)] == list(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--logprobs-mode", "raw_logprobs"], "needs `--logprobs-mode processed_logprobs`. Leave the flag out"),
+        (["--load_format=dummy"], "--load-format dummy: this server needs `--load-format trl_atropos_shared`"),
+    ],
+)
+def test_a_flag_that_would_break_the_run_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        vllm_arguments("m", given, cpu=True)
+
+
+def test_a_flag_that_says_what_must_hold_is_not_said_twice():
+    given = ["--logprobs-mode", "processed_logprobs"]
+    assert vllm_arguments("m", given, cpu=True).count("--logprobs-mode") == 1
+
+
+def test_a_mode_that_there_is_not_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["m", "--vllm_mode", "banana"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_the_restart_mode_starts_the_front(capsys):
+    """Which alone knows a drain timeout."""
+    with pytest.raises(SystemExit):
+        main(["m", "--vllm_mode", "restart", "--drain_timeout", "soon"])
+    error = capsys.readouterr().err
+    assert "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'" in error

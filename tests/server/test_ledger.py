@@ -1,0 +1,69 @@
+"""The ledger of versions and its keys, without a server."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from trl_atropos.protocol import completion_key
+from trl_atropos.server.ledger import History, Ledger
+
+
+def test_a_key_is_the_same_for_lists_arrays_and_what_has_gone_through_json():
+    logprobs = np.float32([random.Random(0).uniform(-20, 0) for _ in range(1000)])
+    tokens = list(range(1000))
+    key = completion_key([1, 2], tokens, logprobs)
+    assert key == completion_key(np.int64([1, 2]), np.int32(tokens), json.loads(json.dumps(logprobs.tolist())))
+    assert completion_key([1], [2], [0.0]) == completion_key([1], [2], [-0.0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ([1, 2], [3, 4], [-0.5, np.nextafter(np.float32(-0.25), np.float32(0))]),
+        ([1, 2], [3, 5], [-0.5, -0.25]),
+        ([2, 2], [3, 4], [-0.5, -0.25]),
+        ([1], [2, 3, 4], [-0.5, -0.25]),
+        ([1, 2, 3], [4], [-0.5, -0.25]),
+    ],
+)
+def test_another_completion_has_another_key(other):
+    assert completion_key([1, 2], [3, 4], [-0.5, -0.25]) != completion_key(*other)
+
+
+def test_a_ledger_forgets_the_oldest_completions_and_keeps_the_others():
+    ledger = Ledger(capacity=100)
+    keys = [bytes([i]) * 16 for i in range(150)]
+    for version, key in enumerate(keys):
+        ledger.note(key, (version, version + 1))
+    assert ledger.find(keys) == [None] * 50 + [(i, i + 1) for i in range(50, 150)]
+    assert ledger.keys() == [key.hex() for key in keys[50:]]
+
+
+def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_order():
+    for spans in ([(3, 5), (4, 4)], [(4, 4), (3, 5)]):
+        ledger = Ledger()
+        for span in spans:
+            ledger.note(b"key", span)
+        assert ledger.find([b"key"]) == [(3, 4)]
+
+
+def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
+    """Or a policy that has become deterministic would be as old as the first time that it was, for ever."""
+    ledger = Ledger(capacity=10)
+    for version in range(30):
+        ledger.note(b"always", (version, version))
+        ((begun, _),) = ledger.find([b"always"])
+        assert begun > version - 10
+        ledger.note(b"%d" % version, (version, version))
+
+
+def test_a_version_is_that_of_the_model_or_of_the_adapter_at_its_time():
+    history = History()
+    for version, adapter in [(1, None), (2, 7), (5, 8), (6, 7), (1, None)]:
+        history.publish(version, adapter)
+    assert [history.version(publishes, None) for publishes in range(6)] == [0, 1, 1, 1, 1, 1]
+    assert [history.version(publishes, 7) for publishes in range(2, 6)] == [2, 2, 6, 6]  # its place was overwritten
+    assert history.version(5, 8) == 5
+    assert history.version(5, 9) is None  # never published

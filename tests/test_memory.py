@@ -1,0 +1,301 @@
+"""The estimate of a run's memory: against what processes take, and what it says of a run that does not fit.
+
+Measured on the CPU, from the kernel's accounts of the processes. There is no figure of a GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, Trainer, TrainingArguments
+
+from recipes.quickstart.make_model import make_model
+from tests.peak_memory import command_line, rows
+from tests.rollout_factory import record
+from tests.server_process import MAX_MODEL_LEN, Server, running_server
+from tests.weights.live import restore, snapshot
+from tests.weights.trainers import make_publisher, make_trainer
+from trl_atropos.bench.models import config_fields
+from trl_atropos.memory.advice import findings
+from trl_atropos.memory.estimate import Estimate, estimate
+from trl_atropos.memory.optimizers import state_bytes
+from trl_atropos.memory.plan import GIB, plan_of
+from trl_atropos.memory.tracing import HEAD
+from trl_atropos.recipe import parse
+from trl_atropos.weights.masters import MasterOptimizer
+
+ROOT = Path(__file__).parents[1]
+# What is freed goes back to the system, so that the kernel's high-water mark is what was needed.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+ADAPTER = {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"}
+CASES = {
+    "all of fp32": {},
+    "checkpointing, two micro-batches": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    "an adapter": ADAPTER,
+    "masters of bfloat16": {"dtype": "bfloat16"},
+}
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="reads the kernel's accounts of memory on the CPU")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Of 46 million parameters, with a vocabulary of more than one tile of the log-probabilities."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(
+        str(folder),
+        0,
+        vocab_size=40000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    return str(folder)
+
+
+def estimated(folder: Path, model: str, settings: dict, **plan) -> Estimate:
+    recipe = parse(command_line(model, folder, settings))
+    return estimate(recipe, plan_of(recipe.training, **plan))
+
+
+# ------------------------------------------------------------------------------------------------------------ measured
+
+
+@pytest.fixture(scope="module")
+def measured(model, tiny_model, tmp_path_factory) -> dict[str, int]:
+    """Bytes that training took at most, by case."""
+    command = [sys.executable, "-m", "tests.peak_memory", model, str(tiny_model)]
+    done = subprocess.run(
+        [*command, str(tmp_path_factory.mktemp("runs")), json.dumps(CASES)],
+        env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return {line["name"]: line["bytes"] for line in lines}
+
+
+@on_cpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainers_peak_is_within_a_twentieth_of_the_estimate(name, measured, model, tmp_path):
+    trainer = estimated(tmp_path, model, CASES[name]).trainer
+    expected = trainer.total - trainer.items["runtime"]
+    print(f"{name}: estimated {expected / 1e6:.0f} MB, measured {measured[name] / 1e6:.0f} MB: {trainer.items}")
+    assert measured[name] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def running(model, tmp_path_factory) -> Iterator[Server]:
+    with running_server(model, tmp_path_factory.mktemp("logs"), "--dtype", "bfloat16") as server:
+        yield server
+
+
+@on_cpu
+@pytest.mark.server
+def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    content = {"start_vllm": True, "vllm_args": ["--max-model-len", str(MAX_MODEL_LEN), "--dtype", "bfloat16"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    argv = ["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", model, "--use_cpu", "true"]
+    recipe = parse([*argv, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--bf16", "false"])
+    server = estimate(recipe, plan_of(recipe.training)).server
+    assert running.generate(prompt="abcdefgh" * 50, n=8, max_tokens=8, temperature=1.0).ok
+    guard = psutil.Process(running.services._services["vllm"].guard.pid)
+    accounts = [account(child.pid) for child in guard.children(recursive=True)]
+    # Of the files that are mapped, which are libraries, all processes have the same.
+    taken = sum(one["Pss_Anon"] + one["Pss_Shmem"] for one in accounts) + max(one["File"] for one in accounts)
+    print(f"estimated {server.total / 1e6:.0f} MB, measured {taken / 1e6:.0f} MB {accounts}: {server.items}")
+    assert taken == pytest.approx(server.total, rel=0.1)
+
+
+def account(pid: int) -> dict[str, int]:
+    """Bytes of a process by kind. Of what several share, each has its part, so that a sum counts it once."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    fields = {name: 1024 * int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    (mapped,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssFile")]
+    return {name: fields[name] for name in ("Pss_Anon", "Pss_Shmem")} | {"File": 1024 * int(mapped.split()[1])}
+
+
+@on_cpu
+@pytest.mark.server
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit"])
+def test_what_saves_memory_works_with_colocated_weights(optim, running, tmp_path):
+    """Of 16 bits, with checkpointing and offloaded masters; the probe compares both sides after every step."""
+    if "bnb" in optim:
+        pytest.importorskip("bitsandbytes")
+    recording = record(tmp_path / "rollouts.jsonl", rows(64, 0), rows(64, 1))
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4, "optim": optim}
+    settings |= {"gradient_checkpointing": True, "offload_master_weights": True}
+    trainer = make_trainer(make_publisher(running, tmp_path), recording, running.model, tmp_path, **settings)
+    weight = trainer.model.model.layers[0].mlp.down_proj.weight
+    before = snapshot(trainer.model)
+    trainer.train()
+    assert trainer.model.is_gradient_checkpointing
+    assert isinstance(trainer.optimizer.optimizer, MasterOptimizer) and trainer.optimizer.optimizer.offload
+    assert not torch.equal(weight, before["model.layers.0.mlp.down_proj.weight"])
+    assert trainer.policy_publisher.policy_version == 2
+    restore(trainer.model, before)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor"]
+    + ["adamw_bnb_8bit", "lion_8bit", "ademamix_8bit", "paged_adamw_32bit"],
+)
+def test_an_optimizers_state_is_what_it_keeps(optim, tmp_path):
+    if "bit" in optim:
+        pytest.importorskip("bitsandbytes")
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((640, 512), (512, 512), (512,))]
+    arguments = TrainingArguments(str(tmp_path), optim=optim, use_cpu=True)
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    optimizer = kind(weights, **settings)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    kept = sum(tensor.nbytes for tensor in kept if tensor.numel() != 256)  # without bitsandbytes' tables of 256 values
+    assert state_bytes(optim, weights, False, set()) == pytest.approx(kept, rel=0.001, abs=100)
+
+
+# ----------------------------------------------------------------------------------------------------------- the items
+
+LAYERS = 4  # of the 36 that the model has: each takes time
+EMBEDDINGS = 151936 * 4096
+PARAMETERS = LAYERS * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * (4096 + 128)) + 2 * EMBEDDINGS + 4096
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> str:
+    """Qwen3-8B as far as this needs it: a config, and no weights."""
+    folder = tmp_path_factory.mktemp("8B")
+    fields = {**config_fields("8B"), "num_hidden_layers": LAYERS, "max_position_embeddings": 40960}
+    fields["dtype"] = "bfloat16"
+    AutoConfig.for_model("qwen3", **fields, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def on_gpus(folder: Path, model: str, gib: float = 40, **settings) -> Estimate:
+    """Of a run with a server, on GPUs that are not here."""
+    launch = settings.pop("launch", None)
+    recipe = {"model_name_or_path": model, "start_vllm": True, "max_steps": 1, "output_dir": str(folder / "run")}
+    recipe |= {"vllm_args": ["--max-model-len", "4096"], "per_device_train_batch_size": 2, **settings}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    parsed = parse(["--config", str(folder / "recipe.yaml")])
+    return estimate(parsed, plan_of(parsed.training, gib, launch))
+
+
+def test_a_config_without_weights_is_enough(large, tmp_path):
+    assert os.listdir(large) == ["config.json"]
+    found = on_gpus(tmp_path, large)
+    assert found.server.items["weights"] == 2 * PARAMETERS
+    assert found.trainer.items["master weights"] == 4 * PARAMETERS
+    assert found.trainer.items["optimizer state"] == 8 * PARAMETERS
+
+
+def test_colocated_weights_are_counted_once(large, tmp_path):
+    assert "weights" not in on_gpus(tmp_path, large).trainer.items
+    alone = on_gpus(tmp_path, large, vllm_mode="server", dtype="bfloat16")
+    assert alone.trainer.items["weights"] == alone.server.items["weights"]
+
+
+def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
+    found = on_gpus(tmp_path, large, **ADAPTER)
+    per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, the MLP's
+    adapter = LAYERS * per_layer
+    assert found.trainer.items["weights"] == 4 * adapter  # PEFT keeps adapters in float32
+    assert found.trainer.items["optimizer state"] == 8 * adapter
+    assert "master weights" not in found.trainer.items
+    # Two places on the device in the base's dtype, and eight adapters in host memory.
+    assert found.server.items["places for adapters"] == 2 * 2 * adapter
+    assert found.server.host["adapters"] == 8 * 2 * adapter
+
+
+def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole(large, tmp_path):
+    found = on_gpus(tmp_path, large, per_device_train_batch_size=8, gradient_checkpointing=True, **ADAPTER)
+    tile = 2 * 4096 * 32768  # bytes: tokens x entries of the vocabulary, in bfloat16
+    tokens = 8 * 4096
+    whole = 2 * tokens * 151936
+    assert found.trainer.items.get(HEAD, 0) < tile + 4 * tokens * 4096 * 2 < whole / 4
+
+
+def test_offloaded_masters_and_8_bit_optimizers_take_what_they_should(large, tmp_path):
+    usual = on_gpus(tmp_path, large)
+    offloaded = on_gpus(tmp_path, large, offload_master_weights=True)
+    moved = usual.trainer.items["master weights"] + usual.trainer.items["optimizer state"]
+    assert sum(offloaded.trainer.host.values()) - offloaded.trainer.host["gradients for the step"] == moved
+    assert offloaded.trainer.total <= usual.trainer.total - moved + usual.trainer.items["gradients"]
+    in_8_bits = on_gpus(tmp_path, large, optim="adamw_bnb_8bit").trainer.items["optimizer state"]
+    assert in_8_bits == pytest.approx(2 * (PARAMETERS - EMBEDDINGS) * (1 + 4 / 256) + 8 * EMBEDDINGS, rel=1e-3)
+
+
+@pytest.mark.parametrize("name, divided", [("zero2", ()), ("zero3", ("weights",)), ("fsdp2", ("weights",))])
+def test_sharded_trainers_have_their_part(name, divided, large, tmp_path):
+    launch = str(ROOT / f"configs/accelerate/{name}.yaml")
+    found = on_gpus(tmp_path, large, vllm_mode="server", dtype="bfloat16", launch=launch, start_vllm=False)
+    weights = 2 * PARAMETERS
+    assert found.trainer.items["weights"] == weights // (8 if divided else 1)
+    assert found.trainer.items["optimizer state"] == (4 if name != "fsdp2" else 2) * weights // 8
+    assert found.total == found.trainer.total  # the server has devices of its own
+
+
+# ------------------------------------------------------------------------------------------------- what does not fit
+
+
+def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path):
+    found = on_gpus(
+        tmp_path, large, 40, **ADAPTER, vllm_args=["--max-model-len", "1024", "--gpu-memory-utilization", "0.4"]
+    )
+    assert found.fits and findings(found) == []
+    assert found.total == sum(found.trainer.items.values()) + sum(found.server.items.values())
+    assert sum(found.server.items.values()) == int(0.4 * 40 * GIB)
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_change_and_what_each_change_saves(large, tmp_path):
+    settings = {"gradient_checkpointing": False, "per_device_train_batch_size": 16}
+    found = on_gpus(tmp_path, large, 12, **settings)
+    [text] = findings(found)
+    assert f"The run takes {found.total / GIB:.2f} GiB" in text and "12.00" in text
+    changes = ["--gpu-memory-utilization", "gradient_checkpointing: true", "per_device_train_batch_size: 8"]
+    changes += ["optim: adamw_bnb_8bit", "offload_master_weights: true"]
+    places = [text.index(change) for change in changes]
+    assert places == sorted(places)
+    less = found.server.total - int(0.92 * 12 * GIB) + int(float(text.split("utilization ")[1][:4]) * 12 * GIB)
+    checkpointing = on_gpus(tmp_path, large, 12, **settings | {"gradient_checkpointing": True})
+    assert f"(saves {(found.server.total - less) / GIB:.2f})" in text
+    assert f"`gradient_checkpointing: true` (saves {(found.total - checkpointing.total) / GIB:.2f})" in text
+
+
+def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
+    settings = {"gradient_checkpointing": True, "per_device_train_batch_size": 1, "optim": "adamw_bnb_8bit"}
+    settings |= {"gradient_accumulation_steps": 2}
+    arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.5"]
+    found = on_gpus(tmp_path, large, 14, **settings, offload_master_weights=True, vllm_args=arguments)
+    assert "`use_peft: true` with `lora_target_modules: all-linear` (saves" in findings(found)[-1]
+
+
+def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
+    found = on_gpus(tmp_path, large, 40, **ADAPTER)
+    [text] = findings(found)
+    share = text.split("`--gpu-memory-utilization ")[1][:4]
+    assert text.count("saves") == 1
+    arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
+    assert findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments)) == []
+
+
+def test_a_server_without_room_for_one_sequence_is_found(large, tmp_path):
+    arguments = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
+    texts = findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments))
+    assert "Raise `--gpu-memory-utilization`" in texts[0]

@@ -1,0 +1,352 @@
+"""The recipes and the configurations for accelerate that are in the repository: each is accepted by what reads it, and
+what a recipe says at its head is how it is started."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from transformers import AutoTokenizer
+
+from recipes.gsm8k.environment import score
+from recipes.tool_use import environment as tool_use
+from tests.launching import free_urls
+from tests.miniature import STEPS, commands, miniature
+from tests.miniature_model import GOODS, REASONING_GYM, make_speaker
+from trl_atropos.check import check
+from trl_atropos.environments import RecipeError
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.recipe import parse
+from trl_atropos.server.launch import build_parser, vllm_arguments
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("recipes/*/*.yaml"))
+OVERLAYS = [path for path in FILES if "/overlays/" in path]
+RECIPES = [path for path in FILES if path not in OVERLAYS]
+LAYOUTS = [path for path in RECIPES if "quickstart" not in path]  # which `make quickstart` starts
+needs_reasoning_gym = pytest.mark.skipif(REASONING_GYM is None, reason="reasoning-gym is not installed")
+NO_EXPRESSION = "This is no expression of whole numbers, +, - and *."
+CONFIGS = sorted(path.name for path in ROOT.glob("configs/accelerate/*.yaml"))
+
+# What `accelerate launch` must tell the processes that it starts.
+TOLD = {
+    "cpu.yaml": {},
+    "single_gpu.yaml": {},
+    "ddp.yaml": {"WORLD_SIZE": "2"},
+    "multi_node.yaml": {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+    "zero2.yaml": {"WORLD_SIZE": "2", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3.yaml": {
+        "WORLD_SIZE": "2",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    },
+    "fsdp2.yaml": {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+}
+TELL = """
+import json, os, sys
+if os.environ.get("RANK", "0") == "0":
+    json.dump({name: os.environ.get(name) for name in sys.argv[2:]}, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_wrong_with_a_recipe(recipe, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; eight servers' usual share would be more than there is
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the model in place of the recipe's is for 128 tokens
+    servers = yaml.safe_load((ROOT / recipe).read_text())["vllm_server_base_url"]
+    atropos, *urls = free_urls(1 + (len(servers) if isinstance(servers, list) else 1))
+    argv = ["--config", recipe, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path / "run")]
+    argv += ["--atropos_url", atropos, "--vllm_server_base_url", ",".join(urls), "--use_cpu", "true"]
+    assert check([*argv, "--bf16", "false", "--device_memory_gb", "1000"]) == []
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_the_commands_at_the_head_of_a_recipe_belong_to_it(recipe):
+    settings, given = yaml.safe_load((ROOT / recipe).read_text()), commands(recipe)
+    (trainer,) = [words for words in given if "launch" in words]
+    assert trainer[trainer.index("--config") + 1] == recipe
+    assert (ROOT / trainer[trainer.index("--config_file") + 1]).is_file()
+    servers = [words for words in given if "serve" in words]
+    assert bool(servers) != settings.get("start_vllm", False)
+    assert bool(servers) == any(words[0] == "export" and TOKEN_VARIABLE in words[1] for words in given)
+    for words in servers:
+        options, flags = build_parser().parse_known_args(words[words.index("serve") + 1 :])
+        assert (options.model, options.vllm_mode) == (settings["model_name_or_path"], settings["vllm_mode"])
+        arguments = vllm_arguments(options.model, flags, cpu=False, mode=options.vllm_mode)
+        stated = {name: arguments[arguments.index(name) + 1] for name in ("--host", "--port")}
+        urls = settings["vllm_server_base_url"]
+        assert f"http://{stated['--host']}:{stated['--port']}" in (urls if isinstance(urls, list) else [urls])
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_the_environment_samples_from_every_server_of_a_recipe(recipe):
+    settings = yaml.safe_load((ROOT / recipe).read_text())
+    urls = settings["vllm_server_base_url"]
+    sampled = [server.get("base_url") for server in settings["environments"][0]["servers"]]
+    assert sampled == ([f"{url}/v1" for url in urls] if isinstance(urls, list) else [None])
+
+
+def test_every_configuration_for_accelerate_is_tested():
+    assert set(CONFIGS) == set(TOLD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
+def test_accelerate_launches_with_each_configuration(config, tmp_path):
+    settings = load_config_from_file(str(ROOT / "configs/accelerate" / config))
+    assert settings.mixed_precision == "no"
+    flags = [] if settings.num_processes == 1 else ["--num_processes", "2"]
+    if settings.num_machines > 1:
+        flags += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
+    (tmp_path / "tell.py").write_text(TELL)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}"]
+    command += [*flags, "--main_process_port", free_urls(1)[0].rpartition(":")[2]]
+    done = subprocess.run(
+        [*command, str(tmp_path / "tell.py"), str(tmp_path / "told.json"), *TOLD[config]],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert json.loads((tmp_path / "told.json").read_text()) == TOLD[config]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("\\boxed{1234}", 1.0),
+        ("First \\boxed{3}, no: \\boxed{$1,234.00}.", 1.0),
+        ("\\boxed{1234} or \\boxed{3}", 0.0),
+        ("It is 1234.", 0.0),
+        ("\\boxed{one}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_boxed_number_is_the_answer(completion, reward):
+    assert score(completion, "617 * 2 = <<617*2=1234>>1234\n#### 1,234") == reward
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3*17+2*9", "69"),
+        ("(2 + 3) * 4 - 1", "19"),
+        *[
+            (text, NO_EXPRESSION)
+            for text in ("2**9", "7/2", "1.5+2", "price", "__import__('os')", "f(2)", "9" * 101, "")
+        ],
+    ],
+)
+def test_the_calculator_does_no_more_than_it_says(expression, value):
+    assert tool_use.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("message", "calls", "reward"),
+    [
+        ("\\boxed{26}", [("price", "figs"), ("price", "eggs")], 1.0),
+        ("\\boxed{26}", [], 0.8),
+        ("\\boxed{26} or \\boxed{3}", [("price", "figs"), ("price", "figs"), ("price", "bread")], 0.1),
+        ("26", [("calculate", "2*3+4*5")], 0.0),
+    ],
+)
+def test_a_total_is_rewarded_and_so_is_looking_up_the_prices(message, calls, reward):
+    item = {"amounts": {"figs": 2, "eggs": 4}, "prices": {"figs": 3, "eggs": 5, "bread": 1}}
+    assert tool_use.score(message, calls, item) == pytest.approx(reward)
+
+
+@needs_reasoning_gym
+def test_a_seed_draws_the_same_tasks_of_every_kind_that_is_asked_for():
+    from recipes.reasoning_gym import environment as reasoning_gym
+
+    path = str(ROOT / "recipes/reasoning_gym/datasets/easy.yaml")
+    drawn, again, other = ([reasoning_gym.tasks(path, seed)[i] for i in range(40)] for seed in (1, 1, 2))
+    assert drawn == again != other
+    wanted = {entry["name"] for entry in yaml.safe_load(Path(path).read_text())["datasets"]}
+    assert {task["metadata"]["source_dataset"] for task in drawn} == wanted
+
+
+@needs_reasoning_gym
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [("<answer>1</answer>, no:\n<answer> 42\n</answer>", "42"), ("42", None), ("<answer>42", None)],
+)
+def test_the_last_tagged_answer_of_a_task_counts(completion, answer):
+    from recipes.reasoning_gym import environment as reasoning_gym
+
+    assert reasoning_gym.final_answer(completion) == answer
+
+
+def test_the_template_of_an_environment_is_short():
+    lines = (ROOT / "recipes/own_environment/environment.py").read_text().splitlines()
+    assert len(lines) < 80 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
+
+
+# ------------------------------------------------------------------------------------------------------------ overlays
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_setting_of_an_overlay_says_why_and_arrives(overlay, tiny_model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = yaml.safe_load((ROOT / overlay).read_text())
+    lines = (ROOT / overlay).read_text().splitlines()
+    assert "arXiv" in lines[0] and all(re.match(r"#|\w+: \S+  # \w", line) for line in lines)
+    recipe = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
+    without, training = parse(recipe).training, parse([*recipe, "--overlay", overlay]).training
+    assert {name: getattr(training, name) for name in settings} == settings
+    assert {name: getattr(without, name) for name in settings} != settings
+
+
+def test_a_later_overlay_wins_over_an_earlier_one_and_a_flag_over_all(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "first.yaml").write_text("epsilon: 0.1\nbeta: 0.5\nlearning_rate: 1.0e-3\n")
+    (tmp_path / "second.yaml").write_text("epsilon: 0.3\nbeta: 0.6\n")
+    argv = ["--overlay", str(tmp_path / "first.yaml"), "--config", "recipes/tool_use/colocate.yaml", "--beta", "0.7"]
+    argv += [f"--overlay={tmp_path}/second.yaml", "--model_name_or_path", str(tiny_model)]
+    training = parse(argv).training
+    assert (training.learning_rate, training.epsilon, training.beta) == (1e-3, 0.3, 0.7)
+
+
+@pytest.mark.parametrize("flag", ["--learning_rate", "--learning-rate"])
+def test_a_wrong_flag_is_not_blamed_on_the_recipe(flag, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RecipeError, match=r"^`learning_rate`: invalid float value: 'fast'"):
+        parse(["--config", "recipes/tool_use/colocate.yaml", flag, "fast"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("epsilon_hihg: 0.3\n", "overlay.yaml: unknown key `epsilon_hihg`. Did you mean `epsilon_high`?"),
+        ("max_steps: many\n", r"colocate.yaml with .*overlay.yaml: `max_steps`"),
+        ("save_steps: [1]\n", r"overlay.yaml: `save_steps` is \[1\]. Write a number."),
+        (
+            "env: {A: 1}\n",
+            "overlay.yaml: `env` cannot be in an overlay, which is for many recipes. Set it in the recipe",
+        ),
+        ("environments: []\n", "overlay.yaml: `environments` cannot be in an overlay"),
+        ("", "overlay.yaml must hold `key: value` lines at its top level."),
+        (None, "The overlay '.*overlay.yaml' does not exist .* Check `--overlay`."),
+    ],
+)
+def test_what_is_wrong_with_an_overlay_is_said(content, message, tiny_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    if content is not None:
+        (tmp_path / "overlay.yaml").write_text(content)
+    argv = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
+    with pytest.raises(RecipeError, match=message):
+        parse([*argv, "--overlay", str(tmp_path / "overlay.yaml")])
+
+
+def test_an_overlay_needs_a_recipe():
+    with pytest.raises(RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none: name one with"):
+        parse(["--overlay", "a.yaml", "--max_steps", "3"])
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        (["--max-num-seqs 8", "--seed", "1"], ["--max-num-seqs", "8", "--seed", "1"]),
+        (['--speculative-config={"a": 1}', "--chat-template", "a b.jinja"],) * 2,
+    ],
+)
+def test_flags_of_the_server_may_come_in_one_word_each_or_quoted_with_their_values(
+    given, flags, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    recipe = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
+    path = tmp_path / "flags.yaml"
+    path.write_text(yaml.safe_dump({"vllm_args": given}))
+    assert parse([*recipe, "--overlay", str(path)]).vllm_flags() == flags
+
+
+# --------------------------------------------------------------------------------------------- three steps of each
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory) -> Path:
+    return make_speaker(tmp_path_factory.mktemp("speaker"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Folder of small local data sets."""
+    folder = tmp_path_factory.mktemp("data")
+    questions = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in (1, 2)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    kinds = [{"name": "gcd", "weight": 1, "config": {"max_numbers": 2, "min_value": 2, "max_value": 9}}]
+    (folder / "gcd.yaml").write_text(yaml.safe_dump({"size": 100, "datasets": kinds}))
+    return folder
+
+
+ENVIRONMENTS = {
+    "gsm8k": "--env.dataset {data}/questions.jsonl --env.max_new_tokens 16",
+    "reasoning_gym": "--env.datasets {data}/gcd.yaml --env.max_new_tokens 24",
+    "tool_use": f"--env.goods {GOODS} --env.max_new_tokens 32 --env.max_turns 3",
+    "own_environment": "--env.max_new_tokens 16",
+}
+# So that every overlay is run, too.
+OVERLAID = {
+    "recipes/gsm8k/colocate.yaml": "recipes/overlays/dr_grpo.yaml",
+    "recipes/own_environment/colocate.yaml": "recipes/overlays/dapo.yaml",
+    "recipes/reasoning_gym/colocate.yaml": "recipes/overlays/cispo.yaml",
+    "recipes/tool_use/colocate.yaml": "recipes/overlays/gspo.yaml",
+}
+
+
+def test_every_overlay_is_run():
+    assert sorted(OVERLAID.values()) == OVERLAYS
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(path, marks=[needs_reasoning_gym] * ("reasoning_gym" in path)) for path in LAYOUTS]
+)
+def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
+    """As its head says, on two processes at most; servers of several GPUs (tensor parallel) are one process each."""
+    overlay = OVERLAID.get(recipe)
+    environment = ENVIRONMENTS[Path(recipe).parts[1]].format(data=data) + " --env.group_size 4"
+    flags = ("--overlay", overlay) if overlay else ()
+    with miniature(recipe, tmp_path, speaker, environment=environment, flags=flags) as run:
+        run.until(lambda: not run.processes(), "the run ends", 900)
+    assert run.exit_code() == 0, run.output[-4000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert 0 < summary["probe_max_abs_diff"] <= 1e-4
+    assert max(summary["rewards"]) > 0
+    notes = [json.loads(line) for line in (tmp_path / "run/run_log.jsonl").read_text().splitlines()]
+    logs = [note["logs"] for note in notes if "grad_norm" in note.get("logs", {})]
+    assert len(logs) == STEPS and max(log["grad_norm"] for log in logs) > 0
+    (config,) = [note["config"] for note in notes if "config" in note]
+    wanted = yaml.safe_load((ROOT / overlay).read_text()) if overlay else {}
+    assert {name: config[name] for name in wanted} == wanted
+    if "tool_use" in recipe:
+        the_tools_answers_are_masked(tmp_path / "run/rollouts.jsonl", speaker)
+
+
+def the_tools_answers_are_masked(path: Path, model: Path) -> None:
+    """And nothing else between the model's messages, each of which is trained on as it was sampled."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    groups = [group for line in path.read_text().splitlines() for group in json.loads(line)["batch"]]
+    rows = [row for group in groups for row in zip(group["tokens"], group["masks"], strict=True)]
+    turns = []
+    for tokens, masks in rows:
+        assert all(mask in (-100, token) for token, mask in zip(tokens, masks, strict=True))
+        parts = [
+            (sampled, tokenizer.decode([token for token, _ in part]))
+            for sampled, part in itertools.groupby(zip(tokens, masks, strict=True), lambda pair: pair[1] != -100)
+        ]
+        assert [sampled for sampled, _ in parts] == [False, True] * (len(parts) // 2)
+        messages, answers = [text for _, text in parts[1::2]], [text for _, text in parts[2::2]]
+        assert all(tool_use.CALL.search(message) and message.endswith("<|end|>") for message in messages[:-1])
+        assert all(re.fullmatch(r"u:(\w+: \d+|There are no .* here\.)a:", answer, re.DOTALL) for answer in answers)
+        turns.append(len(messages))
+    assert 1 < max(turns) <= 3

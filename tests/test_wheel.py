@@ -1,0 +1,118 @@
+"""What `python -m build` makes: it has what it needs, and runs the quickstart outside of the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.launching import ROOT, free_urls
+
+DISTRIBUTED = ("CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
+FOLDERS = ("configs", "docs", "recipes", "tests", "trl_atropos")
+RECIPE = "recipes/quickstart/colocate.yaml"
+
+
+def succeed(*command: str | Path, cwd: Path, timeout: float) -> str:
+    """Runs a command in a folder with nothing of the checkout on its path. Returns what it printed."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheel and the sources. Built from a copy, because building writes beside setup.cfg."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in DISTRIBUTED:
+        shutil.copy(ROOT / name, folder)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    succeed(sys.executable, "-m", "build", "--no-isolation", cwd=folder, timeout=200)
+    return folder / "dist"
+
+
+def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built):
+    (wheel,) = built.glob("trl_atropos-*-py3-none-any.whl")
+    names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    needed = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "trl_atropos").rglob("*")
+        if path.suffix in (".py", ".html", ".css", ".js", ".typed") and "__pycache__" not in path.parts
+    }
+    assert {"trl_atropos/py.typed", "trl_atropos/report/page.html"} < needed == names
+
+
+def test_the_source_distribution_has_recipes_and_docs_but_no_tests(built):
+    (sdist,) = built.glob("trl_atropos-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {RECIPE, "configs/accelerate/cpu.yaml", "trl_atropos/report/page.js", "LICENSE"} <= names
+    assert not any(name.startswith(("tests/", "runs/")) or name.endswith(".pyc") for name in names)
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of a new environment with the wheel. What it depends on comes from this one, but not the checkout."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, with_pip=False)
+    python, (wheel,) = folder / "bin" / "python", built.glob("*.whl")
+    install = ["pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    succeed(sys.executable, "-m", *install, cwd=folder, timeout=120)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # As a line of a .pth file, a folder is searched, but its own .pth files are not read: they have the checkout.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = "import trl_atropos; print(trl_atropos.__file__)"
+    assert succeed(python, "-c", where, cwd=folder, timeout=240).startswith(str(site))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the quickstart, whose paths are relative to where it is run."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(ROOT / "recipes/quickstart", folder / "recipes/quickstart")
+    make_model = ["recipes/quickstart/make_model.py", "runs/quickstart/model"]
+    succeed(installed / "python", *make_model, cwd=folder, timeout=120)
+    return folder
+
+
+def test_the_command_says_what_there_is_to_do(installed, tmp_path):
+    told = succeed(installed / "trl-atropos", "--help", cwd=tmp_path, timeout=240)
+    assert all(f"\n  {command} " in told for command in ("check", "serve", "report", "bench"))
+    version = distribution("trl_atropos").version
+    assert succeed(installed / "trl-atropos", "--version", cwd=tmp_path, timeout=240).split()[-1] == version
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_the_quickstart_is_checked_trained_and_reported_from_the_wheel(installed, elsewhere):
+    atropos, vllm = free_urls(2)
+    recipe = ["--config", RECIPE, "--max_steps", "3", "--atropos_url", atropos, "--vllm_server_base_url", vllm]
+    succeed(installed / "trl-atropos", "check", *recipe, cwd=elsewhere, timeout=200)
+    # Neither the launcher's configuration nor anything else of the checkout is needed.
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--quiet",
+        "--cpu",
+        "--num_processes",
+        "1",
+        "-m",
+        "trl_atropos.train",
+    ]
+    succeed(installed / "python", *launch, *recipe, cwd=elsewhere, timeout=800)
+    run = elsewhere / "runs/quickstart"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+    assert (run / "model.safetensors").is_file()
+    assert "3 steps" in succeed(installed / "trl-atropos", "report", run, cwd=elsewhere, timeout=120)
+    assert (run / "report.html").is_file()

@@ -1,0 +1,122 @@
+"""The modes, a running server of one, and trainers on it.
+
+`test_modes.py` and `test_equal_modes.py` share the servers, which the fixture `live` of `conftest.py` starts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from tests.server_process import Server
+from tests.weights import trainers
+from trl_atropos import AtroposGRPOTrainer
+from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.weights.modes import transfer_of
+from trl_atropos.weights.servers import Servers
+
+PUBLISH_TIMEOUT = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`flags` are the server's. `transfer` is the class that must move the weights: no mode may fall back unseen."""
+
+    vllm_mode: str
+    transfer: str
+    transport: str = "auto"
+    lora: bool = False
+    flags: tuple[str, ...] = ()
+    sync_every_n_steps: int = 1
+
+
+MODES = {
+    "colocate": Mode("colocate", "Colocate"),
+    "server over gloo": Mode("server", "FullWeights", transport="gloo"),
+    "server over memory": Mode("server", "FullWeights", transport="memory"),
+    "nccl_lora": Mode("nccl_lora", "MemoryLora", lora=True),
+    "colocate with an adapter": Mode("colocate", "MemoryLora", lora=True, flags=("--enable-lora",)),
+    "lora": Mode("lora", "FileLora", lora=True),
+    "restart": Mode("restart", "Restart", sync_every_n_steps=10),
+}
+FULL_WEIGHTS = [name for name, mode in MODES.items() if not mode.lora and name != "restart"]
+ADAPTERS = [name for name, mode in MODES.items() if mode.lora]
+
+
+@dataclass
+class Live:
+    """A running server of a mode, and what its trainers need."""
+
+    mode: Mode
+    server: Server
+    recording: str  # path of recorded rollouts
+    folder: Path
+
+    def publisher(self, kind: type[ServerPublisher] = ServerPublisher, **settings: Any) -> ServerPublisher:
+        servers = Servers([self.server.url], PUBLISH_TIMEOUT, self.server.token)
+        transfer = transfer_of(self.mode.vllm_mode, servers, self.mode.transport, str(self.folder))
+        return kind(transfer, **{"sync_every_n_steps": self.mode.sync_every_n_steps} | settings)
+
+    @contextmanager
+    def trainer(self, publisher: ServerPublisher, **settings: Any) -> Iterator[AtroposGRPOTrainer]:
+        """A trainer on the recorded rollouts. At the end the server gets back the weights that it started with."""
+        trainer = trainers.make_trainer(
+            publisher,
+            self.recording,
+            self.server.model,
+            self.folder,
+            mode=self.mode.vllm_mode,
+            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if self.mode.lora else None,
+            **settings,
+        )
+        assert type(publisher.transfer).__name__ == self.mode.transfer
+        if self.mode.transfer == "FullWeights":  # written straight into the server's memory, or sent
+            assert publisher.transfer.in_place == (self.mode.transport == "memory")
+        original = snapshot(trainer.model)
+        try:
+            yield trainer
+            if self.mode.transfer in ("Colocate", "FullWeights"):  # the others never touch what a trainer attaches to
+                transfer, version = publisher.transfer, publisher.policy_version
+                publisher.servers.hold_leases()
+                transfer.pause()
+                restore(trainer.model, original)
+                transfer.send(version)
+                transfer.resume(version)
+        finally:
+            publisher.close()
+
+
+def publish(trainer: AtroposGRPOTrainer, step) -> None:
+    """One publish without an optimizer: `step` changes the weights."""
+    publisher = trainer.policy_publisher
+
+    def counted() -> None:
+        step()
+        publisher._steps += 1
+
+    publisher._publish(counted)
+
+
+Weights = dict[str, torch.Tensor]  # by parameter name
+
+
+def snapshot(model: torch.nn.Module) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def restore(model: torch.nn.Module, weights: Weights) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+@torch.no_grad()
+def disturb(model: torch.nn.Module, scale: float) -> None:
+    """Changes every trained parameter in place, as an optimizer would."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(scale * torch.randn_like(parameter))

@@ -1,0 +1,203 @@
+"""Every way in which weights reach a server, against a real server, the real Atropos API and a real environment."""
+
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launching import ROOT, free_urls
+from tests.weights.live import ADAPTERS, FULL_WEIGHTS, MODES, Live, disturb, publish, snapshot
+from tests.weights.trainers import tolerance
+from tests.weights.watched import (
+    Clients,
+    Publish,
+    Request,
+    Sampled,
+    WatchedPublisher,
+    largest_difference,
+    sample,
+    score,
+    wait_for_requests,
+)
+from trl_atropos import AtroposSource
+from trl_atropos.services import Services
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
+BATCHES = 20  # from the environment
+PUBLISHES = 50
+WHOLE_REQUESTS = 30  # of the clients, that are compared token by token
+LONG_PROMPT = [64, 65, 66, 28] * 40
+
+
+class FewBatches(AtroposSource):
+    """The environment's batches, and when `BATCHES` have come, the same ones again."""
+
+    def start(self, run):
+        super().start(run)
+        self.kept, self.polled = [], 0
+
+    def poll(self, num_rows, timeout):
+        if self.polled < BATCHES:
+            rows = super().poll(num_rows, timeout)
+            if rows is None:
+                return None
+            self.kept.append(rows)
+        self.polled += 1
+        return self.kept[(self.polled - 1) % BATCHES]
+
+
+@contextmanager
+def environment(live: Live, folder: Path) -> Iterator[str]:
+    """The quickstart's environment, sampling from the server. Yields the URL of its Atropos API."""
+    (atropos,) = free_urls(1)
+    script = str(ROOT / "recipes/quickstart/environment.py")
+    with Services(folder / "logs") as services:
+        port = atropos.rpartition(":")[2]
+        api = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", port]
+        services.start("atropos", api, health_url=f"{atropos}/")
+        services.wait_healthy("atropos", 60)
+        # fmt: off
+        services.start("environment", [
+            sys.executable, script, "serve", "--slurm", "false", "--env.rollout_server_url", atropos,
+            "--env.tokenizer_name", live.server.model, "--env.max_new_tokens", "24",
+            "--openai.base_url", f"{live.server.url}/v1", "--openai.model_name", live.server.model,
+        ])
+        # fmt: on
+        yield atropos
+
+
+@pytest.mark.timeout(1800 if FULL else 600)  # a minute on two idle cores
+@pytest.mark.parametrize("live", MODES, indirect=True)
+def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(live: Live, tmp_path):
+    restarts = live.mode.vllm_mode == "restart"
+    steps = BATCHES if restarts and not FULL else PUBLISHES
+    every = 1 if restarts and FULL else live.mode.sync_every_n_steps
+    publisher = live.publisher(WatchedPublisher, sync_every_n_steps=every)
+    settings = {"max_steps": steps, "learning_rate": 1e-2 if live.mode.lora else 5e-4, "temperature": 1.0}
+    settings |= {
+        "per_device_train_batch_size": 64,
+        "loss_type": "dr_grpo",
+        "lr_scheduler_type": "constant",
+        "logging_steps": 25,
+        "rollout_timeout": 120,
+    }
+    with environment(live, tmp_path) as atropos, live.trainer(publisher, **settings) as trainer:
+        trainer.rollout_source = FewBatches(atropos)
+        with Clients(live.server) as clients:
+            trainer.train()
+        sampled = [request for request in clients.requests if request.sampled is not None]
+        check_whole(publisher, trainer.model, [r.sampled for r in sampled if r.began > publisher.seen[0].ended])
+    assert [one.version for one in publisher.seen] == list(range(0, steps + 1, every))
+    compared = [one for one in publisher.seen if one.error is not None]
+    assert {one.version for one in compared} >= set(range(0, BATCHES + 1, every))
+    assert max(one.error for one in compared) <= tolerance(publisher)
+    assert min(one.change for one in compared[1:]) > max(1e-3, 2 * tolerance(publisher))
+    others = publisher.seen[1:]  # before the first, nobody asked
+    assert [request.failure for request in clients.requests if request.failure] == []
+    assert {request.route for request in clients.requests} == {"/generate", "/v1/completions"}
+    if restarts:  # what was in flight has finished before, what came meanwhile has waited
+        assert all(any(r.began < one.began < r.ended < one.ended for r in sampled) for one in others)
+        assert all(any(one.began < r.began < one.ended < r.ended for r in sampled) for one in others)
+    else:
+        quiet = [one for one in others if not one.crossed and not any(crosses(request, one) for request in sampled)]
+        assert [one.version for one in quiet] == []
+
+
+def check_whole(publisher: WatchedPublisher, model: torch.nn.Module, samples: list[Sampled]) -> None:
+    """Requests that end with the version that they began with have it in every token, whatever was published."""
+    whole = sorted((row for row in samples if row.begun == row.ended), key=lambda row: len(row.tokens))
+    for row in whole[-WHOLE_REQUESTS:]:
+        assert largest_difference(model, publisher.weights[row.begun], [row]) <= tolerance(publisher)
+
+
+def crosses(request: Request, one: Publish) -> bool:
+    """Whether the request was in flight at the publish, as its client saw it."""
+    before, after = request.sampled.begun < one.version, request.sampled.ended >= one.version
+    return before and (after or (request.began < one.began and one.ended < request.ended))
+
+
+def sample_across(trainer, live: Live, publishes: int) -> tuple[Sampled, list[torch.Tensor]]:
+    """One long request with some publishes in its midst, and the log-probabilities that each version gives to it."""
+    trainer.policy_publisher.hold()
+    publish(trainer, lambda: None)
+    versions = [snapshot(trainer.model)]
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(sample, live.server, LONG_PROMPT, 800)
+        wait_for_requests(live.server, 1)
+        for _ in range(publishes):
+            publish(trainer, lambda: disturb(trainer.model, 0.3 if live.mode.lora else 0.02))
+            versions.append(snapshot(trainer.model))
+        assert not reply.done(), "the request was over before the last publish"
+        sampled = reply.result(timeout=60)
+    return sampled, [score(trainer.model, weights, [sampled])[0] for weights in versions]
+
+
+def matches(sampled: Sampled, scored: torch.Tensor, publisher) -> torch.Tensor:
+    """Which tokens were sampled by the version that has scored them."""
+    return (sampled.logprobs - scored).abs() <= tolerance(publisher)
+
+
+@pytest.mark.parametrize("live", FULL_WEIGHTS, indirect=True)
+def test_a_request_in_flight_has_the_old_weights_before_the_publish_and_the_new_ones_after_it(live: Live):
+    publisher = live.publisher(probe_every_n_steps=0)
+    with live.trainer(publisher) as trainer:
+        sampled, (old, new) = sample_across(trainer, live, publishes=1)
+        version = publisher.policy_version
+    is_old, is_new = (matches(sampled, scored, publisher) for scored in (old, new))
+    switch = int(is_old.long().argmin())
+    assert 0 < switch < len(sampled.tokens), "the publish did not fall into the request"
+    assert is_new[switch:].all()
+    assert (sampled.begun, sampled.ended) == (version - 1, version)
+
+
+@pytest.mark.parametrize("live", ADAPTERS, indirect=True)
+def test_a_request_in_flight_keeps_its_adapter_through_a_publish(live: Live):
+    publisher = live.publisher(probe_every_n_steps=0)
+    with live.trainer(publisher) as trainer:
+        sampled, (old, new) = sample_across(trainer, live, publishes=1)
+        version = publisher.policy_version
+    assert matches(sampled, old, publisher).all()
+    assert not matches(sampled, new, publisher).all()
+    assert (sampled.begun, sampled.ended) == (version - 1, version - 1)
+
+
+@pytest.mark.parametrize("live", ["nccl_lora", "colocate with an adapter"], indirect=True)
+def test_a_request_whose_adapter_is_overwritten_goes_from_its_version_to_the_one_after_the_next(live: Live):
+    publisher = live.publisher(probe_every_n_steps=0)
+    with live.trainer(publisher) as trainer:
+        sampled, (old, between, new) = sample_across(trainer, live, publishes=2)
+        version = publisher.policy_version
+    is_old, is_between, is_new = (matches(sampled, scored, publisher) for scored in (old, between, new))
+    switch = int(is_old.long().argmin())
+    assert 0 < switch < len(sampled.tokens), "the second publish did not fall into the request"
+    assert is_new[switch:].all()
+    assert not is_between[switch:].all()
+    assert (sampled.begun, sampled.ended) == (version - 2, version)
+
+
+@pytest.mark.parametrize("live", ["lora"], indirect=True)
+def test_a_request_keeps_an_adapter_of_files_through_two_publishes(live: Live):
+    publisher = live.publisher(probe_every_n_steps=0)
+    with live.trainer(publisher) as trainer:
+        sampled, (old, _, new) = sample_across(trainer, live, publishes=2)
+        version = publisher.policy_version
+    assert matches(sampled, old, publisher).all()
+    assert not matches(sampled, new, publisher).all()
+    assert (sampled.begun, sampled.ended) == (version - 2, version - 2)
+
+
+@pytest.mark.parametrize("live", [name for name in MODES if name != "restart"], indirect=True)
+def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_same_versions(live: Live):
+    publisher = live.publisher()
+    with live.trainer(publisher, max_steps=2) as trainer:
+        trainer.train()
+        trainer.train()
+    assert publisher.policy_version == 2
+    assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)

@@ -1,0 +1,229 @@
+"""What cannot work with a server is refused before training, in one message that names the way out."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftConfig
+
+from recipes.quickstart.make_model import make_model
+from tests.server_process import Server, running_server
+from tests.weights import trainers
+from tests.weights.trainers import make_publisher, tolerance
+from trl_atropos import AtroposGRPOTrainer
+from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.weights.client import ServerClient
+from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.weights.modes import transfer_of
+from trl_atropos.weights.servers import Servers
+
+pytestmark = pytest.mark.server
+
+MODES = ("colocate", "server", "nccl_lora", "lora")
+Build = Callable[..., AtroposGRPOTrainer]
+
+
+def adapter(mode: str = "nccl_lora", **settings) -> PeftConfig | None:
+    """What a mode trains, if that is an adapter."""
+    return LoraConfig(**{"r": 8, "target_modules": "all-linear", **settings}) if mode in ADAPTER_MODES else None
+
+
+@pytest.fixture(scope="module")
+def lora_server(server_model, tmp_path_factory) -> Iterator[Server]:
+    """A server for adapters. Nothing here changes its base model."""
+    folder = tmp_path_factory.mktemp("lora_server")
+    # `lora` is `nccl_lora` and a variable of the environment.
+    with running_server(server_model, folder, "--vllm_mode", "lora", "--max-lora-rank", "8") as running:
+        yield running
+
+
+@pytest.fixture
+def build(recording, tmp_path) -> Build:
+    """`build(server, mode, peft_config)` makes a trainer of that mode on that server."""
+
+    def build(server: Server, mode: str, peft_config=None, model: str | None = None, transport: str = "auto", **more):
+        publisher = make_publisher(server, tmp_path, mode, transport)
+        chosen = model or server.model
+        return trainers.make_trainer(
+            publisher, recording, chosen, tmp_path, mode=mode, peft_config=peft_config, **{"max_steps": 2} | more
+        )
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory) -> str:
+    """The servers' model from another seed."""
+    folder = tmp_path_factory.mktemp("other_weights")
+    make_model(str(folder), 1)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer(server_model, tmp_path_factory) -> str:
+    """The servers' model with two letters swapped."""
+    folder = tmp_path_factory.mktemp("other_tokenizer")
+    shutil.copytree(server_model, folder, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+@contextmanager
+def another_trainer(server: Server) -> Iterator[None]:
+    client = ServerClient(server.url, 30, server.token)
+    client.hold_lease()
+    try:
+        yield
+    finally:
+        client.release_lease()
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_a_mode_of_adapters_needs_an_adapter(lora_server, build, mode):
+    with pytest.raises(AttachError, match=r"the run has none: set `use_peft: true`.*or use `vllm_mode: colocate`"):
+        build(lora_server, mode)
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_a_rank_above_the_servers_is_refused(lora_server, build, mode):
+    message = (
+        r"rank is 16, the server's largest 8: start the server with `--max-lora-rank 16` or more, or lower `lora_r"
+    )
+    with pytest.raises(AttachError, match=message):
+        build(lora_server, mode, adapter(r=16))
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_modules_that_are_saved_whole_are_refused(lora_server, build, mode):
+    message = r"`modules_to_save` \(norm\) trains whole modules.*remove it, or use `vllm_mode: server`"
+    with pytest.raises(AttachError, match=message):
+        build(lora_server, mode, adapter(modules_to_save=["norm"]))
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_an_adapter_of_another_kind_is_refused(lora_server, build, mode):
+    other = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    with pytest.raises(AttachError, match="The adapter is of type IA3; vLLM serves LORA only"):
+        build(lora_server, mode, other)
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_what_vllm_cannot_serve_of_lora_is_refused_in_its_words(lora_server, build, mode):
+    message = r"DoRA.*([Cc]hange the adapter|change it), or use `vllm_mode: server`, which sends merged weights"
+    with pytest.raises(ServerError, match=message):
+        build(lora_server, mode, adapter(use_dora=True)).train()
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_a_server_without_adapters_is_refused(server, build, mode):
+    message = r"without adapters: add `--enable-lora --max-lora-rank R`.*trl-atropos serve --vllm_mode nccl_lora"
+    with pytest.raises(AttachError, match=message):
+        build(server, mode, adapter())
+
+
+# ----------------------------------------------------------------------------------------------------- another trainer
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_that_another_trainer_holds_is_refused(lora_server, build, mode):
+    with (
+        another_trainer(lora_server),
+        pytest.raises(ServerError, match="another trainer holds this server: stop it, or"),
+    ):
+        build(lora_server, mode, adapter(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_refused_trainer_leaves_the_server_to_the_next(lora_server, build, mode, other_tokenizer):
+    with pytest.raises(AttachError):
+        build(lora_server, mode, adapter(mode), other_tokenizer)
+    with another_trainer(lora_server):
+        pass
+    assert lora_server.generate(prompt="a", max_tokens=1).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------- another model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_tokenizer_is_refused(lora_server, build, mode, other_tokenizer):
+    message = "(?s)other_tokenizer.*different vocabularies, so the same ids mean different text. Give both the same"
+    with pytest.raises(AttachError, match=message):
+        build(lora_server, mode, adapter(mode), other_tokenizer)
+
+
+def test_one_memory_of_other_weights_is_refused(server, build, other_weights):
+    message = (
+        r"weights differ .*start it again on the model that the trainer loads. \(The server has .*, the trainer .*oth"
+    )
+    with pytest.raises(AttachError, match=message):
+        build(server, "colocate", model=other_weights)
+
+
+def test_weights_that_are_sent_replace_other_weights(server, make_trainer, build, other_weights):
+    make_trainer().policy_publisher.close()  # puts the server's weights back at the end
+    trainer = build(server, "server", model=other_weights)
+    trainer.train()
+    publisher = trainer.policy_publisher
+    assert publisher.policy_version == 2
+    assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_an_adapter_on_another_base_is_found_out_by_the_first_probe(lora_server, build, mode, other_weights):
+    trainer = build(lora_server, mode, adapter(), other_weights)
+    with pytest.raises(ProbeError, match="After publishing policy version 0, the server and the trainer disagree"):
+        trainer.train()
+
+
+# ------------------------------------------------------------------------------------------------- servers and the way
+
+
+def test_one_memory_per_process_needs_as_many_servers_as_processes(recording, tmp_path):
+    servers = Servers(["http://127.0.0.1:1", "http://127.0.0.1:2"], 30, "token")
+    publisher = ServerPublisher(transfer_of("colocate", servers, "auto", str(tmp_path)))
+    message = (
+        r"1 processes and 2 servers: list one URL per process in `vllm_server_base_url`, or start `--num_processes 2`"
+    )
+    with pytest.raises(AttachError, match=message):
+        trainers.make_trainer(publisher, recording, "never loaded", tmp_path)
+
+
+def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build):
+    trainer = build(lora_server, "nccl_lora", adapter(), transport="memory")
+    trainer.train()
+    publisher = trainer.policy_publisher
+    assert publisher.policy_version == 2
+    assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs for NCCL to connect")
+@pytest.mark.parametrize("mode", ["server", "nccl_lora"])
+def test_nccl_without_gpus_is_refused(lora_server, build, mode):
+    with pytest.raises(AttachError, match=r"`weight_transport: nccl` goes from GPU to GPU.*CPU: set it to auto"):
+        build(lora_server, mode, adapter(mode), transport="nccl")
+
+
+def test_a_trainer_notices_that_its_server_was_replaced(server_model, recording, tmp_path):
+    with running_server(server_model, tmp_path / "first") as first:
+        publisher = make_publisher(first, tmp_path)
+        trainer = trainers.make_trainer(publisher, recording, server_model, tmp_path, max_steps=1)
+        trainer.train()
+    port = int(first.url.rsplit(":", 1)[1])
+    with running_server(server_model, tmp_path / "second", port=port, token=first.token) as second:
+        message = (
+            r"was restarted since this trainer was built.*build the trainer again \(its last checkpoint can be resum"
+        )
+        with pytest.raises(ServerError, match=message):
+            trainer.train()
+        assert second.generate(prompt="a", max_tokens=1).status_code == 200

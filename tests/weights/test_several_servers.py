@@ -1,0 +1,123 @@
+"""One trainer, and more than one process that samples: two servers, and one server over two workers or two copies."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from peft import LoraConfig
+
+from tests.server_process import Server, running_server
+from tests.weights.live import snapshot
+from tests.weights.test_sharded_publish import ADAPTER, continuations, give_back_the_weights, servers_for
+from tests.weights.trainers import make_trainer
+from tests.weights.watched import largest_difference
+from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.weights.modes import transfer_of
+from trl_atropos.weights.servers import Servers
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 3
+
+
+def train(servers: list[Server], mode: str, adapted: bool, recording: str, folder: Path) -> ServerPublisher:
+    """A run on servers that have been trained before. Returns its publisher."""
+    give_back_the_weights(servers, recording, folder)
+    connected = Servers([one.url for one in servers], 60, servers[0].token)
+    publisher = ServerPublisher(transfer_of(mode, connected, "auto", str(folder)))
+    peft_config = LoraConfig(**ADAPTER) if adapted else None
+    trainer = make_trainer(
+        publisher, recording, servers[0].model, folder, mode=mode, peft_config=peft_config, max_steps=STEPS
+    )
+    untrained = snapshot(trainer.model)
+    trainer.train()
+    assert publisher.policy_version == STEPS
+    assert 0 < publisher.probe_max_abs_diff <= 1e-4
+    for server in servers:
+        samples = continuations(server)
+        assert {(one.begun, one.ended) for one in samples} == {(STEPS, STEPS)}
+        assert largest_difference(trainer.model, snapshot(trainer.model), samples) <= 1e-4
+        assert largest_difference(trainer.model, untrained, samples) > 1e-2
+    return publisher
+
+
+@pytest.fixture(scope="module")
+def two_servers(server_model, tmp_path_factory) -> Iterator[list[Server]]:
+    flags = ("--vllm_mode", "nccl_lora")
+    with servers_for(server_model, tmp_path_factory.mktemp("two_servers"), flags, flags) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def two_workers(server_model, tmp_path_factory) -> Iterator[Server]:
+    """A server that splits the model over two processes."""
+    flags = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--vllm_mode", "nccl_lora"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a core for each, and one to spare
+        with running_server(server_model, tmp_path_factory.mktemp("two_workers"), *flags) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def two_copies(server_model, tmp_path_factory) -> Iterator[Server]:
+    """A server with two engines, which take its requests in turn."""
+    flags = ["--data-parallel-size", "2", "--vllm_mode", "nccl_lora"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        with running_server(server_model, tmp_path_factory.mktemp("two_copies"), *flags) as server:
+            yield server
+
+
+@pytest.mark.parametrize(("mode", "adapted"), [("server", False), ("nccl_lora", True)])
+def test_one_trainer_publishes_to_two_servers(two_servers, mode, adapted, recording, tmp_path):
+    publisher = train(two_servers, mode, adapted, recording, tmp_path)
+    assert publisher.servers.each(lambda client: client.info().policy_version) == [STEPS, STEPS]
+
+
+def test_full_weights_take_the_place_of_a_former_trainers_adapter(two_servers, recording, tmp_path):
+    train(two_servers, "nccl_lora", True, recording, tmp_path)
+    train(two_servers, "server", False, recording, tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "adapted"), [("server", False), ("server", True), ("nccl_lora", True)])
+def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, recording, tmp_path):
+    publisher = train([two_workers], mode, adapted, recording, tmp_path)
+    assert publisher.servers.info.num_workers == 2
+
+
+@pytest.mark.parametrize(("mode", "adapted"), [("server", False), ("nccl_lora", True)])
+def test_weights_reach_both_copies_of_a_server(two_copies, mode, adapted, recording, tmp_path):
+    before = sampled_by_engine(two_copies)
+    publisher = train([two_copies], mode, adapted, recording, tmp_path)
+    assert publisher.servers.info.num_workers == 2
+    after = sampled_by_engine(two_copies)
+    assert len(after) == 2
+    assert all(after[engine] > before[engine] for engine in after)
+
+
+def test_the_memory_of_one_copy_is_no_way_to_the_other(two_copies, recording, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        publisher = train([two_copies], "colocate", False, recording, tmp_path)
+    assert type(publisher.transfer).__name__ == "FullWeights"
+    assert not publisher.transfer.in_place
+    assert "it has 2 copies of the model" in caplog.text
+
+
+def sampled_by_engine(server: Server) -> dict[str, float]:
+    """How many tokens each engine of a server has sampled."""
+    lines = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    found = [line for line in lines if line.startswith("vllm:generation_tokens_total{")]
+    return {line.split('engine="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+
+@pytest.mark.parametrize(("adapted", "transfer"), [(False, "FullWeights"), (True, "MemoryLora")])
+def test_one_memory_is_no_way_to_two_workers_and_a_copy_is_announced(
+    two_workers, adapted, transfer, recording, tmp_path, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        publisher = train([two_workers], "colocate", adapted, recording, tmp_path)
+    assert type(publisher.transfer).__name__ == transfer
+    assert "splits the model over 2 x 1 devices" in caplog.text
+    assert "Falling back to a copy on the same device" in caplog.text

@@ -1,0 +1,274 @@
+"""The version that a row is tagged with is that of the weights which sampled it, on a server that is published to in
+the middle of its requests. Each test leaves the policy at another version; none asks for a certain one."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import requests
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+from tests.rollouts.conftest import Api
+from tests.server_process import Server
+from tests.weights.versions import Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
+from trl_atropos.protocol import completion_key
+from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.services import free_port
+
+pytestmark = pytest.mark.server
+PROMPT = [64, 65, 66, 28]
+
+
+@pytest.fixture(scope="module")
+def policy(server) -> Iterator[MovingPolicy]:
+    policy = MovingPolicy(server)
+    yield policy
+    policy.put_back()
+
+
+@pytest.fixture(scope="module")
+def book(server) -> VersionBook:
+    return VersionBook([server.url], server.token, timeout=10)
+
+
+def tagged(book: VersionBook, *rows: Row) -> list[tuple[int | None, int | None]]:
+    book.tag(list(rows))
+    return [(row.policy_version, row.newest_version) for row in rows]
+
+
+def assert_true(policy: MovingPolicy, book: VersionBook, completions: list[Completion]) -> list[tuple[int, int]]:
+    """Each completion is tagged with the versions whose weights gave its first and its last token. Returns those. The
+    completions have prompts of one length and one number of tokens."""
+    tags = tagged(book, *map(row_of, completions))
+    ambiguous = 0
+    for tag, samplers in zip(tags, policy.samplers(completions), strict=True):
+        assert all(samplers), "a token has the log-probability of no version"
+        assert (tag[0] in samplers[0], tag[1] in samplers[-1]) == (True, True), (tag, samplers[0], samplers[-1])
+        ambiguous += (len(samplers[0]) > 1) + (len(samplers[-1]) > 1)
+    assert ambiguous <= 0.1 * 2 * len(completions), "the versions are too much alike to tell them apart"
+    return tags
+
+
+def test_every_row_is_tagged_with_the_versions_whose_weights_sampled_it(policy, book, server):
+    rng = random.Random(0)
+    long = Call(lambda: generate(server, PROMPT, 500, n=16))
+    short: dict[int, list[Completion]] = {}  # by the version after whose publish they were asked for
+    while long.is_alive():
+        policy.publish(policy.version + rng.choice([1, 1, 3]))  # a trainer that publishes seldom skips some
+        prompt = [rng.randrange(256) for _ in range(rng.randint(3, 200))]
+        short[policy.version] = generate(server, prompt, rng.randint(1, 20), n=4)
+    for version, completions in short.items():
+        assert assert_true(policy, book, completions) == [(version, version)] * 4
+    for begun, ended in assert_true(policy, book, long.result()):
+        assert len([version for version in short if begun < version <= ended]) >= 2
+
+
+def test_completions_that_waited_in_the_engines_queue_are_as_new_as_their_first_token(policy, book, server):
+    call = Call(lambda: generate(server, PROMPT, 20, n=200))  # the CPU server runs 128 at once
+    policy.publish_during(call)
+    assert len({begun for begun, _ in assert_true(policy, book, call.result())}) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_completions_of_the_openai_routes_are_known_too(policy, book, server, route, stream):
+    call = Call(lambda: openai(server, route, 400, n=8, stream=stream))
+    policy.publish_during(call)
+    assert all(begun < ended for begun, ended in assert_true(policy, book, call.result()))
+    later = openai(server, route, 5, n=2, stream=stream)
+    assert assert_true(policy, book, later) == [(policy.version, policy.version)] * 2
+
+
+def test_a_row_of_several_turns_is_as_old_as_its_oldest(policy, book, server):
+    old = policy.version
+    (first,) = generate(server, PROMPT, 8)
+    policy.publish(old + 1)
+    (second,) = generate(server, first.prompt + first.tokens + [7, 8, 9], 8)
+    policy.publish(old + 2)
+    assert_true(policy, book, [first])
+    assert_true(policy, book, [second])
+    assert tagged(book, row_of(first, second)) == [(old, old + 1)]
+    forged = Completion(second.prompt, second.tokens, [-9.0, *second.logprobs[1:]])
+    assert tagged(book, row_of(first, forged)) == [(None, None)]
+
+
+def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy, book, server):
+    old = policy.version
+    client = VLLMServer(
+        APIServerConfig(
+            model_name="any", tokenizer_name=server.model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+        )
+    )
+
+    async def converse() -> list:
+        managed = ManagedServer(client, tokenizer=client.tokenizer)
+        messages = [{"role": "user", "content": "say a"}]
+        for turn in range(3):
+            sampling = {"max_tokens": 6, "temperature": 1.0, "n": 1}
+            reply = await managed.chat_completion(messages=messages, **sampling)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "again"})
+            if turn < 2:
+                await asyncio.to_thread(policy.publish, old + turn + 1)
+        others = ManagedServer(client, tokenizer=client.tokenizer)
+        await others.chat_completion(messages=[{"role": "user", "content": "say b"}], **sampling | {"n": 4})
+        return managed.get_state()["nodes"][-1:] + others.get_state()["nodes"]
+
+    nodes = asyncio.run(converse())
+    group = {
+        "tokens": [node.tokens for node in nodes],
+        "masks": [node.masked_tokens for node in nodes],
+        "inference_logprobs": [node.logprobs for node in nodes],
+        "scores": [float(i) for i, _ in enumerate(nodes)],
+    }
+    rows = Intake(512, 1.0, "refuse").admit([json.loads(json.dumps(group))])
+    assert np.diff(rows[0].mask).sum() == 4, "the first row should have three turns"
+    assert tagged(book, *rows) == [(old, old + 2)] + [(old + 2, old + 2)] * 4
+
+
+def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
+    """Nothing tells them apart, so that a row is never taken for newer than it is."""
+    old = policy.version
+    (first,) = generate(server, PROMPT, 8, temperature=0.0)
+    policy.publish_the_same_weights(old + 1)
+    (second,) = generate(server, PROMPT, 8, temperature=0.0)
+    assert first == second
+    assert tagged(book, row_of(first), row_of(second)) == [(old, old)] * 2
+
+
+def test_a_row_is_unknown_if_anything_of_it_was_changed(policy, book, server):
+    (completion,) = generate(server, PROMPT, 8)
+    row = row_of(completion)
+    assert tagged(book, row) == [(policy.version, policy.version)]
+    changed = [row_of(completion) for _ in range(5)]
+    changed[0].logprobs[3] = np.nextafter(row.logprobs[3], np.float32(-100))
+    changed[1].completion_ids[3] += 1
+    changed[2].prompt_ids[0] += 1
+    changed[3].logprobs[3] = np.nan
+    changed[4].mask[0] = False
+    for other in changed:
+        other.policy_version = other.newest_version = 5  # of an earlier tagging
+    assert tagged(book, *changed) == [(None, None)] * 5
+
+
+def test_an_aborted_request_leaves_nothing_behind(policy, server):
+    def noted() -> int:
+        return len(server.control("GET", "/versions").json()["keys"])
+
+    before = noted()
+    body = {"prompt": "abc=", "n": 64, "max_tokens": 500, "ignore_eos": True, "logprobs": 0}
+    with pytest.raises(requests.Timeout):
+        requests.post(f"{server.url}/generate", json=body, timeout=0.3)
+    wait_for(lambda: server.metric("num_requests_running") == 0, "the request to be dropped")
+    assert noted() == before
+
+
+def test_the_versions_are_told_in_a_pause(policy, book, server):
+    (completion,) = generate(server, PROMPT, 4)
+    policy.client.pause()
+    try:
+        began = time.monotonic()
+        assert tagged(book, row_of(completion)) == [(policy.version, policy.version)]
+        assert time.monotonic() - began < 2
+    finally:
+        policy.client.resume(policy.version)
+
+
+def test_only_who_has_the_token_is_told_and_only_about_keys(server):
+    body = {"keys": [completion_key([1], [2], [-1.0]).hex()]}
+    assert server.control("POST", "/versions", body, token="wrong").status_code == 401
+    assert server.control("POST", "/versions", body).json() == {"versions": [None]}
+    for wrong in ({"keys": ["xyz"]}, {"keys": "00"}, {}):
+        assert server.control("POST", "/versions", wrong).status_code == 400
+
+
+def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(policy, server, caplog):
+    (completion,) = generate(server, PROMPT, 4)
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    both = VersionBook([nowhere, server.url], server.token, timeout=10)
+    assert tagged(both, row_of(completion)) == tagged(both, row_of(completion)) == [(policy.version,) * 2]
+    assert caplog.text.count(f"The server at {nowhere} does not tell which policy versions") == 1
+    wrong = VersionBook([server.url], "wrong", timeout=10)
+    assert tagged(wrong, row_of(completion)) == [(None, None)]
+    assert "it answered 401" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------------- rows that are too old
+
+
+@contextmanager
+def environment(server: Server, api: Api) -> Iterator[None]:
+    """Samples without a pause and sends groups of four, as far ahead of the trainer as it gets."""
+    stop, rng = threading.Event(), random.Random(0)
+
+    def work() -> None:
+        while not stop.is_set():
+            completions = generate(server, [rng.randrange(256) for _ in range(20)], 24, n=4)
+            group = {
+                "tokens": [completion.prompt + completion.tokens for completion in completions],
+                "masks": [[-100] * len(completion.prompt) + completion.tokens for completion in completions],
+                "inference_logprobs": [
+                    [1.0] * len(completion.prompt) + completion.logprobs for completion in completions
+                ],
+                "scores": [rng.random() for _ in completions],
+            }
+            api.deliver(group)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def completion_of(row: Row) -> Completion:
+    return Completion(row.prompt_ids.tolist(), row.completion_ids.tolist(), row.logprobs.tolist())
+
+
+def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(policy, book, server, tmp_path):
+    run = RunInfo(
+        batch_size=8,
+        max_sequence_length=512,
+        temperature=1.0,
+        starting_step=policy.version,
+        max_steps=1000,
+        output_dir=str(tmp_path),
+        save_steps=0,
+        run_name="staleness",
+        policy_version=lambda: policy.version,
+    )
+    api = Api(free_port())
+    api.start()
+    source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
+    try:
+        source.start(run)
+        with environment(server, api):
+            for _ in range(6):
+                rows = source.poll(8, timeout=60)
+                assert rows is not None, source.diagnose()
+                for row, samplers in zip(rows, policy.samplers([completion_of(row) for row in rows]), strict=True):
+                    assert row.policy_version == row.newest_version == policy.version
+                    assert [policy.version in token for token in samplers] == [True] * len(samplers)
+                time.sleep(0.3)  # so that the environment gets ahead
+                policy.publish(policy.version + 1)
+            metrics = source.metrics()
+        assert metrics["rollouts/dropped_stale"] > 0
+        assert metrics["rollouts/share_unknown_version"] == 0
+    finally:
+        source.close()
+        api.stop()
