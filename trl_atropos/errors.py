@@ -33,7 +33,14 @@ class AttachError(ServerError):
 
 
 class ProbeError(AtroposTrainingError):
-    """After a publish, the server did not sample from the weights that the trainer has."""
+    """
+    After a publish, the server did not sample from the weights that the trainer has.
+
+    Attributes:
+        result (`ProbeResult`, *optional*): By how much, where tokens were compared.
+    """
+
+    result = None
 
 
 class GatherError(AtroposTrainingError):

@@ -146,6 +146,41 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     assert probe(trainer) <= allowed(trainer)
 
 
+class Misround:
+    """Lets the trainer be wrong about one position of the probe's rows, the next `times` that it scores them."""
+
+    def __init__(self, trainer, times: int) -> None:
+        self.times = times
+        self.prompt = len(trainer.policy_publisher._probe.prompt_ids)
+        trainer.model.register_forward_hook(self)
+
+    def __call__(self, model, args, output):
+        if self.times:
+            self.times -= 1
+            logits = output.logits.clone()
+            logits[0, self.prompt, ::2] += 1e-3  # whichever token was sampled: half a thousandth of a nat
+            output.logits = logits
+        return output
+
+
+def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_trainer, caplog):
+    trainer = make_trainer()
+    Misround(trainer, times=1)
+    with caplog.at_level("WARNING"):
+        difference = probe(trainer)
+    assert allowed(trainer) < difference < 10 * allowed(trainer)
+    assert trainer.policy_publisher.probe_max_abs_diff == difference  # nothing is hidden
+    assert "so this is rounding" in caplog.text
+
+
+def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
+    trainer = make_trainer()
+    Misround(trainer, times=2)
+    with pytest.raises(ProbeError, match="does not sample from the weights") as caught:
+        probe(trainer)
+    assert caught.value.result.mean_abs_diff < allowed(trainer) < caught.value.result.max_abs_diff
+
+
 def test_a_run_whose_caches_are_not_dropped_stops(make_trainer):
     trainer = make_trainer(max_steps=20, learning_rate=1e-2)
     trainer.policy_publisher.transfer.clear_cache = False

@@ -73,14 +73,16 @@ def environment(live: Live, folder: Path) -> Iterator[str]:
         yield atropos
 
 
-@pytest.mark.timeout(1800 if FULL else 600)  # a minute on two idle cores
+@pytest.mark.timeout(1800 if FULL else 1200)  # a minute on two idle cores
 @pytest.mark.parametrize("live", MODES, indirect=True)
 def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(live: Live, tmp_path):
     restarts = live.mode.vllm_mode == "restart"
     steps = BATCHES if restarts and not FULL else PUBLISHES
     every = 1 if restarts and FULL else live.mode.sync_every_n_steps
     publisher = live.publisher(WatchedPublisher, sync_every_n_steps=every)
-    settings = {"max_steps": steps, "learning_rate": 1e-2 if live.mode.lora else 5e-4, "temperature": 1.0}
+    # Adapters need more to move at all. With 1e-2, they make the residual stream of some tokens nearly cancel, where
+    # float32 rounds off more than the tolerance.
+    settings = {"max_steps": steps, "learning_rate": 2e-3 if live.mode.lora else 5e-4, "temperature": 1.0}
     settings |= {
         "per_device_train_batch_size": 64,
         "loss_type": "dr_grpo",

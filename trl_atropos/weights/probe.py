@@ -4,6 +4,10 @@ The server *samples* a continuation of a fixed prompt and the trainer scores the
 (`prompt_logprobs`) would not do, because vLLM bypasses the prefix cache for it and cannot see stale keys and values.
 The prompt is longer than one KV block, so that the block of the last probe is in the cache: if it outlived the change
 of the weights, the log-probabilities differ. Torn, lost or detached weights differ by themselves.
+
+Those faults persist, and show on most tokens. Rounding does not: where a residual stream nearly cancels before it is
+normalised, one token in many thousands differs a thousand times more than the others. So if single tokens alone are
+beyond the tolerance, the server samples once more, and only a second breach counts.
 """
 
 import logging
@@ -54,6 +58,10 @@ class Tolerance:
         )
 
 
+class Outlier(ProbeError):
+    """Single tokens are beyond the tolerance, the mean is not."""
+
+
 class Probe:
     """
     Args:
@@ -92,13 +100,33 @@ class Probe:
 
     def run(self, model: torch.nn.Module, policy_version: int) -> ProbeResult:
         """
-        Compares once, on every rank: a sharded model needs all of them to score.
+        Compares on every rank: a sharded model needs all of them to score.
 
         Raises:
-            ProbeError: The tolerance is breached by some server; the message has both sides' numbers.
+            ProbeError: The tolerance is breached by some server, by single tokens twice; the message has both sides'
+                numbers.
         """
         served = self.servers.each(lambda client: client.info().policy_version)
         ranks.together(lambda: self._check_versions(served, policy_version))
+        try:
+            result = self._look(model, policy_version)
+        except Outlier as outlier:  # on every rank, where it is raised on any
+            first, again = outlier.result, self._look(model, policy_version)
+            logger.warning(
+                "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of "
+                "all %.2e, allowed %.0e and %.0e). Other tokens did not (at most %.2e), so this is rounding.",
+                *(policy_version, first.max_abs_diff, first.mean_abs_diff),
+                *(self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
+            )
+            result = ProbeResult(
+                max(first.max_abs_diff, again.max_abs_diff), max(first.mean_abs_diff, again.mean_abs_diff)
+            )
+        if self._first is None:
+            self._first = result
+            self.tolerance = self.tolerance.after(result)
+        return result
+
+    def _look(self, model: torch.nn.Module, policy_version: int) -> ProbeResult:
         samples = self.servers.each(
             lambda client: client.sample(self.prompt_ids, NUM_SAMPLED, self.temperature, NUM_SAMPLES)
         )
@@ -107,11 +135,7 @@ class Probe:
         scored = self._score(model, [tokens for rows in samples for tokens, _ in rows])
         scored = scored.view(len(samples), NUM_SAMPLES, NUM_SAMPLED)
         results = ranks.together(lambda: self._compare(samples, scored, policy_version))
-        result = ProbeResult(*(max(column) for column in zip(*results, strict=True)))
-        if self._first is None:
-            self._first = result
-            self.tolerance = self.tolerance.after(result)
-        return result
+        return ProbeResult(*(max(column) for column in zip(*results, strict=True)))
 
     def _check_versions(self, served: list[int], policy_version: int) -> None:
         for client, version in zip(self.servers.clients, served, strict=True):
@@ -130,16 +154,18 @@ class Probe:
             difference = (sampled - expected).abs().flatten()
             largest, mean = difference.max().item(), difference.mean().item()
             results.append((largest, mean))
-            # The negation also catches NaN.
+            # The negations also catch NaN.
             if not (largest <= self.tolerance.max_abs and mean <= self.tolerance.mean_abs):
                 worst = int(difference.nan_to_num(nan=float("inf")).argmax())
-                raise ProbeError(
+                problem = (Outlier if mean <= self.tolerance.mean_abs else ProbeError)(
                     f"After publishing policy version {policy_version}, the server and the trainer disagree: token "
                     f"{tokens[worst]} has log-probability {sampled.flatten()[worst]:.6f} on the server and "
                     f"{expected.flatten()[worst]:.6f} in the trainer (max difference {largest:.2e}, mean {mean:.2e}, "
                     f"allowed {self.tolerance.max_abs:.0e} and {self.tolerance.mean_abs:.0e}). The server does not "
                     "sample from the weights that are trained: do not trust rollouts since the last good probe."
                 )
+                problem.result = ProbeResult(largest, mean)
+                raise problem
         return results
 
     @torch.no_grad()
