@@ -19,7 +19,6 @@ from tests.weights.watched import (
     Request,
     Sampled,
     WatchedPublisher,
-    largest_difference,
     sample,
     score,
     wait_for_requests,
@@ -37,7 +36,10 @@ LONG_PROMPT = [64, 65, 66, 28] * 40
 
 
 class FewBatches(AtroposSource):
-    """The environment's batches, and when `BATCHES` have come, the same ones again."""
+    """
+    The environment's batches, and when `BATCHES` have come, the same ones again. Without those whose scores are all
+    equal, as one in ten is in the beginning: if it were the first, its step would change no weight.
+    """
 
     def start(self, run):
         super().start(run)
@@ -46,7 +48,7 @@ class FewBatches(AtroposSource):
     def poll(self, num_rows, timeout):
         if self.polled < BATCHES:
             rows = super().poll(num_rows, timeout)
-            if rows is None:
+            if rows is None or len({row.score for row in rows}) == 1:
                 return None
             self.kept.append(rows)
         self.polled += 1
@@ -99,8 +101,11 @@ def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_f
     assert [one.version for one in publisher.seen] == list(range(0, steps + 1, every))
     compared = [one for one in publisher.seen if one.error is not None]
     assert {one.version for one in compared} >= set(range(0, BATCHES + 1, every))
-    assert max(one.error for one in compared) <= tolerance(publisher)
-    assert min(one.change for one in compared[1:]) > max(1e-3, 2 * tolerance(publisher))
+    wrong = [(one.version, one.error) for one in compared if one.error > tolerance(publisher)]
+    assert wrong == []
+    least = max(1e-3, 2 * tolerance(publisher))
+    unchanged = [(one.version, one.change) for one in compared[1:] if one.change <= least]
+    assert unchanged == [], trainer.state.log_history
     others = publisher.seen[1:]  # before the first, nobody asked
     assert [request.failure for request in clients.requests if request.failure] == []
     assert {request.route for request in clients.requests} == {"/generate", "/v1/completions"}
@@ -116,7 +121,8 @@ def check_whole(publisher: WatchedPublisher, model: torch.nn.Module, samples: li
     """Requests that end with the version that they began with have it in every token, whatever was published."""
     whole = sorted((row for row in samples if row.begun == row.ended), key=lambda row: len(row.tokens))
     for row in whole[-WHOLE_REQUESTS:]:
-        assert largest_difference(model, publisher.weights[row.begun], [row]) <= tolerance(publisher)
+        difference = (row.logprobs - score(model, publisher.weights[row.begun], [row])[0]).abs()
+        assert difference.max() <= tolerance(publisher), (row.begun, len(row.prompt), difference.tolist())
 
 
 def crosses(request: Request, one: Publish) -> bool:
