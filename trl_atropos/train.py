@@ -301,7 +301,7 @@ def train(recipe, services) -> None:
             sys.stdout.write("\n".join(lines) + "\n")
     if not_pushed is not None:
         raise not_pushed
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def _checkpoint(training) -> str | None:
