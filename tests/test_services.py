@@ -22,6 +22,20 @@ from trl_atropos.services import Services, port_of, require_free_port, tail
 GONE_WITHIN = 15.0
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 FAILING = [sys.executable, "-c", "import sys; print('no GPU found', flush=True); sys.exit(3)"]
+# As vLLM 0.26 writes it on a GPU: the reason first, then two more tracebacks of where it was noticed.
+VLLM_TRACEBACK = """
+import sys
+def traceback(prefix, error):
+    print(prefix + "Traceback (most recent call last):")
+    for i in range(25):
+        print(f'{prefix}  File "/site/vllm/module_{i}.py", line {i}, in call_{i}')
+        print(prefix + "    return func(*args, **kwargs)")
+        print(prefix + "           ^^^^^^^^^^^^^^^^^^^^^")
+    print(prefix + error)
+traceback("(EngineCore pid=7) ERROR 11-21 14:12:53 [core.py:1330] ", "RuntimeError: CUDA error: out of memory")
+traceback("(APIServer pid=5) ", "RuntimeError: Engine core initialization failed. See root cause above.")
+sys.exit(1)
+"""
 
 
 @pytest.fixture
@@ -56,6 +70,12 @@ def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(servic
     with pytest.raises(ServiceError, match=r"inference server ended with exit code 3 (.|\n)*no GPU found"):
         services.wait_healthy("inference server", timeout=600)
     assert time.monotonic() - began < GONE_WITHIN
+
+
+def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_reason_is(services, free_url):
+    services.start("vllm", [sys.executable, "-c", VLLM_TRACEBACK], health_url=f"{free_url}/health")
+    with pytest.raises(ServiceError, match=r"module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"):
+        services.wait_healthy("vllm", timeout=600)
 
 
 def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(services, free_url):

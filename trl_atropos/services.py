@@ -49,6 +49,8 @@ TAIL_WIDTH = 500
 FREE_PORTS = range(20_000, 30_000)
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 """What triton's bindings say in some fifty lines when a vLLM process ends; the reason for its end is above them."""
+VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
+"""What vLLM writes before each line of its processes, also of their tracebacks."""
 
 LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
     f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
@@ -408,9 +410,10 @@ def _end_of_log(service: Service) -> str:
     frame: list[str] = []  # of a traceback, only the innermost is shown: the others push out what is to be read
     for line in tail(service.log_path, lines=10 * TAIL_LINES).splitlines():
         line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
-        if line.startswith('  File "'):
+        text = VLLM_PREFIX.sub("", line)
+        if text.startswith('  File "'):
             frame = [line]
-        elif frame and line.startswith("    "):
+        elif frame and text.startswith("    "):
             frame.append(line)
         else:
             lines += [*frame, line]
