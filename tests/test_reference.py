@@ -205,9 +205,11 @@ def test_every_loss_with_every_correction_is_the_formula(tiny_model, tmp_path, l
     compare(tiny_model, tmp_path, mixed_batch(tiny_model), mode, loss_type=loss_type)
 
 
+# Of the ways to make one number of a batch: means of sequences, sums of tokens, products over sequences. All losses on
+# all kinds of rows at once are above.
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_loss_on_every_kind_of_batch_is_the_formula(tiny_model, tmp_path, loss_type, batch):
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
+def test_every_kind_of_loss_on_every_kind_of_batch_is_the_formula(tiny_model, tmp_path, loss_type, batch):
     compare(tiny_model, tmp_path, BATCHES[batch](tiny_model), "token_truncate", loss_type=loss_type)
 
 

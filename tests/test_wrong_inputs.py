@@ -288,13 +288,11 @@ def delivering(atropos: str, *groups: dict[str, Any]) -> Iterator[None]:
     """An environment that registers as soon as it may, and delivers these groups once."""
 
     def deliver() -> None:
-        about = {"max_token_length": 512, "desired_name": "fake", "weight": 1.0, "group_size": 1}
-        if groups:
-            about["group_size"] = len(groups[0]["tokens"])
+        size = len(groups[0]["tokens"])
+        about = {"max_token_length": 512, "desired_name": "fake", "weight": 1.0, "group_size": size}
         while not over.wait(0.1):
             if requests.post(f"{atropos}/register-env", json=about, timeout=10).json()["status"] == "success":
-                if groups:
-                    requests.post(f"{atropos}/scored_data_list", json=groups, timeout=10).raise_for_status()
+                requests.post(f"{atropos}/scored_data_list", json=groups, timeout=10).raise_for_status()
                 return
 
     over = threading.Event()
@@ -734,22 +732,15 @@ def test_no_environment(desk, vllm, atropos):
     ("groups", "fragments"),
     [
         ([group(3)] * 3, ["holds 3 groups of at most 3 rollouts", "cannot assemble exactly 8", "a multiple of every"]),
-        ([group(16)], ["holds 1 groups of at most 16 rollouts", "cannot assemble exactly 8"]),
-        ([group(4)], ["holds 1 groups of at most 4 rollouts, less than a batch of 8", "Look at their logs"]),
         ([group(4, masks=[[-100] * 4] * 4)] * 2, ["0 groups and 8 further sequences were dropped", "warnings"]),
     ],
-    ids=["wedged", "oversized", "too_few", "all_dropped"],
+    ids=["wedged", "all_dropped"],
 )
 def test_groups_that_never_make_a_batch(groups, fragments, desk, vllm, atropos):
+    """What else there is, and what is said of it, is in `tests/rollouts/test_diagnosis.py`."""
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)
-
-
-def test_an_environment_that_delivers_nothing(desk, vllm, atropos):
-    with delivering(atropos):
-        outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
-    assert_told(outcome, "has an environment, but its queue is empty", "environment's log", "of 513 tokens or more")
 
 
 # What an environment sends, and what the message has to say.
