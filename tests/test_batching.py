@@ -5,6 +5,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.rollout_factory import make_group, make_trainer, step_logs, uniform_batch
 from trl_atropos.batching import plan
@@ -59,6 +60,26 @@ def test_which_optimizer_step_takes_a_row_is_drawn_and_not_its_length():
     assert len({tuple(mean) for mean in means}) == 50
     assert np.abs(np.mean(means, 0) - lengths.mean()).max() < 3  # with 2 as the standard error; sorted, it were 24
     assert plan(lengths, 1, 8, 2, seed=3) == plan(lengths, 1, 8, 2, seed=3)
+
+
+def test_every_batch_of_a_run_is_drawn_anew_and_every_seed_draws_another_one(tiny_model, tmp_path):
+    batch = uniform_batch(tiny_model, 4, 4, 0)  # the same one each time, so that only the draw can differ
+
+    def orders(folder: str, **settings) -> list[list[int]]:
+        trainer = make_trainer(tiny_model, tmp_path / folder, batch, batch, steps_per_generation=2, **settings)
+        drawn = []
+
+        class Draws(TrainerCallback):
+            def on_step_end(self, *_, **__):
+                drawn.append(trainer._plan.order)
+
+        trainer.add_callback(Draws())
+        trainer.train()
+        return drawn
+
+    first, same, second = orders("one", max_steps=3, seed=1)
+    assert first == same != second
+    assert [first] != orders("other", max_steps=1, seed=2)
 
 
 def test_rows_of_like_length_leave_little_padding():

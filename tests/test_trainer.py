@@ -245,24 +245,48 @@ def test_a_resumed_run_has_the_state_of_the_optimizer(tiny_model, tmp_path):
     assert {int(state["step"]) for state in now.values()} == {3}
 
 
-def test_a_source_is_started_with_the_step_that_the_run_resumes_at(tiny_model, tmp_path):
-    batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
-    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(tiny_model, tmp_path / "whole", *batches, **options).train()
+class Watched(ReplaySource):
+    """Remembers what it was started with, and what it handed out at which version."""
 
-    class Started(ReplaySource):
-        def start(self, run):
-            self.run = run
-            super().start(run)
+    def start(self, run):
+        self.run, self.polled = run, []
+        super().start(run)
 
-    source = Started(record(tmp_path / "rest.jsonl", *batches))
+    def poll(self, num_rows, timeout):
+        rows = super().poll(num_rows, timeout)
+        self.polled.append((self.run.policy_version(), [row.score for row in rows]))
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "consumed", "unfinished", "polled"),
+    [
+        ({}, 16, 0, [(2, 2), (3, 3)]),
+        # The checkpoint falls into the middle of a batch: the rest of it is not trained, and is not replayed.
+        ({"steps_per_generation": 4}, 32, 16, [(2, 1)]),
+    ],
+    ids=["between two batches", "in the middle of a batch"],
+)
+def test_a_resumed_source_is_told_where_the_run_is_and_what_each_batch_is_trained_at(
+    tiny_model, tmp_path, settings, consumed, unfinished, polled
+):
+    per_batch = settings.get("steps_per_generation", 1)
+    batches = [uniform_batch(tiny_model, 4, 2 * per_batch, seed) for seed in range(4)]
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **settings}
+    make_trainer(tiny_model, tmp_path / "whole", *batches, **options | {"max_steps": 2}).train()
+
+    source = Watched(record(tmp_path / "rest.jsonl", *batches))
     config = AtroposGRPOConfig(**arguments(tmp_path / "rest", replay_paths=["given"], **options))
     trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
     trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
-    assert (source.run.starting_step, source.run.max_steps, source.run.batch_size) == (2, 3, 8)
-    assert source.run.max_sequence_length == 128
-    assert source.run.rows_consumed == 16
-    assert source.run.vocab_size == trainer.model.config.vocab_size
+    run = source.run
+    assert (run.starting_step, run.max_steps, run.batch_size) == (2, 4, 8 * per_batch)
+    assert run.max_sequence_length == 128
+    assert run.vocab_size == trainer.model.config.vocab_size
+    assert (run.rows_consumed, run.unfinished_rows) == (consumed, unfinished)
+    scores = [[score for group in batch for score in group["scores"]] for batch in batches]
+    _skipped, *handed_out = source.polled
+    assert handed_out == [(version, scores[batch]) for version, batch in polled]
 
 
 def test_training_twice_counts_every_step_once(tiny_model, tmp_path):

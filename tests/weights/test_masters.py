@@ -346,6 +346,8 @@ SUM_OF_FOUR = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.05, "save_stra
 
 def main(model: Path, folder: Path) -> None:
     """What each of the two processes does: two of the four micro-batches of each step."""
+    reduce, reductions = MasterOptimizer.all_reduce_gradients, []
+    MasterOptimizer.all_reduce_gradients = lambda optimizer: reductions.append(reduce(optimizer))
     trainer = make_trainer(model, folder / "two", gradient_accumulation_steps=2, **SUM_OF_FOUR)
     trainer.train()
     rank = trainer.accelerator.process_index
@@ -353,6 +355,7 @@ def main(model: Path, folder: Path) -> None:
     told = {
         "masters": masters_of(trainer).state_dict()["masters"],
         "norms": norms,
+        "reductions": len(reductions),
         "wrapped": type(trainer.model_wrapped),
     }
     torch.save({**told, "wrapped": told["wrapped"].__name__}, folder / f"rank{rank}.pt")
@@ -365,6 +368,7 @@ def test_two_processes_end_with_the_weights_of_one(tiny_model, tmp_path):
     expected = flat(masters_of(alone).state_dict()["masters"])
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     assert [told["wrapped"] for told in ranks] == ["DistributedDataParallel"] * 2
+    assert [told["reductions"] for told in ranks] == [SUM_OF_FOUR["max_steps"]] * 2  # not at every micro-batch
     assert torch.equal(*(flat(told["masters"]) for told in ranks))
     moved = (expected - flat(load(tiny_model).parameters())).norm()
     assert (flat(ranks[0]["masters"]) - expected).norm() / moved < 1e-5

@@ -1,0 +1,124 @@
+"""Which of an optimizer's steps are published, and as which versions. Nothing here needs a server: a transfer to none
+of them notes what it was asked to do. The optimizers are accelerate's own, with a real gradient scaler."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
+from trl_atropos.weights.servers import Servers
+from trl_atropos.weights.transfer import Moved, Transfer
+
+
+class Nowhere(Transfer):
+    """Says what it is asked for, in the order in which it is asked."""
+
+    def __init__(self, steps_in_place: bool):
+        super().__init__(Servers([], timeout=1))
+        self.steps_in_place = steps_in_place
+        self.asked: list[str] = []
+
+    def attach(self, trainer) -> None:
+        pass
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def send(self, policy_version: int) -> Moved:
+        self.asked.append(f"send {policy_version}")
+        return Moved()
+
+    def resume(self, policy_version: int) -> None:
+        self.asked.append(f"resume {policy_version}")
+
+
+class Policy:
+    """One parameter, and the optimizer that a trainer would have of it."""
+
+    def __init__(self):
+        Accelerator(cpu=True)  # the state that accelerate's optimizer looks at
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.parameter = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = AcceleratedOptimizer(torch.optim.SGD([self.parameter], lr=1.0), scaler=self.scaler)
+
+    def step(self, factor: float = 1.0, synchronizes: bool = True) -> None:
+        """A backward pass and a step, as in a loop with `Accelerator.accumulate`, which steps at each micro-batch."""
+        state = self.optimizer.gradient_state
+        state._set_sync_gradients(synchronizes)
+        try:
+            self.scaler.scale(self.parameter.sum() * factor).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        finally:
+            state._set_sync_gradients(True)
+
+
+PUBLISHERS = {
+    "to nobody": NullPublisher,
+    "of what the step writes": lambda: ServerPublisher(Nowhere(steps_in_place=True)),
+    "of what is sent": lambda: ServerPublisher(Nowhere(steps_in_place=False)),
+}
+
+
+@pytest.fixture(params=PUBLISHERS)
+def publisher(request) -> PolicyPublisher:
+    return PUBLISHERS[request.param]()
+
+
+def assert_published(publisher: PolicyPublisher, *versions: int) -> None:
+    """Since the last call, these were published and no others. The publisher to nobody only counts."""
+    if isinstance(publisher, ServerPublisher):
+        expected = [told for version in versions for told in ("pause", f"send {version}", f"resume {version}")]
+        assert publisher.transfer.asked == expected
+        publisher.transfer.asked.clear()
+    assert publisher.policy_version == publisher.trainer_version
+
+
+def test_a_step_is_one_version_and_one_publish(publisher):
+    policy = Policy()
+    publisher.begin(policy.optimizer, 7)
+    assert_published(publisher, 7)
+    policy.step()
+    assert policy.parameter.item() == -1
+    assert publisher.policy_version == 8
+    assert_published(publisher, 8)
+
+
+def test_micro_batches_that_only_accumulate_are_neither_a_version_nor_a_publish(publisher):
+    policy = Policy()
+    publisher.begin(policy.optimizer, 0)
+    for _ in range(3):
+        policy.step(synchronizes=False)
+    assert_published(publisher, 0)
+    assert publisher.policy_version == 0
+    policy.step()
+    assert policy.parameter.item() == -4
+    assert publisher.policy_version == 1
+    assert_published(publisher, 1)
+
+
+def test_a_step_that_the_gradient_scaler_skips_is_no_version(publisher):
+    policy = Policy()
+    publisher.begin(policy.optimizer, 0)
+    policy.step()
+    policy.step(factor=float("inf"))
+    assert policy.parameter.item() == -1
+    assert publisher.policy_version == 1
+    assert_published(publisher, 0, 1, 1)
+    policy.step()
+    assert policy.parameter.item() == -2
+    assert publisher.policy_version == 2
+
+
+def test_with_every_second_step_published_the_server_is_up_to_one_version_behind():
+    policy, transfer = Policy(), Nowhere(steps_in_place=False)
+    publisher = ServerPublisher(transfer, sync_every_n_steps=2)
+    publisher.begin(policy.optimizer, 0)
+    versions = []
+    for _ in range(4):
+        policy.step()
+        versions.append((publisher.trainer_version, publisher.policy_version))
+    assert versions == [(1, 0), (2, 2), (3, 2), (4, 4)]
+    assert [one for one in transfer.asked if one.startswith("send")] == ["send 0", "send 2", "send 4"]
