@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,19 +119,103 @@ def test_accelerate_launches_with_each_configuration(config, tmp_path):
     assert json.loads((tmp_path / "told.json").read_text()) == TOLD[config]
 
 
+# In the box, where the answer is 1800.
+RIGHT = r"""
+1800
+1,800
+1{,}800
+1\,800
+1 800
+1800.
+1800.00
++1800
+{1800}
+(1800)
+$1800$
+$1800
+\$1800
+\$1{,}800.00
+£1,800
+\text{\$1800}
+\text{1800}
+\textbf{1800}
+\mathbf{1800}
+\boxed{1800}
+1800\%
+1800^\circ
+1800 hours
+1800 apples
+1800 \text{ dollars}
+1800\text{ apples.}
+1800~\text{km/h}
+1800\ \text{miles}
+1800 \mathrm{~m}
+1800\text{ m}^2
+1800 \, \text{cm}^3
+\$1800 \text{ per year}
+\frac{3600}{2}
+\dfrac{1800}{1}
+x = 1800
+C_{4} = 1800
+\text{Total} = 1800
+30 \times 60 = 1800
+""".strip().splitlines()
+WRONG = r"""
+one
+x
+180
+1801
+-1800
+18000
+18.00
+1.800
+1,8,0,0
+1800x
+1800!
+\pm 1800
+x > 1800
+1800 \neq 3
+\frac{1800}{2}
+1800, 1900
+1799 or 1800
+1800 \text{ or } 1900
+1800 \text{ of } 2000
+1 \text{ and } 800
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("answer", [*RIGHT, " 1800 "])
+def test_a_right_answer_is_rewarded_however_it_is_written(answer):
+    assert score(f"So it is $\\boxed{{{answer}}}$.", "617 + 1183 = <<617+1183=1800>>1800\n#### 1,800") == 1.0
+
+
+@pytest.mark.parametrize("answer", [*WRONG, ""])
+def test_a_wrong_answer_is_not_rewarded(answer):
+    assert score(f"So it is $\\boxed{{{answer}}}$.", "#### 1,800") == 0.0
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("\\boxed{1234}", 1.0),
-        ("First \\boxed{3}, no: \\boxed{$1,234.00}.", 1.0),
-        ("\\boxed{1234} or \\boxed{3}", 0.0),
-        ("It is 1234.", 0.0),
-        ("\\boxed{one}", 0.0),
+        ("First \\boxed{3}, no: \\boxed {1800}.", 1.0),
+        ("\\boxed{1800} or \\boxed{3}", 0.0),
+        ("\\boxed{1800} or \\boxed{}", 0.0),
+        ("\\boxed{1800} or \\boxed{18", 0.0),
+        ("\\boxed 1800", 0.0),
+        ("\\fbox{1800}", 0.0),
+        ("It is $1800$.", 0.0),
         ("", 0.0),
     ],
 )
 def test_the_last_boxed_number_is_the_answer(completion, reward):
-    assert score(completion, "617 * 2 = <<617*2=1234>>1234\n#### 1,234") == reward
+    assert score(completion, "#### 1,800") == reward
+
+
+@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "100000000!", "\\int_0^{10} e^{x^2} \\sin(x^3) dx"])
+def test_an_answer_that_cannot_be_worked_out_costs_seconds_at_most(answer):
+    begin = time.monotonic()
+    assert score(f"\\boxed{{{answer}}}", "#### 1800") == 0.0
+    assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize(
@@ -186,7 +271,7 @@ def test_the_last_tagged_answer_of_a_task_counts(completion, answer):
 
 def test_the_template_of_an_environment_is_short():
     lines = (ROOT / "recipes/own_environment/environment.py").read_text().splitlines()
-    assert len(lines) < 80 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
+    assert len(lines) <= 80 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
 
 
 # ------------------------------------------------------------------------------------------------------------ overlays

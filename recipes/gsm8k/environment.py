@@ -8,10 +8,15 @@ import re
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from datasets import Dataset, load_dataset
+from math_verify import LatexExtractionConfig, parse, verify
 from pydantic import Field
 
 INSTRUCTION = "Reason step by step, and write the final answer as \\boxed{number}."
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+# What `math_verify` does not see through: spaces of LaTeX, blanks between thousands, currencies, and words at the end.
+CLUTTER = re.compile(r"\\[,;:! ]|~|(?<=\d)\s+(?=\d{3}\b)|\\?[$£€]|(\\(text|mathrm)\{[^{}\d]*\}|[.\s])+$")
+IN_BOX = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+LONGEST_ANSWER = 100  # characters
 
 
 class GSM8KConfig(BaseEnvConfig):
@@ -42,9 +47,12 @@ class GSM8KEnv(BaseEnv):
 
     async def setup(self):
         self.questions = questions(self.config.dataset).shuffle(seed=self.config.seed)
-        self.next = 0
+        self.next = None
 
     async def get_next_item(self):
+        if self.next is None:  # what the run has had comes first, where it was resumed or this was started again
+            batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy  # these wait in the queue
+            self.next = batches * self.config.batch_size // self.config.group_size
         item = self.questions[self.next % len(self.questions)]
         self.next += 1
         return item
@@ -79,18 +87,30 @@ def questions(dataset: str) -> Dataset:
 
 
 def score(completion: str, answer: str) -> float:
-    """1 if the last boxed number is that behind the `####` of GSM8K's answer, else 0."""
-    boxed = BOXED.findall(completion)
-    given = number(boxed[-1]) if boxed else None
-    return float(given is not None and given == number(answer.rpartition("####")[2]))
+    """1 if the last box says the number behind the `####` of GSM8K's answer, else 0."""
+    return float(says(boxed(completion), answer.rpartition("####")[2].strip()))
 
 
-def number(text: str) -> float | None:
-    """The number that a text is, but for a currency, a percent sign, a full stop and commas between thousands."""
-    try:
-        return float(text.strip().rstrip(".%").lstrip("$").replace(",", ""))
-    except ValueError:
-        return None
+def boxed(completion: str) -> str:
+    """What the last `\\boxed{}` has in its braces; nothing where there is none that is closed."""
+    text, depth = completion.rpartition("\\boxed")[2].lstrip(), 0
+    for end, letter in enumerate(text if "\\boxed" in completion else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[1:end]
+    return ""
+
+
+def says(text: str, number: str) -> bool:
+    """Whether LaTeX says a number. `math_verify` knows fractions, equations, percent signs and units. Its deadlines of
+    two seconds are signals: call it in the main thread, where Atropos' event loop is."""
+    text = CLUTTER.sub("", text)
+    if len(text) > LONGEST_ANSWER:
+        return False
+    if NUMBER.fullmatch(text):  # so are most, and `math_verify` takes its time
+        return float(text.replace(",", "")) == float(number.replace(",", ""))
+    said = parse(f"\\boxed{{{text}}}", IN_BOX, parsing_timeout=2)
+    return verify(parse(number, parsing_timeout=2), said, timeout_seconds=2)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ class OwnEnv(BaseEnv):
         # (2) Load your data. Here, it is drawn.
         self.random = random.Random(self.config.seed)
 
+    def load_checkpoint(self):  # called where the run has had batches already: go on with other questions
+        self.random.seed(self.config.seed + self.curr_step)
+
     async def get_next_item(self):
         # (3) One item of it, as a dictionary; the trainer's step never waits for this.
         words = self.random.randint(3, 12)

@@ -47,6 +47,9 @@ class FirstLetterEnv(BaseEnv):
     async def setup(self):
         self.random = random.Random(self.config.seed)
 
+    def load_checkpoint(self):  # called where the run has had batches already: go on with other questions
+        self.random.seed(self.config.seed + self.curr_step)
+
     async def get_next_item(self):
         return {"prompt": "".join(self.random.choice(LETTERS) for _ in range(3)) + "="}
 

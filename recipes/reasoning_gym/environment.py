@@ -47,9 +47,12 @@ class ReasoningGymEnv(BaseEnv):
 
     async def setup(self):
         self.tasks = tasks(self.config.datasets, self.config.seed)
-        self.next = 0
+        self.next = None
 
     async def get_next_item(self):
+        if self.next is None:  # what the run has had comes first, where it was resumed or this was started again
+            batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy  # these wait in the queue
+            self.next = batches * self.config.batch_size // self.config.group_size
         item = self.tasks[self.next % len(self.tasks)]
         self.next += 1
         return item

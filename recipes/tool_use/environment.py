@@ -58,6 +58,9 @@ class ToolUseEnv(BaseEnv):
     async def setup(self):
         self.random = random.Random(self.config.seed)
 
+    def load_checkpoint(self):  # called where the run has had batches already: go on with other questions
+        self.random.seed(self.config.seed + self.curr_step)
+
     async def get_next_item(self):
         goods = self.random.sample(GOODS, self.config.goods)
         amounts = {name: self.random.randint(2, 9) for name in goods}

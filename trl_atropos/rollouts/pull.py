@@ -84,10 +84,13 @@ class BatchPuller:
         """
         ours, held = self._spool.registrations, self._client.trainer()
         anew = reset or held not in ours
+        # Environments go on from the API's step, which counts batches: those of this run's earlier APIs, too.
+        step = max(self._registration.starting_step, -(-self._delivery.end // self._registration.batch_size))
         if anew:
             held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
-            self._spool.note_registration(held, self._registration.starting_step)
-        status = join(self._client, self._registration.model_copy(update={"wandb_group": held}), reset=reset)
+            self._spool.note_registration(held, step)
+        asked = self._registration.model_copy(update={"wandb_group": held, "starting_step": step})
+        status = join(self._client, asked, reset=reset)
         known_as = self._client.trainer() or ""
         before = self._delivery.region
         if known_as not in ours:
