@@ -15,9 +15,10 @@ from tests.launching import heed_ctrl_c
 from tests.rollout_factory import arguments
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos import logging as verbosity
+from trl_atropos.errors import ServerError, ServerTimeout, ServiceError
 from trl_atropos.recipe import PARTS, ServicesConfig
 from trl_atropos.services import Services
-from trl_atropos.train import _set_up_logging, _show_warning
+from trl_atropos.train import _message, _set_up_logging, _show_warning
 from trl_atropos.train_help import print_help
 
 SPEAK = """
@@ -90,6 +91,25 @@ def test_the_main_job_says_more_unless_it_is_told_how_much(setting, variable, le
     finally:
         package.setLevel(before)
         verbosity.enable_propagation()
+
+
+def raised_after(first: Exception, then: Exception) -> Exception:
+    """An error that was raised while another one was handled."""
+    try:
+        try:
+            raise first
+        finally:
+            raise then
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def test_a_server_that_hung_is_told_and_not_that_it_left_when_its_trainer_did():
+    ended = ServiceError("vllm ended with exit code 1")
+    assert _message(raised_after(ServerTimeout("no answer within 60 s"), ended)) == "no answer within 60 s"
+    assert _message(raised_after(ServerError("the connection broke"), ended)) == "vllm ended with exit code 1"
+    assert _message(raised_after(ended, OSError("a pipe broke"))) == "vllm ended with exit code 1"
+    assert _message(ValueError("a mistake in the code")) is None
 
 
 def cli(*words: str) -> tuple[int, str, str]:

@@ -22,7 +22,7 @@ from trl_atropos.rollouts.diagnosis import list_environments
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.services import ATROPOS, Services
 from trl_atropos.services import SETTLED as SETTLED_BY_DEFAULT
-from trl_atropos.supervision import Disconnector, SupervisedSource
+from trl_atropos.supervision import HOPELESS, Disconnector, SupervisedSource, variables_of_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -201,7 +201,8 @@ class Loop:
 
     def start_environment(self, name: str, *flags: str) -> None:
         command = [sys.executable, PLAIN_ENVIRONMENT, self.url, str(self.model), "--offpolicy", "4", *flags]
-        self.services.start(f"environment-{name}", command, restarts=3, settled=SETTLED)
+        env = variables_of_environment({})
+        self.services.start(f"environment-{name}", command, env=env, restarts=3, settled=SETTLED)
 
     def pull(self, batches: int) -> None:
         for _ in range(batches):
@@ -253,7 +254,7 @@ def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_wit
     assert loop.client.environment(0).env_weight == 1.0
 
 
-def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(loop, tmp_path):
+def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(loop, tmp_path, caplog):
     run = RunInfo(
         batch_size=4,
         max_sequence_length=64,
@@ -264,22 +265,35 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
         save_steps=0,
         run_name="test",
     )
-    source = SupervisedSource(AtroposSource(loop.url), loop.services)
+    failures = []
+    source = SupervisedSource(AtroposSource(loop.url), loop.services, failures.append)
     source.start(run)
     try:
         source.poll(4, 0.1)  # lets environments in
-        loop.start_environment("one", "--scores", "constant")
-        until(lambda: "by the end of its log" in source.diagnose(), "groups were dropped", 90)
+        loop.start_environment("one", "--faults", "constant scores")
+        loop.start_environment("two", "--faults", "cannot score", "--seconds", "0.5")
+        until(lambda: failures and "environment-one: " in source.diagnose(), "groups were dropped", 90)
         told = source.diagnose()
         metrics = source.metrics()
     finally:
         source.close()
-    assert "has an environment, but its queue is empty" in told
-    assert re.search(
-        r"environment-one, which this run started, has been running for \d+ s; by the end of its log,", told
+    assert "has 2 environments, but its queue is empty" in told
+    for sign in (
+        "one: [0-9]+ times it dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same",
+        "two: [0-9]+ times it failed to collect a group; the last error was KeyError: 'weight' .* in score",
+    ):
+        account = rf"environment-{sign}.* It has been running for \d+ s\. Its log: \S+\.log\..* The Atropos API"
+        assert re.search(account, told), told
+    (failure,) = failures
+    count = re.match(
+        r"environment-two failed on each of its first (\d+) groups\. The last error was Key", str(failure)
     )
-    assert "times it dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same" in told
-    assert f"Its log: {loop.services.log_dir}/environment-one.log." in told
+    assert int(count[1]) >= HOPELESS
+    (warning,) = [record.getMessage() for record in caplog.records if "failed on a group" in record.message]
+    log = loop.services.log_dir / "environment-two.log"
+    assert re.match(r"environment-two failed on a group: KeyError: 'weight' \(.*plain_environment.py:", warning)
+    assert warning.endswith(f"the traceback is in its log, {log}.")
+    assert log.read_text().count("Traceback (most recent call last)") == 1
     assert metrics["services/restarts"] == 0.0 and "rollouts/waiting_rows" in metrics
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.guard import members
-from trl_atropos.services import Services, port_of, require_free_port, tail
+from trl_atropos.services import VMSTAT, Services, killed_for_memory, port_of, require_free_port, tail
 
 GONE_WITHIN = 15.0
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -76,6 +76,27 @@ def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_rea
     services.start("vllm", [sys.executable, "-c", VLLM_TRACEBACK], health_url=f"{free_url}/health")
     with pytest.raises(ServiceError, match=r"module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"):
         services.wait_healthy("vllm", timeout=600)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_a_killed_service_the_signal_is_named_and_memory_only_where_the_kernel_says_so(
+    services, killed, monkeypatch, tmp_path
+):
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 70\noom_kill 3\n")
+    monkeypatch.setattr("trl_atropos.services.VMSTAT", vmstat)
+    services.start("vllm", FOREVER)
+    pid = running(services, "vllm")
+    vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + killed}\n")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ServiceError, match=r"vllm ended with exit code 137 \(SIGKILL\) while") as told:
+        services._services["vllm"].guard.wait(GONE_WITHIN)
+        services.check()
+    assert ("kernel of this machine has killed 1 processes because its memory" in str(told.value)) == bool(killed)
+
+
+def test_the_kernels_own_count_can_be_read():
+    assert f"oom_kill {killed_for_memory()}\n" in VMSTAT.read_text()
 
 
 def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(services, free_url):

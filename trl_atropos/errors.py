@@ -28,6 +28,10 @@ class ServerError(AtroposTrainingError):
     """The inference server refused, failed or did not answer in time."""
 
 
+class ServerTimeout(ServerError):
+    """The inference server gave no answer in time: it hangs, or it is overloaded."""
+
+
 class AttachError(ServerError):
     """The trainer's parameters cannot be views of the server's memory."""
 

@@ -47,6 +47,12 @@ SHOWN_AT_RESTART = 5  # lines
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500
 FREE_PORTS = range(20_000, 30_000)
+VMSTAT = Path("/proc/vmstat")
+MEMORY = (
+    "Since it was started, the kernel of this machine has killed {} processes because its memory, or that of a "
+    "container, was used up (`oom_kill` in /proc/vmstat): give the machine or the container more, or use less "
+    "(`trl-atropos check` estimates it). "
+)
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 """What triton's bindings say in some fifty lines when a vLLM process ends; the reason for its end is above them."""
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
@@ -70,12 +76,14 @@ class Service:
         name: What messages call it.
         command: Program and arguments.
         log_path: Where its output goes; appended to, each start with a line that shows the command.
+        log_start: Where in that the output of this start begins, in bytes.
         env: Variables set on top of the trainer's.
         health_url: Answers 200 when the service is ready; `None` if there is nothing to ask.
         grace: Seconds between SIGTERM and SIGKILL when it is stopped.
         guard: The guard process; its exit code is the service's.
         reports: File descriptor from which the guard's reports are read.
         started: `time.monotonic()` when it was last started.
+        killed_for_memory: `killed_for_memory()` at that time.
         restarts: How often it has been started again.
         down: It has ended and is about to be started again.
         shared: Files in /dev/shm of a service whose guard is killed; the guard keeps its own list.
@@ -86,12 +94,14 @@ class Service:
     name: str
     command: list[str]
     log_path: str
+    log_start: int
     env: dict[str, str]
     health_url: str | None
     grace: float
     guard: subprocess.Popen
     reports: int
     started: float
+    killed_for_memory: int
     restarts: int = 0
     down: bool = False
     shared: SharedFiles = field(default_factory=SharedFiles, repr=False)
@@ -149,6 +159,7 @@ class Services:
         options = ["--parent", str(os.getpid()), "--grace", str(grace), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
         with open(log_path, "ab") as log:
+            log_start = log.tell()
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
             log.flush()
             guard = subprocess.Popen(
@@ -162,9 +173,9 @@ class Services:
                 start_new_session=True,  # out of reach of the terminal's Ctrl-C: the order of stopping is ours
             )
         os.close(report)
-        own = dict(env or {})
+        own, now, killed = dict(env or {}), time.monotonic(), killed_for_memory()
         self._services[name] = Service(
-            name, command, str(log_path), own, health_url, grace, guard, reports, time.monotonic()
+            name, command, str(log_path), log_start, own, health_url, grace, guard, reports, now, killed
         )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
@@ -271,9 +282,11 @@ class Services:
         code = self._exit_code(service)
         if code is not None and not service.stopping:
             again = f", after {service.restarts} restarts," if service.restarts else ""
+            killed = killed_for_memory() - service.killed_for_memory
+            memory = MEMORY.format(killed) if killed and code == 128 + signal.SIGKILL else ""
             raise ServiceError(
-                f"{service.name} ended with {_describe(code)}{again} while the run needs it. Fix what its log shows "
-                f"and start the run again.\n{_end_of_log(service)}"
+                f"{service.name} ended with {_describe(code)}{again} while the run needs it. {memory}Fix what its log "
+                f"shows and start the run again.\n{_end_of_log(service)}"
             )
 
     def _read_reports(self, service: Service) -> None:
@@ -396,6 +409,15 @@ def _ask(url: str) -> str | None:
             return None if answer.status == 200 else f"HTTP status {answer.status}"
     except (OSError, http.client.HTTPException) as error:
         return str(error) or type(error).__name__
+
+
+def killed_for_memory() -> int:
+    """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
+    try:
+        counts = dict(line.split() for line in VMSTAT.read_text(encoding="ascii").splitlines())
+    except FileNotFoundError:  # another system than Linux
+        return 0
+    return int(counts.get("oom_kill", 0))
 
 
 def _describe(code: int) -> str:

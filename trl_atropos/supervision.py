@@ -5,36 +5,54 @@ has `Services.watch` report ends to `Disconnector`, which has the Atropos API fo
 """
 
 import logging
-import re
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+from trl_atropos.environment_log import SITE, EnvironmentLog
+from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, ReplyLost
-from trl_atropos.rollouts.diagnosis import disconnect_command, list_environments, told_by_log
+from trl_atropos.rollouts.diagnosis import disconnect_command, list_environments
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import RolloutSource, RunInfo
-from trl_atropos.services import ATROPOS, ENVIRONMENT, Service, Services, tail
+from trl_atropos.services import ATROPOS, ENVIRONMENT, Service, Services
 
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = 5.0  # seconds; asked from the thread that watches the services
 LOOK_EVERY = 1.0
-SHOWN_LINES = 2000  # of a log, in which a diagnosis looks for signs
+HOPELESS = 32  # groups that an environment failed to collect while it has collected none: a mistake, not bad luck
 
-REGISTERED = re.compile(r"Initialized env with id (\d+)")
-BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
+
+def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
+    """`own` and what has its Python load `environment_site/sitecustomize.py`."""
+    before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
 
 
 class SupervisedSource:
-    """A rollout source, which also tells of the environments that this run started."""
+    """
+    A rollout source, which also tells of the environments that this run started.
 
-    def __init__(self, source: RolloutSource, services: Services):
+    Args:
+        source: what is supervised.
+        services: of this run.
+        on_failure: called, from a thread, with the error that ends the run: an environment only ever fails.
+    """
+
+    def __init__(self, source: RolloutSource, services: Services, on_failure: Callable[[RolloutError], None]):
         self._source = source
         self._services = services
+        self._on_failure = on_failure
+        self._logs: dict[str, EnvironmentLog] = {}
+        self._told: set[tuple[str, str]] = set()  # environment, and where it failed
+        self._closed = threading.Event()
 
     def start(self, run: RunInfo) -> None:
-        self._source.start(replace(run, account=self._account))
+        self._source.start(replace(run, explain=lambda told: run.explain(self._explain(told))))
+        threading.Thread(target=self._watch, name="environment-watch", daemon=True).start()
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
         return self._source.poll(num_rows, timeout)
@@ -44,27 +62,52 @@ class SupervisedSource:
         return self._source.metrics() | {"services/restarts": float(self._services.restarts)}
 
     def diagnose(self) -> str:
-        """And how the environments of this run are, with what their logs say of dropped groups."""
-        return f"{self._source.diagnose()} {self._account()}".rstrip()
-
-    def _account(self) -> str:
-        environments = [one for one in self._services.running() if one.name.startswith(ENVIRONMENT)]
-        return " ".join(map(_account_of, environments))
+        return self._source.diagnose()
 
     def state(self) -> dict:
         return self._source.state()
 
     def close(self) -> None:
+        self._closed.set()
         self._source.close()
 
+    def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
+        environments = [one for one in self._services.running() if one.name.startswith(ENVIRONMENT)]
+        for one in environments:
+            self._logs.setdefault(one.name, EnvironmentLog(one.log_path, one.log_start))
+        return [(one, self._logs[one.name].read()) for one in environments]
 
-def _account_of(service: Service) -> str:
+    def _explain(self, told: str) -> str:
+        """Why no batch comes. First what the environments' logs say of groups that were never delivered."""
+        before, after = [], []
+        for service, log in self._read_logs():
+            signs = log.told()
+            (before if signs else after).append(_account_of(service, signs))
+        return " ".join([*before, told, *after])
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_EVERY):
+            for service, log in self._read_logs():
+                if not log.failures:
+                    continue
+                where = f"the traceback is in its log, {service.log_path}"
+                if log.failures >= HOPELESS and log.never_succeeded:
+                    error = (
+                        f"{service.name} failed on each of its first {log.failures} groups. The last error was "
+                        f"{log.error}. Correct the environment: {where}."
+                    )
+                    return self._on_failure(RolloutError(error))
+                if (service.name, log.place) not in self._told:
+                    self._told.add((service.name, log.place))
+                    logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
+
+
+def _account_of(service: Service, signs: list[str]) -> str:
     seconds = time.monotonic() - service.started
     doing = "has ended and is about to be started again" if service.down else f"has been running for {seconds:.0f} s"
     again = f" (restarted {service.restarts} times)" if service.restarts else ""
-    signs = told_by_log(tail(service.log_path, SHOWN_LINES))
-    said = f"; by the end of its log, {'; '.join(signs)}" if signs else ""
-    return f"{service.name}, which this run started, {doing}{again}{said}. Its log: {service.log_path}."
+    said = f"{service.name}: {'; '.join(signs)}. It" if signs else f"{service.name}"
+    return f"{said} {doing}{again}. Its log: {service.log_path}."
 
 
 class Disconnector:
@@ -122,7 +165,7 @@ class Disconnector:
             return None  # it may have been restarted, and its numbers be those of others
         if api.down or api.started > service.started:
             return []  # it never heard of the one that ended
-        told = _registered_in_last_life(service.log_path)
+        told = EnvironmentLog(service.log_path, service.log_start).read().former_number
         if told is not None and told < count:
             return [told]
         alone = [name for name in by_name if name.startswith(ENVIRONMENT)] == [service.name]
@@ -147,15 +190,3 @@ class Disconnector:
             logger.info("The Atropos API no longer counts on %s as it was before it ended.", name)
             with self._changing:
                 self._waiting = self._waiting[1:]
-
-
-def _registered_in_last_life(log_path: str) -> int | None:
-    """The number that an environment's log shows for the life that has just ended, if it logs what it does."""
-    number, before = None, None
-    with open(log_path, encoding="utf-8", errors="replace") as log:
-        for line in log:
-            if BEGINS_A_LIFE.match(line):
-                number, before = None, number
-            elif found := REGISTERED.search(line):
-                number = int(found[1])
-    return before  # the last line that begins a life is that of the one to come

@@ -31,15 +31,12 @@ def main() -> None:
         from trl_atropos.train_help import print_help
 
         return print_help()
-    from trl_atropos.errors import AtroposTrainingError
-    from trl_atropos.recipe import RecipeError, parse
+    from trl_atropos.recipe import parse
 
     try:
         run(parse(["--help" if word == "--help_all" else word for word in sys.argv[1:]]))
     except Exception as error:
-        # A service may die while some library is at work, which then wraps the error that was raised in its midst.
-        told = next((e for e in _chain(error) if isinstance(e, AtroposTrainingError | RecipeError)), None)
-        message = _lost_contact(error) if told is None else str(told)
+        message = _message(error)
         if message is None:
             raise
         _say_error(message)
@@ -59,6 +56,18 @@ def _chain(error: BaseException | None):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the person who started the run; `None` of an error that was not written for people."""
+    from trl_atropos.errors import AtroposTrainingError, ServerTimeout
+    from trl_atropos.recipe import RecipeError
+
+    # A service may die while some library is at work, which then wraps the error that was raised in its midst.
+    told = [e for e in _chain(error) if isinstance(e, AtroposTrainingError | RecipeError)]
+    # A server that hangs loses its trainer and then leaves: that it ended is a consequence.
+    told.sort(key=lambda e: not isinstance(e, ServerTimeout))
+    return str(told[0]) if told else _lost_contact(error)
 
 
 def _lost_contact(error: Exception) -> str | None:
@@ -97,7 +106,7 @@ def run(recipe) -> None:
     """Trains by `recipe` (a `trl_atropos.recipe.Recipe`)."""
     from accelerate import PartialState
 
-    from trl_atropos.errors import AttachError, ServerError
+    from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.services import Services
     from trl_atropos.weights import ranks
 
@@ -115,7 +124,7 @@ def run(recipe) -> None:
         try:
             train(recipe, services)
         except ServerError as error:
-            if not isinstance(error, AttachError):
+            if not isinstance(error, AttachError | ServerTimeout):
                 services.await_death(DYING_SECONDS)  # if it is a service that dies, its name and log say more
             raise
 
@@ -187,6 +196,7 @@ def start_services(recipe, services) -> None:
 
     from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.services import ATROPOS, ENVIRONMENT
+    from trl_atropos.supervision import variables_of_environment
 
     training, config = recipe.training, recipe.services
     atropos, servers = training.atropos_url, training.vllm_server_urls
@@ -209,7 +219,7 @@ def start_services(recipe, services) -> None:
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
     hidden = {TOKEN_VARIABLE: ""}
     for spec in recipe.environments:
-        env = {**hidden, **{name: str(value) for name, value in spec.env.items()}}
+        env = variables_of_environment({**hidden, **{name: str(value) for name, value in spec.env.items()}})
         if spec.servers is not None:
             spec.write_servers(recipe.placeholders())
         command, again = spec.argv(recipe.placeholders()), config.restart_environments
@@ -262,7 +272,7 @@ def train(recipe, services) -> None:
     usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
     stated = {name: value for name, value in stated.items() if value != usual[name]}
     training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
-    recorded = RecordingSource(SupervisedSource(source_of(training), services))
+    recorded = RecordingSource(SupervisedSource(source_of(training), services, interrupt_main_with))
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,

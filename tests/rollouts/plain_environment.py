@@ -22,17 +22,24 @@ class PlainEnv(BaseEnv):
 
     async def collect_trajectories(self, item):
         await asyncio.sleep(options.seconds * random.uniform(0.5, 1.5))
-        if options.fail == "yes":
-            raise RuntimeError("no inference server answers")
-        size = options.group or self.config.group_size
-        tokens = [[7, 8, *[9 + i % 3] * (options.length - 2)] for i in range(size)]
-        scores = [1.0 if options.scores == "constant" else float(i) for i in range(size)]
+        fault = options.faults[item["number"] % len(options.faults)]
+        if fault == "returns none":
+            return None, []
+        size = 3 if fault == "wrong size" else self.config.group_size
+        length = 65 if fault == "too long" else 4
+        tokens = [[7, 8, *[9 + i % 3] * (length - 2)] for i in range(size)]
+        scores = [self.score(i, fault) for i in range(size)]
         return ScoredDataGroup(
             tokens=tokens,
             masks=[[-100, *row[1:]] for row in tokens],
             scores=scores,
             inference_logprobs=[[1.0, *[-0.5] * (len(row) - 1)] for row in tokens],
         ), []
+
+    def score(self, number, fault):
+        if fault == "cannot score":
+            return {"number": number}["weight"]
+        return 1.0 if fault == "constant scores" else float(number)
 
     async def evaluate(self, *args, **kwargs):
         pass
@@ -42,10 +49,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("api_url")
     parser.add_argument("tokenizer")
-    parser.add_argument("--scores", default="different")
-    parser.add_argument("--length", type=int, default=4)
-    parser.add_argument("--group", type=int, default=0, help="size that it sends, if not the one it registers")
-    parser.add_argument("--fail", default="no")
+    parser.add_argument("--faults", nargs="*", default=["none"], help="of its groups, in turn")
     parser.add_argument("--seconds", type=float, default=0.05, help="that a group takes on average")
     parser.add_argument("--weight", type=float, default=1.0)
     parser.add_argument("--minimum", type=float, default=None)

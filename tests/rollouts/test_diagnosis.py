@@ -13,9 +13,12 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.rollouts.diagnosis import list_environments, told_by_log
+from trl_atropos.environment_log import EnvironmentLog
+from trl_atropos.rollouts.diagnosis import list_environments
+from trl_atropos.supervision import variables_of_environment
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
+WEIGHT_LINE = next(i for i, line in enumerate(ENVIRONMENT.read_text().splitlines(), 1) if '["weight"]' in line)
 BATCH = 4
 LIMIT = 65  # tokens: sequences of this length are dropped
 
@@ -169,42 +172,90 @@ def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_
     assert "Environment 0 has delivered nothing to this run." in trainer.diagnosis.why_quiet()
 
 
-@pytest.mark.parametrize(
-    ("flags", "sign"),
-    [
-        (["--scores", "constant"], "times it dropped a group because its scores are all equal"),
-        (["--length", str(LIMIT)], "times it dropped a group that has a sequence over the length limit"),
-        (["--group", "3"], "times it dropped a group that is not of its `group_size`"),
-        (["--fail", "yes"], "times it failed to collect a group"),
-    ],
-    ids=["constant scores", "too long", "wrong size", "cannot collect"],
-)
-def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(
-    flags, sign, api, open_trainer, tiny_model, tmp_path
-):
+FAULTS = {  # of the groups of an environment, and what its log says of each
+    "cannot score": r"failed to collect a group; the last error was KeyError: 'weight' "
+    rf"\({re.escape(str(ENVIRONMENT))}:{WEIGHT_LINE} in score\)$",
+    "returns none": "sampled a group and returned none: most environments do where all scores of a group are alike",
+    "constant scores": "dropped a group because its scores are all equal",
+    "too long": "dropped a group that has a sequence over the length limit",
+    "wrong size": "dropped a group that is not of its `group_size`",
+}
+
+
+def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(api, open_trainer, tiny_model, tmp_path):
     trainer = open_trainer(api.url)
-    log = tmp_path / "log"
-    command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    path = tmp_path / "log"
+    command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), "--faults", *FAULTS]
+    with path.open("wb") as output:
+        env = variables_of_environment(dict(os.environ))
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+    log = EnvironmentLog(str(path))
     try:
         deadline = time.monotonic() + 240
-        while not told_by_log(log.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        while len(told := log.read().told()) < len(FAULTS):
+            assert process.poll() is None and time.monotonic() < deadline, path.read_text()[-3000:]
             assert trainer.pull() is None
             time.sleep(0.2)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert sign in told_by_log(log.read_text())[0]
+    for fault, sign in FAULTS.items():
+        assert any(re.match(rf"\d+ times it {sign}", one) for one in told), f"{fault}: {told}"
+    assert "failed" in told[0]
     assert len(list_environments(trainer.client)) == 1
     assert "has an environment, but its queue is empty" in trainer.diagnosis.why_quiet()
 
 
-def test_the_last_reason_why_a_group_could_not_be_collected_is_quoted():
-    log = "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in collect_trajectories: 'nope'\n"
-    assert re.fullmatch(r"2 times it failed to collect a group, .* \(the last time: 'nope'\)", *told_by_log(log))
+@pytest.fixture
+def log_of(tmp_path) -> Callable[[str], EnvironmentLog]:
+    """An environment's log with this text."""
+
+    def write(text: str) -> EnvironmentLog:
+        (tmp_path / "log").write_text(text)
+        return EnvironmentLog(str(tmp_path / "log")).read()
+
+    return write
 
 
-def test_a_log_without_a_sign_tells_nothing():
-    assert told_by_log("all is well\n") == []
+def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says_more(log_of):
+    log = log_of(
+        "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in collect_trajectories: 'no'\n"
+    )
+    assert log.told() == ["2 times it failed to collect a group; the last error was 'no'"]
+    assert (log.place, log.never_succeeded) == ("", False)
+
+
+def test_a_group_that_failed_is_not_counted_as_one_that_its_environment_dropped(log_of):
+    nothing = "DEBUG:atroposlib.envs.base:handle_env: No trajectories collected\n"
+    log = log_of(3 * nothing + "ERROR:root:Error in collect_trajectories: 'x'\n" + nothing)
+    assert [told[:40] for told in log.told()] == [
+        "1 times it failed to collect a group; th",
+        "3 times it sampled a group and returned ",
+    ]
+
+
+def test_a_log_is_followed_from_where_the_run_began_and_anew_after_a_restart(tmp_path):
+    path = tmp_path / "log"
+    former, failed = "--- 2026-11-22 env\n", "ERROR:root:Error in collect_trajectories: 'x'\n"
+    path.write_text(former + failed)
+    log = EnvironmentLog(str(path), path.stat().st_size)
+    with path.open("a") as file:
+        file.write(former + "Initialized env with id 3\n" + failed[:-1])
+        file.flush()
+        assert (log.read().failures, log.number) == (0, 3)  # the line has not ended
+        file.write("\n" + failed)
+        file.flush()
+        assert log.read().failures == 2
+        file.write("guard: python ended with exit code 1; starting it again in 1 s\n")
+    assert (log.read().failures, log.number, log.former_number) == (0, None, 3)
+
+
+def test_a_log_without_a_sign_tells_nothing(log_of):
+    assert log_of("all is well\n").told() == []
+
+
+def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('its own')")
+    env = variables_of_environment({**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run([sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("its own\n", "")

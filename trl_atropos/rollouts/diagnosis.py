@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trl_atropos.environment_log import CONSTANT_SCORES, TOO_LONG
 from trl_atropos.rollouts.atropos import (
     ApiUnreachable,
     AtroposClient,
@@ -21,23 +22,7 @@ from trl_atropos.rollouts.atropos import (
 from trl_atropos.rollouts.registration import UNREGISTERED
 
 MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
-MAX_REASON = 200  # characters
 NEARLY = 0.95  # of the length limit: what follows will have been dropped by its environment
-
-CONSTANT_SCORES = "Scores are the same in a group, skipping"
-TOO_LONG = "Token length is too long in a group, skipping"
-WRONG_SIZE = "Group structure invalid, or token count mismatch"
-SEND_FAILED = "Failed to send"
-COLLECT_FAILED = "Error in collect_trajectories"
-SIGNS = {  # what environments of atroposlib 0.4 write into their logs -> what it means
-    CONSTANT_SCORES: "dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same false`, "
-    "or give the model easier or harder prompts",
-    TOO_LONG: "dropped a group that has a sequence over the length limit: let it sample fewer tokens, or raise "
-    "`max_sequence_length`",
-    WRONG_SIZE: "dropped a group that is not of its `group_size`: correct what it collects",
-    SEND_FAILED: "could not deliver a group: the API refused it or did not answer",
-    COLLECT_FAILED: "failed to collect a group, because its own code raised or it cannot reach the inference server",
-}
 
 
 @dataclass
@@ -211,21 +196,6 @@ def disconnect_command(url: str, env_ids: list[int]) -> str:
     """What to type to have the API no longer count on an environment."""
     which = env_ids[0] if len(env_ids) == 1 else "ID"
     return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
-
-
-def told_by_log(text: str) -> list[str]:
-    """What the end of an environment's log says about groups that were never delivered, most frequent first."""
-    counts = {sign: text.count(sign) for sign in SIGNS}
-    found = sorted((sign for sign in counts if counts[sign]), key=lambda sign: -counts[sign])
-    return [f"{counts[sign]} times it {SIGNS[sign]}{_last_reason(text, sign)}" for sign in found]
-
-
-def _last_reason(text: str, sign: str) -> str:
-    """What the log says after the last of these signs, where that is a reason: the exception of its own code."""
-    if sign != COLLECT_FAILED:
-        return ""
-    reason = text.rpartition(sign)[2].partition("\n")[0].strip(": ")[:MAX_REASON]
-    return f" (the last time: {reason})" if reason else ""
 
 
 def _named(env_ids: list[int]) -> str:

@@ -30,6 +30,7 @@ class BatchPuller:
         begin: index of the first row, where the spool holds none.
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
+        explain: puts what the API tells of a silence together with what else is known.
 
     `pause` is how many seconds to wait before the next pull; `api_restarts` counts up for ever. Below the index
     `complete_until` nothing more will come.
@@ -44,7 +45,7 @@ class BatchPuller:
         begin: int,
         poll_interval: float,
         api_down_timeout: float,
-        account: Callable[[], str] = lambda: "",
+        explain: Callable[[str], str] = lambda told: told,
     ):
         self.pause = 0.0
         self.api_restarts = 0
@@ -53,7 +54,7 @@ class BatchPuller:
         self._spool = spool
         self._poll_interval = poll_interval
         self._api_down_timeout = api_down_timeout
-        self._account = account
+        self._explain = explain
         last = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
         self._delivery = Delivery(registration.batch_size, last, begin)
         self._diagnosis = Diagnosis(client, registration)
@@ -257,7 +258,7 @@ class BatchPuller:
                 return self._rejoin()
         except (ApiUnreachable, ReplyLost):
             return []  # the next pull finds out what is wrong
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, f"{self.why_quiet()} {self._account()}".rstrip())
+        logger.warning("No batch for %g s. %s", QUIET_WARNING, self._explain(self.why_quiet()))
         return []
 
     def why_quiet(self) -> str:

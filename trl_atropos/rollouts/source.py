@@ -61,8 +61,8 @@ class RunInfo:
     state: dict[str, Any] | None = None
     # Of the rows handed out before that checkpoint, how many it has not been trained on: it was written in mid-batch.
     unfinished_rows: int = 0
-    # How the services that feed the source are, as far as this run started them: said where no batch comes.
-    account: Callable[[], str] = lambda: ""
+    # Takes why no batch comes, as far as the source knows, and returns it with what its servers and environments tell.
+    explain: Callable[[str], str] = lambda told: told
 
 
 class RolloutSource(Protocol):
@@ -185,7 +185,7 @@ class AtroposSource:
             begin=cursor,
             poll_interval=self._poll_interval,
             api_down_timeout=self._api_down_timeout,
-            account=run.account,
+            explain=run.explain,
         )
         ahead = self._prefetch_batches * run.batch_size
         feed = Feed(self._puller, self._spool, self._keep, begin=cursor, ahead=ahead)
@@ -296,7 +296,10 @@ class AtroposSource:
         )
 
     def diagnose(self) -> str:
-        """What was dropped here, if anything was; else what the API tells (see `BatchPuller.why_quiet`)."""
+        """What was dropped here, if anything was; else what the API tells (see `BatchPuller.why_quiet`), explained."""
+        return self._run.explain(self._why_no_rows())
+
+    def _why_no_rows(self) -> str:
         stale, constant, ahead = map(self._selection.dropped, (STALE, ZERO_VARIANCE, OVER_SHARE))
         if stale or constant or ahead:
             return (

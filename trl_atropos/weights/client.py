@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import requests
 
-from trl_atropos.errors import ServerError
+from trl_atropos.errors import ServerError, ServerTimeout
 from trl_atropos.protocol import (
     PROTOCOL_VERSION,
     ROUTE_PREFIX,
@@ -129,7 +129,12 @@ class ServerClient:
         return urlsplit(self.url).hostname
 
     def sample(
-        self, prompt_ids: list[int], num_tokens: int, temperature: float, num_samples: int = 1
+        self,
+        prompt_ids: list[int],
+        num_tokens: int,
+        temperature: float,
+        num_samples: int = 1,
+        phase: str = "sampling the probe",
     ) -> list[tuple[list[int], list[float]]]:
         """Samples continuations. Returns the ids and log-probabilities of each, of length `num_tokens`."""
         body = {
@@ -140,7 +145,7 @@ class ServerClient:
             "ignore_eos": True,
             "logprobs": 0,
         }
-        reply = self._request("POST", "/generate", "sampling the probe", body)
+        reply = self._request("POST", "/generate", phase, body)
         return [
             (tokens, [next(iter(entry[0].values())) for entry in entries])
             for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
@@ -160,7 +165,7 @@ class ServerClient:
             response = connection.getresponse()
             text = response.read(len(b"held\n")) if response.status == 200 else response.read()
         except TimeoutError as error:
-            raise ServerError(self._late("taking the lease", self.timeout)) from error
+            raise ServerTimeout(self._late("taking the lease", self.timeout)) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(self._unreachable("taking the lease", error)) from error
         if response.status != 200:
@@ -221,7 +226,7 @@ class ServerClient:
         try:
             return self.session.request(method, self.url + path, data=data, headers=self._headers(), timeout=timeout)
         except requests.Timeout as error:
-            raise ServerError(self._late(phase, timeout)) from error
+            raise ServerTimeout(self._late(phase, timeout)) from error
         except requests.RequestException as error:
             raise ServerError(self._unreachable(phase, error)) from error
 
