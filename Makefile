@@ -16,7 +16,7 @@ SEED ?= 42
 FAULTS ?= 2000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# Processes that run the tests, one file at a time each.
+# Processes that run the tests, one file at a time each, in the order of tests/conftest.py.
 TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -36,7 +36,7 @@ quickstart: $(VENV)/.installed-cpu
 		--config recipes/quickstart/colocate.yaml --seed $(SEED)
 
 test: $(VENV)/.installed-test $(VENV)/.installed-browser
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)
