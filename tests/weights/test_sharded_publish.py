@@ -194,7 +194,8 @@ def run(
     return [torch.load(folder / f"{kind}-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# ZeRO 2 leaves parameters whole, as DDP does; what is gathered of it is in `test_gather.py`.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero2"])
 def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(kind, pair, recording, tmp_path):
     ranks = run(kind, "take turns", pair, recording, tmp_path)
     for case, (mode, adapted) in CASES.items():
