@@ -74,7 +74,9 @@ def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(servic
 
 def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_reason_is(services, free_url):
     services.start("vllm", [sys.executable, "-c", VLLM_TRACEBACK], health_url=f"{free_url}/health")
-    with pytest.raises(ServiceError, match=r"module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"):
+    said = r"needs it: RuntimeError: CUDA error: out of memory\. Fix "
+    said += r"(.|\n)*module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"
+    with pytest.raises(ServiceError, match=said):
         services.wait_healthy("vllm", timeout=600)
 
 

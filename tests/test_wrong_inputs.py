@@ -33,6 +33,7 @@ from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import PARTS, RecipeError, _check_keys, parse
+from trl_atropos.train import check_files
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
@@ -533,6 +534,54 @@ def test_every_default_may_be_written_into_a_recipe(desk):
 def test_sharding_from_the_configuration_of_accelerate(desk, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert "remove `fsdp` from the configuration of `accelerate launch`" in refusal(desk.recipe())
+
+
+# What a checkpoint's config.json says, and why it is refused before anything is started.
+QUANTISED = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+UNTRAINABLE = {
+    "encoder": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "t5 has an encoder"),
+    "awq": ({"quantization_config": QUANTISED}, r"are quantised \(awq\)", "`use_peft: true`"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, r"are quantised \(fp8\)", "that it was made from"),
+    "no_architecture": ({"architectures": None}, "names no architecture", "Add `"),
+    "old_code": (
+        {
+            "model_type": "baichuan",
+            "architectures": ["BaichuanForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_baichuan.BaichuanConfig",
+                "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM",
+            },
+        },
+        r"does not run with transformers \S+ \(cannot import name 'top_k_top_p_filtering'",
+        "whose class transformers has",
+    ),
+    "images": (
+        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+        "no causal language model for qwen2_5_vl, and no processor of images is with it",
+        "Take the whole checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(name, tmp_path):
+    change, *fragments = UNTRAINABLE[name]
+    folder = tmp_path / "model"
+    byte_tokenizer().save_pretrained(folder)
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | change))
+    (folder / "configuration_baichuan.py").write_text(
+        "from transformers import Qwen3Config\nclass BaichuanConfig(Qwen3Config):\n    model_type = 'baichuan'\n"
+    )
+    (folder / "modeling_baichuan.py").write_text("from transformers import top_k_top_p_filtering\n")
+    settings = {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run"), "max_steps": 1}
+    settings |= {"use_cpu": True, "trust_remote_code": name == "old_code"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(RecipeError, match="cannot be trained: ") as refused:
+        check_files(parse(["--config", str(tmp_path / "recipe.yaml")]))
+    for fragment in fragments:
+        assert re.search(fragment, str(refused.value)), f"{fragment!r} is not in:\n{refused.value}"
+    assert "\n" not in str(refused.value)
 
 
 # ----------------------------------------------------------------------------------------- mistakes, the whole command

@@ -58,6 +58,10 @@ NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobi
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
 """What vLLM writes before each line of its processes, also of their tracebacks."""
 
+ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
+RELAYED = "Engine core initialization failed"
+"""In what vLLM's API server raises when its engine has died: the engine's own error stands above."""
+
 LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
     f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
 }
@@ -284,9 +288,10 @@ class Services:
             again = f", after {service.restarts} restarts," if service.restarts else ""
             killed = killed_for_memory() - service.killed_for_memory
             memory = MEMORY.format(killed) if killed and code == 128 + signal.SIGKILL else ""
+            cause = _last_error(service.log_path) if code < 128 else ""  # a signal leaves no time for one
             raise ServiceError(
-                f"{service.name} ended with {_describe(code)}{again} while the run needs it. {memory}Fix what its log "
-                f"shows and start the run again.\n{_end_of_log(service)}"
+                f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
+                f"its log shows and start the run again.\n{_end_of_log(service)}"
             )
 
     def _read_reports(self, service: Service) -> None:
@@ -425,6 +430,16 @@ def _describe(code: int) -> str:
         return f"exit code {code} ({signal.Signals(code - 128).name})"
     except ValueError:
         return f"exit code {code}"
+
+
+def _last_error(path: str) -> str:
+    """Of the end of a log, what ended the service: a colon and one sentence, or nothing."""
+    lines = [VLLM_PREFIX.sub("", line) for line in tail(path, 10 * TAIL_LINES).splitlines()]
+    found = ""
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if ERROR_LINE.match(line) and RELAYED not in line:
+            found = following.strip() if "validation error" in line else line  # pydantic's first line says nothing
+    return f": {found.split('. ')[0].rstrip('.')[:TAIL_WIDTH]}" if found else ""
 
 
 def _end_of_log(service: Service) -> str:

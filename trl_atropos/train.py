@@ -160,7 +160,7 @@ def _check_folder_and_model(recipe) -> None:
             f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror}). Set it to another folder."
         ) from error
     try:
-        AutoConfig.from_pretrained(
+        loaded = AutoConfig.from_pretrained(
             model.model_name_or_path,
             revision=model.model_revision,
             trust_remote_code=recipe.training.trust_remote_code,
@@ -171,6 +171,53 @@ def _check_folder_and_model(recipe) -> None:
             "`model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
             "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has cached."
         ) from error
+    reason = _why_not_trained(loaded, model, recipe.training.trust_remote_code)
+    if reason is not None:
+        raise RecipeError(f"The model {model.model_name_or_path!r} cannot be trained: {reason}.")
+
+
+def _why_not_trained(config, model, trusted: bool) -> str | None:
+    """Why the trainer cannot train the model of this configuration, and what to do. `None`: it can."""
+    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
+    if config.is_encoder_decoder:
+        return (
+            f"{config.model_type} has an encoder, and rollouts are for a decoder alone. Take a causal language model"
+        )
+    if quantised is not None and not model.use_peft:
+        return (
+            f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and take no gradient. Take "
+            "the checkpoint that it was made from, or train an adapter beside them (`use_peft: true`)"
+        )
+    if not config.architectures:
+        return 'its config.json names no architecture. Add `"architectures"`, such as ["Qwen3ForCausalLM"]'
+    return _missing_class(config, model.model_name_or_path, model.model_revision, trusted)
+
+
+def _missing_class(config, name: str, revision: str | None, trusted: bool) -> str | None:
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = hasattr(transformers, config.architectures[0])
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")  # a class that the checkpoint brings
+    try:
+        if code is not None and trusted and not known:
+            get_class_from_dynamic_module(code, name, revision=revision)
+            return None
+    except (ImportError, OSError, ValueError, AttributeError) as error:
+        return (
+            f"the code that comes with it does not run with transformers {transformers.__version__} "
+            f"({_first_sentence(error)}). Take a model whose class transformers has"
+        )
+    try:
+        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            transformers.AutoProcessor.from_pretrained(name, revision=revision)  # TRL's trainer needs that of images
+    except (ImportError, OSError, ValueError) as error:
+        return (
+            f"transformers has no causal language model for {config.model_type}, and no processor of images is with "
+            f"it ({_first_sentence(error)}). Take the whole checkpoint, or one of the language model alone"
+        )
+    return None
 
 
 def _first_sentence(error: Exception) -> str:
