@@ -64,7 +64,6 @@ WAYS = ["kill api", "kill engine", "freeze both", "freeze engine"]
 COVERING = [
     ("server over gloo", "in /pause", "freeze both"),
     ("nccl_lora", "in /pause", "freeze engine"),
-    ("nccl_lora", "in /adapter/load", "freeze both"),
     ("nccl_lora", "after /adapter/load", "freeze both"),
     ("nccl_lora", "in /generate", "freeze both"),
     ("lora", "after /v1/unload_lora_adapter", "freeze both"),

@@ -81,7 +81,7 @@ def test_full_weights_take_the_place_of_a_former_trainers_adapter(two_servers, r
     train(two_servers, "server", False, recording, tmp_path)
 
 
-@pytest.mark.parametrize(("mode", "adapted"), [("server", False), ("server", True), ("nccl_lora", True)])
+@pytest.mark.parametrize(("mode", "adapted"), [("server", True), ("nccl_lora", True)])
 def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, recording, tmp_path):
     publisher = train([two_workers], mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
