@@ -801,7 +801,7 @@ ROLLOUTS = {
         r"Set `temperature: 0\.7` in the recipe",
     ),
     "token_ids": (
-        [group(8, last_token=300)],
+        [group(8, last_token=300)] * 8,
         "sent token id 300",
         "knows 258 ids",
         "tokenizer",
@@ -863,5 +863,5 @@ def test_a_recording_that_runs_out(desk):
 
 
 def test_a_recording_of_another_tokenizer(desk):
-    outcome = desk.run(replay_paths=[recording(desk.folder, group(8, last_token=300))])
+    outcome = desk.run(replay_paths=[recording(desk.folder, *[group(8, last_token=300)] * 8)])
     assert_told(outcome, "sent token id 300", "knows 258 ids")

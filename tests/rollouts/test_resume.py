@@ -1,5 +1,6 @@
 """`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is, what is dropped."""
 
+import shutil
 import socket
 import threading
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rollouts.conftest import Api, make_group
@@ -191,6 +193,58 @@ def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
     assert scores(resumed, 4) == [3, 3, 4, 4]
     assert books(resumed)["dropped"] == {"lost_in_delivery": 4}
     assert "A file of 4 rollouts is missing" in caplog.text
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_damaged_file_is_named_and_what_was_not_trained_of_it_is_lost(api, open_source, run_info, caplog, taken):
+    source, checkpoint = open_source(), {}
+    api.deliver(*groups(1, 2))
+    if taken:
+        scores(source, taken)
+        checkpoint = source.state()
+    scores(source, 4 - taken)
+    api.deliver(*groups(3, 4))
+    scores(source, 4)
+    source.close()
+    path = next(Path(run_info().output_dir).glob("rollouts/rows-000000000000.arrow"))
+    content = bytearray(path.read_bytes())
+    content[content.index(np.float64(2).tobytes())] ^= 1  # one bit of a score
+    path.write_bytes(content)
+    resumed = open_source(checkpoint)
+    assert scores(resumed, 4) == [3, 3, 4, 4]
+    assert books(resumed) == {"trained": 4 + taken, "dropped": {"lost_in_delivery": 4 - taken}, "lost_with_api": 0}
+    assert f"{path} is not a whole file of rollouts (ValueError: its checksum is wrong" in caplog.text
+    assert f"Its {4 - taken} rollouts are lost." in caplog.text
+
+
+def test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost(api, open_source, run_info, caplog):
+    source = open_source(prefetch_batches=1)
+    api.deliver(*groups(1, 2, 3, 4))
+    scores(source, 4)
+    wait_for_rows(source, 4)
+    source.close()
+    folder = Path(run_info().output_dir, "rollouts")
+    shutil.rmtree(folder)
+    resumed = open_source(source.state())
+    api.deliver(*groups(5, 6))
+    assert scores(resumed, 4) == [5, 5, 6, 6]
+    assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
+    assert f"are not in {folder}: 4 that had been pulled and not yet trained are lost" in caplog.text
+
+
+def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_end_the_run(api, open_source, caplog):
+    source = open_source(None, {"vocab_size": 50})
+    unknown = make_group(2, 2)
+    unknown["tokens"][0][-1] = unknown["masks"][0][-1] = 50
+    api.deliver(*groups(1), unknown, *groups(3, 4))
+    assert scores(source, 4) == [1, 1, 3, 3]
+    assert books(source) == {"trained": 4, "dropped": {"rejected": 2}, "lost_with_api": 0}
+    assert "sent token id 50, and the model knows 50 ids (0 to 49)" in caplog.text
+    api.deliver(*[unknown] * 8)
+    with pytest.raises(
+        RolloutError, match=r"Of the last \d+ groups of one environment, \d had tokens .*tokenizer_name"
+    ):
+        source.poll(4, WAIT)
 
 
 def test_what_the_door_drops_is_in_the_books(api, open_source):

@@ -243,7 +243,7 @@ def test_a_teacher_that_does_not_fit_is_rejected_with_where(ids, logprobs, reaso
 def test_a_teachers_token_that_the_model_does_not_know_is_refused():
     group = make_group(0, 1, distill_token_ids=IDS, distill_logprobs=LOGPROBS)
     group["distill_token_ids"] = [[[], [300], [1, 2], [3]]] * 2
-    with pytest.raises(RolloutError, match="token id 300, and the model knows 256"):
+    with pytest.raises(RejectedGroup, match="token id 300, and the model knows 256"):
         rows_of(parse_group(group), max_sequence_length=64, temperature=1, single_row_groups="refuse", vocab_size=256)
 
 

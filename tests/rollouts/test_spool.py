@@ -1,5 +1,6 @@
 """The files in which rollouts are kept: what is in them, what happens to bad ones, and how many there are."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.rollouts.conftest import assert_same_rows
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.schema import Row
-from trl_atropos.rollouts.spool import Part, Region, Spool
+from trl_atropos.rollouts.spool import HEADER, Part, Region, Spool
 
 REGION = Region("run-1", 1, 0, 4, 1, 0)
 
@@ -119,6 +120,33 @@ def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
     again = Spool(tmp_path / "rollouts", 1e9)
     assert [part.start for part in again.parts] == [4]
     assert f"{torn} is not a whole file of rollouts" in caplog.text
+
+
+@pytest.mark.parametrize("of_the_file", [0.05, 0.5, 0.97])
+def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(tmp_path, of_the_file):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    like_a_seal = '"crc32": "00000000"'  # in the text of a rollout
+    append(spool, 0, *[make_row(messages=like_a_seal)] * 4)
+    assert [row.messages for row in spool.read(spool.parts[0])] == [like_a_seal] * 4
+    content = bytearray(path_of(spool, 0).read_bytes())
+    content[int(of_the_file * len(content))] ^= 0x10
+    path_of(spool, 0).write_bytes(content)
+    with pytest.raises(RolloutError, match="is not a whole file of rollouts"):
+        spool.read(spool.parts[0])
+
+
+def test_a_file_of_an_earlier_version_which_has_no_checksum_is_read(tmp_path):
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    append(spool, 0, *[make_row()] * 4)
+    with pa.OSFile(str(path_of(spool, 0)), "rb") as file, pa.ipc.open_file(file) as reader:
+        table = reader.read_all()
+    header = json.loads(table.schema.metadata[HEADER])
+    del header["crc32"]
+    table = table.replace_schema_metadata({HEADER: json.dumps(header)})
+    with pa.OSFile(str(path_of(spool, 0)), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    again = Spool(tmp_path / "rollouts", 1e9)
+    assert_same_rows(again.read(again.parts[0]), [make_row()] * 4, but=("arrived", "index"))
 
 
 def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):

@@ -111,16 +111,24 @@ class Feed(threading.Thread):
         if part.start > self._position:
             size = part.start - self._position
             logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self._spool.folder)
-            gap = Part(self._position, size, part.region, {LOST_IN_DELIVERY: size})
-            loaded = [Loaded(gap, deque())]
-        rows = deque(row for row in self._spool.read(part) if row.index >= self._position)
-        loaded.append(Loaded(part, rows, booked=part.start < self._position))
+            loaded = [self._gap(part, self._position, size)]
+        try:
+            rows = deque(row for row in self._spool.read(part) if row.index >= self._position)
+            loaded.append(Loaded(part, rows, booked=part.start < self._position))
+        except RolloutError as error:
+            rows, begin = deque(), max(part.start, self._position)
+            logger.warning("%s Its %d rollouts are lost.", error, part.end - begin)
+            loaded.append(self._gap(part, begin, part.end - begin))
         with self.changed:
             self._position = part.end
             self.queue += loaded
             self.usable += len(rows)
             self.changed.notify_all()
         return True
+
+    def _gap(self, part: Part, start: int, size: int) -> Loaded:
+        """Rows that cannot be handed out any more, at `part` or right before it."""
+        return Loaded(Part(start, size, part.region, {LOST_IN_DELIVERY: size}), deque())
 
     def _pull(self) -> None:
         for arrival in self._puller.pull():

@@ -7,15 +7,19 @@ while another asks for the metrics.
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 
 import numpy as np
 
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.refusals import UNKNOWN_TOKENS
 from trl_atropos.rollouts.schema import RejectedGroup, Row, ScoredGroup, SingleRowGroups, parse_group, rows_of
 
 logger = logging.getLogger(__name__)
 
+LAST_GROUPS = 32  # of an environment, among which most may not have unknown tokens,
+ENOUGH_GROUPS = 8  # once there are as many
 REJECTED, TOO_LONG, UNTRAINED = "rejected", "too_long", "untrained"
 """Why a sequence is left out: its group is malformed, it has too many tokens, its mask leaves none to train on."""
 
@@ -42,6 +46,8 @@ class Intake:
         self._max_sequence_length = max_sequence_length
         self._temperature = temperature
         self._single_row_groups = single_row_groups
+        # By environment, of the last groups: whether they had tokens that the model does not know.
+        self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
         self._counts: Counter[str] = Counter()  # since the last `metrics()`
         self._counting = threading.Lock()
@@ -51,15 +57,34 @@ class Intake:
         The usable rows of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
 
         Raises:
-            RolloutError: a group shows a setting that makes every group wrong (see `schema.rows_of`).
+            RolloutError: a group shows a setting that makes every group wrong (see `schema.rows_of`), or most of an
+                environment have tokens that the model does not know.
         """
         rows: list[Row] = []
         for raw in groups:
             try:
-                rows += self._rows_of(parse_group(raw))
+                group = parse_group(raw)
+                rows += self._known(group)
             except RejectedGroup as rejection:
                 self._count({"groups": 1}, {REJECTED: _num_sequences(raw)})
                 self._warn_once(rejection.kind, "Dropped a group that cannot be trained on: %s.", rejection)
+        return rows
+
+    def _known(self, group: ScoredGroup) -> list[Row]:
+        """`_rows_of`; one group with tokens that the model does not know is a slip, most of them are a tokenizer."""
+        recent = self._unknown[group.env_id]
+        try:
+            rows = self._rows_of(group)
+        except RejectedGroup as rejection:
+            recent.append(rejection.kind == UNKNOWN_TOKENS)
+            if len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
+                raise RolloutError(
+                    f"Of the last {len(recent)} groups of one environment, {sum(recent)} had tokens that the model "
+                    f"does not know (the last time, {rejection}): the environment's tokenizer is not the model's. "
+                    "Start the environment on the tokenizer of the model that is trained (`--env.tokenizer_name`)."
+                ) from rejection
+            raise
+        recent.append(False)
         return rows
 
     def _rows_of(self, group: ScoredGroup) -> list[Row]:

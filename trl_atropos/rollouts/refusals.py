@@ -11,6 +11,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.values import RejectedGroup
 from trl_atropos.rollouts.wire import Sampling, ScoredGroup
 
+UNKNOWN_TOKENS = "unknown tokens"
 TEMPERATURE_TOLERANCE = 1e-6
 
 
@@ -48,14 +49,14 @@ def refuse_placeholder_tokens(group: ScoredGroup) -> None:
 
 
 def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
-    """An id beyond the embedding would end the trainer inside torch. It comes from the tokenizer of another model."""
+    """An id beyond the embedding would end the trainer inside torch."""
     of_teachers = [teacher.ids.values for teacher in group.teachers if teacher is not None]
     highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
     if vocab_size is not None and highest >= vocab_size:
-        raise RolloutError(
-            f"Environment {group.env_id} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
-            f"{vocab_size - 1}): the environment's tokenizer is not the model's. Start the environment on the "
-            "tokenizer of the model that is trained (`--env.tokenizer_name`)."
+        raise RejectedGroup(
+            UNKNOWN_TOKENS,
+            f"environment {group.env_id} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
+            f"{vocab_size - 1})",
         )
 
 

@@ -79,9 +79,10 @@ def rows_of(
         vocab_size: how many token ids the model knows, if that is to be checked.
 
     Raises:
-        RejectedGroup: an override says that another temperature was sampled at, or the statistics are not finite.
-        RolloutError: images, placeholder tokens, token ids that the model does not know, another temperature in
-            `generation_params`, or a group of one under `"refuse"`.
+        RejectedGroup: token ids that the model does not know, an override that says that another temperature was
+            sampled at, or statistics that are not finite.
+        RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one under
+            `"refuse"`.
     """
     refuse_images(group)
     refuse_placeholder_tokens(group)

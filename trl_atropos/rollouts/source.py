@@ -177,6 +177,18 @@ class AtroposSource:
             books.unfinished(run.unfinished_rows)
             self._lineage = Lineage.from_json(run.state["lineage"]).resume(version)
         self._spool = _open_spool(Path(run.output_dir, "rollouts"), run.state, self._max_spool_gb * 1e9)
+        if run.state and run.state.get("spool", self._spool.name) != self._spool.name:
+            lost = run.state.get("pulled", cursor) - cursor  # earlier versions did not note it
+            if lost:
+                books.dropped[LOST_IN_DELIVERY] += lost
+                cursor += lost
+            logger.warning(
+                "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled and not yet "
+                "trained are lost. Those that were pulled after it was saved are lost, too, and in no count. If you "
+                "still have that folder, put it back and resume again.",
+                self._spool.folder,
+                lost,
+            )
         self._checkpoints = Checkpoints(run.output_dir, self._spool.name)
         self._puller = BatchPuller(
             self._client,
@@ -313,8 +325,11 @@ class AtroposSource:
         return self._intake.dropped() or self._puller.why_quiet()
 
     def state(self) -> dict[str, Any]:
-        """The spool's name, the cursor into it, the books, and the path of the run's versions."""
-        return {"spool": self._spool.name, **self._selection.state()} if self._feed is not None else {}
+        """The spool's name and end, the cursor into it, the books, and the path of the run's versions."""
+        if self._feed is None:
+            return {}
+        state = self._selection.state()
+        return {"spool": self._spool.name, "pulled": max(self._spool.end, state["cursor"]), **state}
 
     def close(self) -> None:
         if self._feed is not None:

@@ -11,8 +11,10 @@ row, its index is how many were trained, dropped or lost before it.
 import json
 import logging
 import os
+import re
 import time
 import uuid
+import zlib
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 HEADER = b"trl_atropos"  # key of the metadata in a file's schema
 FORMAT = 1
 ABOUT = "spool.meta"
+SEAL = b'"crc32": "%08x"'  # in the header; of the whole file as if the sum were 0
+SEALED = re.compile(rb'"crc32": "([0-9a-f]{8})"')
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Spool:
 
     @property
     def end(self) -> int:
-        return max((part.end for part in self.parts), default=0)
+        return self.parts[-1].end if self.parts else 0
 
     def append(self, part: Part, rows: Sequence[Row]) -> None:
         """
@@ -138,12 +142,12 @@ class Spool:
         for position, row in enumerate(rows):
             row.index = part.start + part.missing + position
         assert part.missing + len(rows) == part.size, f"{part} with {len(rows)} rows"
-        header = json.dumps({"format": FORMAT, "spool": self.name, **asdict(part)})
+        header = json.dumps({"format": FORMAT, "spool": self.name, "crc32": f"{0:08x}", **asdict(part)})
         table = tables.encode(rows, time.time()).replace_schema_metadata({HEADER: header})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        content = sink.getvalue()
+        content = _with_seal(sink.getvalue().to_pybytes())
         with self._writing():
             self._put(_name(part.start), content)
         self._bytes[part.start] = len(content)
@@ -240,6 +244,7 @@ def read_part(path: Path, spool: str) -> Part:
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             header = json.loads((reader.schema.metadata or {}).get(HEADER, b"{}"))
+        header.pop("crc32", None)
         region = Region(**header.pop("region"))
         if (header.pop("spool"), header.pop("format")) != (spool, FORMAT):
             raise ValueError("it is of another run")
@@ -253,10 +258,12 @@ def read_rows(path: Path, arrived: float | None = None) -> list[Row]:
     The rows in the file at `path`, which arrive now if it is not said when.
 
     Raises:
-        RolloutError: it is torn, or not a spool's.
+        RolloutError: it is torn or damaged, or not a spool's.
     """
     try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        content = path.read_bytes()
+        _require_seal(content)
+        with pa.ipc.open_file(pa.py_buffer(content)) as reader:
             return tables.decode(reader.read_all(), time.monotonic() if arrived is None else arrived)
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, error) from error
@@ -264,6 +271,25 @@ def read_rows(path: Path, arrived: float | None = None) -> list[Row]:
 
 def _unreadable(path: Path, error: Exception) -> RolloutError:
     return RolloutError(f"{path} is not a whole file of rollouts ({type(error).__name__}: {error}).")
+
+
+def _with_seal(content: bytes) -> bytes:
+    """A file with its checksum in the place that is kept for it."""
+    return _replace_seal(content, SEAL % 0, SEAL % zlib.crc32(content))
+
+
+def _require_seal(content: bytes) -> None:
+    """Raises `ValueError` if the file is not what was written. Those of earlier versions have no checksum."""
+    seal = SEALED.search(content)
+    if seal is not None and SEAL % zlib.crc32(_replace_seal(content, seal[0], SEAL % 0)) != seal[0]:
+        raise ValueError("its checksum is wrong: the disk has changed it")
+
+
+def _replace_seal(content: bytes, old: bytes, new: bytes) -> bytes:
+    """Arrow writes the header first, and once more at the end; what is between may look like it."""
+    first, last = content.find(old), content.rfind(old)
+    between = content[first + len(old) : last]
+    return b"".join((content[:first], new, between, new, content[last + len(old) :]))
 
 
 def _name(start: int) -> str:
