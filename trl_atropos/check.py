@@ -148,6 +148,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any], written: list[str]) -> tu
 
 
 def _files(recipe, stated: dict[str, Any]) -> Iterator[Finding]:
+    from trl_atropos.errors import AtroposTrainingError
     from trl_atropos.recipe import RecipeError
     from trl_atropos.train import check_files
 
@@ -155,7 +156,7 @@ def _files(recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     was_there = os.path.isdir(folder)
     try:
         check_files(recipe)
-    except RecipeError as error:
+    except (AtroposTrainingError, RecipeError) as error:
         yield from_message(str(error), stated)
     finally:
         if not was_there and os.path.isdir(folder) and not os.listdir(folder):

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
+from trl_atropos.errors import AtroposTrainingError
+
 PROTOCOL_VERSION = 2
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
@@ -32,6 +34,25 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 ADAPTER_NAME = "policy"
 """Under which the server knows the adapter that is trained, whatever its version."""
+
+
+def environment_token() -> str:
+    """
+    The control token in `TRL_ATROPOS_TOKEN`, empty if there is none.
+
+    Raises:
+        AtroposTrainingError: No HTTP header can carry it.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    position = next((number for number, char in enumerate(token) if not "!" <= char <= "~"), None)
+    if position is not None:
+        kind = "a space or line break" if token[position].isspace() else "a control or non-ASCII character"
+        raise AtroposTrainingError(
+            f"The control token in {TOKEN_VARIABLE} has {kind} at place {position + 1} of {len(token)}, which no HTTP "
+            "header can carry. Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for "
+            "trainer and server."
+        )
+    return token
 
 
 class Strict(BaseModel):

@@ -141,8 +141,10 @@ def check_files(recipe) -> None:
     """What a run reads and writes, before it starts anything that takes long. What one rank lacks ends all of them."""
     from trl_atropos.weights import ranks
 
+    from trl_atropos.protocol import environment_token
     ranks.together(lambda: _check_folder_and_model(recipe))
     recipe.training.resume_from_checkpoint = _checkpoint(recipe.training)
+    environment_token()  # raises if no header can carry it
 
 
 def _check_folder_and_model(recipe) -> None:
@@ -241,7 +243,7 @@ def start_services(recipe, services) -> None:
     """Starts the API, the server and the environments, and waits until the first two are healthy."""
     import secrets
 
-    from trl_atropos.protocol import TOKEN_VARIABLE
+    from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
     from trl_atropos.services import ATROPOS, ENVIRONMENT
     from trl_atropos.supervision import variables_of_environment
 
@@ -253,7 +255,7 @@ def start_services(recipe, services) -> None:
         services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again)
     names = ["vllm"] if len(servers) == 1 else [f"vllm-{index}" for index in range(len(servers))]
     if config.start_vllm:
-        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
+        os.environ[TOKEN_VARIABLE] = environment_token() or secrets.token_urlsafe(24)
         flags = ["--vllm_mode", training.vllm_mode, "--seed", str(training.seed), *recipe.vllm_flags()]
         for index, (name, url) in enumerate(zip(names, servers, strict=True)):
             command = [*_module("trl_atropos.server.launch", url, recipe.model.model_name_or_path), *flags]

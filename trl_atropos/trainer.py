@@ -33,7 +33,7 @@ from trl_atropos.gradients import accumulate_gradients
 from trl_atropos.health import Health
 from trl_atropos.measures import RewardHistory, row_measures, sampling_measures, share_dropped, staleness_classes
 from trl_atropos.padding import Batch, join, take, trim, without_padding
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import environment_token
 from trl_atropos.report.hub import model_only
 from trl_atropos.report.page_log import RunLog
 from trl_atropos.report.progress import show_lines
@@ -84,7 +84,7 @@ def source_of(args: AtroposGRPOConfig) -> RolloutSource:
         reset_api=args.reset_atropos,
         single_row_groups=args.single_row_groups,
         record_to=f"{args.output_dir}/rollouts.jsonl" if args.record_rollouts else None,
-        versions=VersionBook(args.vllm_server_urls, os.environ.get(TOKEN_VARIABLE, ""), args.publish_timeout),
+        versions=VersionBook(args.vllm_server_urls, environment_token(), args.publish_timeout),
         prefetch_batches=args.prefetch_batches,
         max_staleness=args.max_staleness,
         max_spool_gb=args.max_spool_gb,

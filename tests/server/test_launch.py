@@ -3,8 +3,9 @@
 import pytest
 
 from trl_atropos.flags import stated_flags
-from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
 from trl_atropos.server.launch import main, vllm_arguments
+from trl_atropos.server.routes import control_token
 
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
 
@@ -93,3 +94,24 @@ def test_the_restart_mode_starts_the_front(capsys):
         main(["m", "--vllm_mode", "restart", "--drain_timeout", "soon"])
     error = capsys.readouterr().err
     assert "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'" in error
+
+
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        ("secret\n", "a space or line break at place 7 of 7"),
+        ("schlüssel", "a control or non-ASCII character at place 5"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["colocate", "restart"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(mode, token, told, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(SystemExit, match=f"{TOKEN_VARIABLE} has {told}.* Set it to letters and digits") as refused:
+        main(["model", "--vllm_mode", mode])
+    assert token.strip() not in str(refused.value)
+
+
+def test_an_empty_token_is_none(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    assert environment_token() == ""
+    assert control_token() == environment_token() != ""

@@ -59,6 +59,9 @@ NAMES = (
     ("The model", "model"),
     ("No model", "model"),
     ("there is no checkpoint", "checkpoint"),
+    ("The control token", "token"),
+    ("The checkpoint in", "checkpoint"),
+    ("it was damaged", "checkpoint"),
     ("`output_dir`", "output-dir"),
 )
 

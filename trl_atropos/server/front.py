@@ -13,7 +13,7 @@ import sys
 
 import uvicorn
 
-from trl_atropos.errors import ServiceError
+from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.server.engine import Engine
 from trl_atropos.server.forward import make_session
 from trl_atropos.server.launch import DEFAULTS
@@ -81,13 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     options, flags = build_parser().parse_known_args(argv)
+    try:
+        token = control_token()
+        require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
+    except AtroposTrainingError as problem:
+        sys.exit(f"trl-atropos serve: {problem}")
     install_handlers()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    token = control_token()
-    try:
-        require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
-    except ServiceError as problem:
-        sys.exit(f"trl-atropos serve: {problem}")
     sys.exit(f"trl-atropos serve: {asyncio.run(run(options, flags, token))}")
 
 

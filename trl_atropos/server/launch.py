@@ -89,9 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         sys.stderr.write(f"trl-atropos serve: {error}\n")
         sys.exit(2)
+    from trl_atropos.errors import AtroposTrainingError
     from trl_atropos.server.routes import control_token
 
-    control_token()
+    try:
+        control_token()
+    except AtroposTrainingError as error:
+        sys.exit(f"trl-atropos serve: {error}")
     if cpu and "--enforce-eager" in arguments:
         # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -43,7 +43,7 @@ def error(status: int, message: str) -> JSONResponse:
 
 def control_token() -> str:
     """The token in `TRL_ATROPOS_TOKEN`; made, set there and shown to the user if there is none."""
-    if not os.environ.get(TOKEN_VARIABLE):
+    if not environment_token():
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
         sys.stderr.write(f"Control token for the trainer:\n  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}\n")
     return os.environ[TOKEN_VARIABLE]

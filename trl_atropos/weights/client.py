@@ -6,7 +6,6 @@ Every failure is a `ServerError` that names the server, the phase of the publish
 import http.client
 import json
 import logging
-import os
 import time
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ from trl_atropos.protocol import (
     LoadReply,
     ParameterSpec,
     ServerInfo,
+    environment_token,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ServerClient:
         self.url = url
         self.timeout = timeout
         self.restart_timeout = max(timeout, RESTART_TIMEOUT)
-        self.token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
+        self.token = token if token is not None else environment_token()
         self.session = requests.Session()
         self.session.trust_env = False  # a proxy of the environment must not see the token
         self._lease: tuple[http.client.HTTPConnection, http.client.HTTPResponse] | None = None
