@@ -16,6 +16,10 @@ class CheckpointError(AtroposTrainingError):
     """A checkpoint does not hold what is to be resumed from it."""
 
 
+class OutputLockError(AtroposTrainingError):
+    """Another run is using `output_dir`."""
+
+
 class RolloutError(AtroposTrainingError):
     """The Atropos API or the rollouts it delivered cannot be used."""
 

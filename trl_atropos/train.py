@@ -107,6 +107,7 @@ def run(recipe) -> None:
     from accelerate import PartialState
 
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
+    from trl_atropos.output_lock import locked
     from trl_atropos.services import Services
     from trl_atropos.weights import ranks
 
@@ -114,7 +115,8 @@ def run(recipe) -> None:
     _heed_ddp_timeout(recipe.training)
     check_files(recipe)
     ranks.together(lambda: check_reports(recipe.training))
-    with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
+    services = Services(os.path.join(recipe.training.output_dir, "logs"))
+    with ranks.held_on_main(lambda: locked(recipe.training.output_dir)), services:
         if recipe.training.replay_paths is None:
             ranks.on_main(lambda: start_services(recipe, services))
         if PartialState().is_main_process:

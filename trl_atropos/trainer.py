@@ -32,6 +32,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.gradients import accumulate_gradients
 from trl_atropos.health import Health
 from trl_atropos.measures import RewardHistory, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.output_lock import locked
 from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.hub import model_only
@@ -199,7 +200,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
-        with self._saver:
+        with ranks.held_on_main(lambda: locked(self.args.output_dir)), self._saver:
             try:
                 self.policy_publisher.hold()
                 output = super().train(*args, **kwargs)

@@ -28,6 +28,7 @@ KEPT_HERE = (
     "policies/*",
     "runs/*",  # TensorBoard's, which hold every setting as it was, and are written to during an upload
     "run_log.jsonl",
+    ".run.lock",
     "report.html",
     "training_args.bin",
 )

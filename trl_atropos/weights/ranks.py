@@ -1,6 +1,7 @@
 """Calls whose outcome all ranks of the trainer share: an error raised on one rank alone leaves the others waiting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from accelerate import PartialState
@@ -20,6 +21,14 @@ def together(call: Callable[[], Any]) -> Any:
     if first is not None:
         raise first
     return result
+
+
+@contextmanager
+def held_on_main(make: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """The context that `make` returns, entered on rank 0 only. If that fails, its error is raised on every rank."""
+    with ExitStack() as stack:
+        on_main(lambda: stack.enter_context(make()) and None)
+        yield
 
 
 def on_main(call: Callable[[], Any]) -> Any:

@@ -1,0 +1,161 @@
+"""One run at a time in an `output_dir`: two would delete each other's checkpoints and write the same rollouts.
+
+`trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for whoever uses the
+trainer by itself; both on rank 0.
+
+The kernel knows best whether the process that locked a file still lives, but only of its own machine. A network file
+system may carry the lock to other machines, keep it on one, or not know locks. So the holder also writes its name into
+the file every `BEAT` seconds. A lock that is refused is held. One that is granted is free if the last holder was on
+this machine; else its writing tells: after `DEAD` seconds without, that process is dead and its lock is taken over.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from trl_atropos.errors import OutputLockError
+
+logger = logging.getLogger(__name__)
+
+NAME = ".run.lock"
+BEAT = 5.0  # seconds
+DEAD = 60.0  # seconds
+POLL = 0.5  # seconds between two looks at another machine's lock
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # the file system does not know any
+
+_held: set[Path] = set()  # by this process
+
+
+@contextlib.contextmanager
+def locked(output_dir: str | Path) -> Iterator[None]:
+    """
+    Holds the folder for this process, which may hold it already. It is made if it is not there.
+
+    Raises:
+        OutputLockError: Another run that lives is in it.
+    """
+    folder = Path(output_dir).resolve()
+    if folder in _held:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    ended = threading.Event()
+    beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
+    try:
+        _take(file, path)
+        _write(file, _own())
+        beat.start()
+        _held.add(folder)
+        try:
+            yield
+        finally:
+            _held.remove(folder)
+            ended.set()
+            beat.join()
+            _write(file, {})
+    finally:
+        os.close(file)
+
+
+def _take(file: int, path: Path) -> None:
+    """Returns when this process may write its name into the file."""
+    known = True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(path, _read(path)) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        known = False
+    holder = _read(path)
+    if not holder or (known and holder["boot"] == _boot()):
+        return
+    before, silent = _beats(path), _age(path)
+    if silent < DEAD:
+        logger.warning(
+            "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead.",
+            path.parent,
+            _named(holder),
+            silent,
+            DEAD - silent,
+        )
+    while silent < DEAD:
+        time.sleep(POLL)
+        if _beats(path) != before:
+            raise _taken(path, holder)
+        silent = _age(path)
+    logger.warning(
+        "%s was used by %s, which is dead: it wrote nothing for %.0f s.", path.parent, _named(holder), silent
+    )
+
+
+def _taken(path: Path, holder: dict[str, str]) -> OutputLockError:
+    return OutputLockError(
+        f"`output_dir` is {str(path.parent)!r}, which another run is using: {_named(holder)}. Two runs would delete "
+        "each other's checkpoints and rollouts. Set `output_dir` to another folder, or end that run first."
+    )
+
+
+def _named(holder: dict[str, str]) -> str:
+    if not holder:
+        return "one that has just begun"
+    return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
+
+
+def _own() -> dict[str, str]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"process": str(os.getpid()), "host": socket.gethostname(), "boot": _boot(), "since": since}
+
+
+def _boot() -> str:
+    """The same for all processes of this machine, containers too, until it is started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Who wrote its name last; empty if it ended by itself, or is about to write it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+
+
+def _write(file: int, holder: dict[str, str]) -> None:
+    text = json.dumps(holder).encode()
+    os.pwrite(file, text, 0)
+    os.ftruncate(file, len(text))
+
+
+def _beat(file: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError):  # of a file server that is away, others cannot see it either
+            os.utime(file)
+
+
+def _beats(path: Path) -> int:
+    with open(path, "rb") as file:  # opening makes a network file system ask its server
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _age(path: Path) -> float:
+    """Seconds since the last beat, by the clock of the file system, which machines share."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        now.write(b".")
+        now.flush()
+        os.fsync(now.fileno())
+        return (os.fstat(now.fileno()).st_mtime_ns - _beats(path)) / 1e9
