@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from trl_atropos.errors import SaveError
 from trl_atropos.guard import SHM
@@ -24,6 +24,7 @@ from trl_atropos.signals import deferred
 from trl_atropos.staging import Staging, saved_bytes, shortage
 from trl_atropos.timing import SAVE_BACKGROUND
 from trl_atropos.weights import ranks
+from trl_atropos.weights.checkpoint import disk_errors, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,11 @@ class BackgroundSaver:
     def save(self, write: Callable[[], None]) -> None:
         """Called on every rank. `write` writes a checkpoint below what `_get_output_dir` returns."""
         if not self._trainer.args.save_in_background:
-            return write()
+            return self._write_whole(write)
         self.wait()
         staging, self.folder = self._stage()
         if self.folder is None:
-            return write()
+            return self._write_whole(write)
         try:
             ranks.together(write)
         except BaseException:  # also on Ctrl-C
@@ -66,6 +67,19 @@ class BackgroundSaver:
             with deferred():
                 self._move = _Move(staging, self._trainer.args)
                 self._move.start()
+
+    def _write_whole(self, write: Callable[[], None]) -> None:
+        """While the training waits. With DeepSpeed and FSDP, ranks write together: errors stay apart."""
+        trainer = self._trainer
+        folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+        ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
+
+        def said() -> None:
+            with disk_errors(folder, "The checkpoint"):
+                write()
+
+        with written_whole(folder):
+            said() if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled else ranks.together(said)
 
     def wait(self) -> None:
         """Called on every rank: until the last checkpoint is on disk. Raises what kept it from there."""

@@ -141,12 +141,17 @@ def _heed_ddp_timeout(training) -> None:
 
 def check_files(recipe) -> None:
     """What a run reads and writes, before it starts anything that takes long. What one rank lacks ends all of them."""
+    from trl_atropos.protocol import environment_token
     from trl_atropos.weights import ranks
 
-    from trl_atropos.protocol import environment_token
-    ranks.together(lambda: _check_folder_and_model(recipe))
-    recipe.training.resume_from_checkpoint = _checkpoint(recipe.training)
     environment_token()  # raises if no header can carry it
+    ranks.together(lambda: _check_folder_and_model(recipe))
+    recipe.training.resume_from_checkpoint = checkpoint = _checkpoint(recipe.training)
+    if checkpoint is not None:
+        from trl_atropos.weights.checkpoint import require_same_weights, require_whole
+
+        ranks.together(lambda: require_whole(checkpoint))
+        ranks.together(lambda: require_same_weights(checkpoint, recipe.model.use_peft))
 
 
 def _check_folder_and_model(recipe) -> None:
@@ -317,6 +322,7 @@ def train(recipe, services) -> None:
     from trl_atropos.report.summary import CURVE, RecordingSource, closing_lines, draw_reward_curve, write_summary
     from trl_atropos.supervision import SupervisedSource
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
+    from trl_atropos.weights.checkpoint import disk_errors
 
     training, model = recipe.training, recipe.model
     stated = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
@@ -336,14 +342,15 @@ def train(recipe, services) -> None:
     trainer.environment_commands = {name: line if isinstance(line, str) else " ".join(line) for name, line in commands}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     not_pushed = None
-    if training.push_to_hub:
-        try:
-            trainer.push_to_hub()  # saves, and writes the card, before
-        except PushError as error:
-            not_pushed = error
-    else:
-        trainer.save_model(training.output_dir)
-        trainer.create_model_card()
+    with disk_errors(training.output_dir, "The model"):
+        if training.push_to_hub:
+            try:
+                trainer.push_to_hub()  # saves, and writes the card, before
+            except PushError as error:
+                not_pushed = error
+        else:
+            trainer.save_model(training.output_dir)
+            trainer.create_model_card()
     if trainer.accelerator.is_main_process:
         summary = write_summary(
             training.output_dir,
@@ -397,19 +404,18 @@ def _checkpoint(training) -> str | None:
 
 def whole_checkpoints(output_dir: str) -> list[int]:
     """Steps of those whose saving was not interrupted: the trainer's state is what is written last."""
-    import json
     from pathlib import Path
+
+    from trl_atropos.weights.checkpoint import has_state
 
     steps = []
     for folder in Path(output_dir).glob("checkpoint-*"):
         if not folder.name[11:].isdigit():
             continue
-        try:
-            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            _say(f"Passed over {folder}: its saving was interrupted.")
-        else:
+        if has_state(folder):
             steps.append(int(folder.name[11:]))
+        else:
+            _say(f"Passed over {folder}: its saving was interrupted.")
     return steps
 
 

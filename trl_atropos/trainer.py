@@ -5,13 +5,13 @@ and the reference policy, corrects for the sampler, and logs; it gets the rows t
 their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have sizes
 of their own. What this file touches of TRL without a promise: `_generate_and_score_completions`, `rollout_func`,
 `_prepare_inputs`, `_get_per_token_logps_and_entropies`, `_save_checkpoint`, `_get_output_dir`, `_save`,
-`_load_from_checkpoint`, `_push_from_checkpoint`, `push_in_progress`, `num_generations`, `use_vllm`,
-`_last_loaded_step`, `vllm_generation`, `_step`, `_metrics`, `_logs`, `_buffered_inputs`.
+`_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_push_from_checkpoint`, `push_in_progress`,
+`num_generations`, `use_vllm`, `_last_loaded_step`, `vllm_generation`, `_step`, `_metrics`, `_logs`,
+`_buffered_inputs`.
 `tests/test_trl_seam.py` fails when one of them moves.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +50,17 @@ from trl_atropos.saving import BackgroundSaver
 from trl_atropos.staging import sweep
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.weights import ranks
-from trl_atropos.weights.checkpoint import load_weights
-from trl_atropos.weights.masters import exact_gradients, use_masters
+from trl_atropos.weights.checkpoint import (
+    groups_of,
+    load_weights,
+    optimizer_errors,
+    put_in_force,
+    require_same_optimizer,
+    require_same_weights,
+    require_whole,
+    weight_errors,
+)
+from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
 from trl_atropos.weights.modes import publisher_of
 from trl_atropos.weights.publisher import PolicyPublisher
 
@@ -214,6 +223,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins: a checkpoint, if any, is loaded."""
+        self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
         self.policy_publisher.begin(optimizer, self.state.global_step)
         source, unfinished_rows = source_state(self.state.stateful_callbacks)
         if not self.state.global_step:  # nothing is resumed, or a checkpoint from before the first step
@@ -297,9 +307,30 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         policy = self.accelerator.unwrap_model(self.model)
-        if self.is_fsdp_enabled or not isinstance(policy, PreTrainedModel):  # DeepSpeed does not come here
+        if self.is_fsdp_enabled:  # DeepSpeed does not come here
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_weights(policy, resume_from_checkpoint)
+        require_whole(resume_from_checkpoint)
+        require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
+        if isinstance(policy, PreTrainedModel):
+            return load_weights(policy, resume_from_checkpoint)
+        with weight_errors(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # The optimizer is final now, and its state is not loaded yet.
+        self._fresh_groups = groups_of(self.optimizer if optimizer is None else optimizer)
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with optimizer_errors(checkpoint, self.args.optim.value):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            within = self.optimizer.optimizer  # of accelerate's
+            loaded = within.inner if isinstance(within, MasterOptimizer) else within
+            require_same_optimizer(self._fresh_groups, groups_of(loaded))
+        put_in_force(self._fresh_groups, self.optimizer, self.lr_scheduler, self.args.optim_args)
 
     def get_train_dataloader(self) -> DataLoader:
         """

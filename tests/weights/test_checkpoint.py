@@ -1,18 +1,24 @@
 """A run goes on with the weights of its checkpoint, under whatever names its family saves them."""
 
 import json
+import logging
+import os
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.rollout_factory import arguments, make_group, record, step_logs
 from tests.weights.architectures import FAMILIES, change, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.errors import CheckpointError
-from trl_atropos.weights.checkpoint import load_weights
+from trl_atropos.errors import CheckpointError, SaveError
+from trl_atropos.weights.checkpoint import load_weights, require_whole
+from trl_atropos.weights.masters import MasterOptimizer
 
 
 def llama(folder: Path) -> PreTrainedModel:
@@ -73,12 +79,11 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
         load_weights(model, str(tmp_path))
 
 
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
-    model = llama(tmp_path)
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub():
     with pytest.raises(
         CheckpointError, match=r"no checkpoint in no such folder, which is no folder: check `resume_from_checkpoint`"
     ):
-        load_weights(model, "no such folder")
+        require_whole("no such folder")
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut"])
@@ -91,6 +96,127 @@ def test_weights_that_cannot_be_read_are_refused(damage, tmp_path):
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"cannot be read \(.*resume from another one"):
+    with pytest.raises(CheckpointError, match=r"cannot be read .*Resume from another"):
         load_weights(model, str(tmp_path / "saved"))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# ----------------------------------------------------------------------------------- torn, of another run, in force
+
+
+@pytest.fixture(scope="module")
+def recording(tiny_model, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("recorded")
+    return record(folder / "recorded.jsonl", *([make_group(tiny_model, 4, seed)] * 2 for seed in range(6)))
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, recording):
+    """Makes a trainer of up to 4 steps in a folder, with a checkpoint after every step."""
+
+    def make(folder: Path, peft: bool = False, **settings) -> AtroposGRPOTrainer:
+        usual = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "replay_paths": [recording]}
+        config = AtroposGRPOConfig(**arguments(folder, **(usual | settings)))
+        adapter = LoraConfig(r=2, target_modules=["q_proj"]) if peft else None
+        return AtroposGRPOTrainer(str(tiny_model), args=config, peft_config=adapter)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory) -> Path:
+    """A checkpoint after two steps, with a constant learning rate."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(folder, max_steps=2, save_steps=2, lr_scheduler_type="constant").train()
+    return folder / "checkpoint-2"
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run" / saved.name))
+
+
+def resume(trainer: AtroposGRPOTrainer, checkpoint: Path) -> AtroposGRPOTrainer:
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer
+
+
+def test_settings_of_the_optimizer_that_are_given_on_a_resume_are_in_force(run, checkpoint, caplog):
+    caplog.set_level(logging.INFO, "trl_atropos")
+    given = {"learning_rate": 5e-4, "weight_decay": 0.25, "adam_beta2": 0.9, "lr_scheduler_type": "linear"}
+    trainer = resume(run(checkpoint.parent, max_steps=4, **given), checkpoint)
+    rates = [log["learning_rate"] for log in step_logs(trainer)]
+    assert rates == pytest.approx([2e-3, 2e-3, 5e-4 * 2 / 4, 5e-4 * 1 / 4])
+    decays, betas = zip(*((group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups))
+    assert decays == (0.25, 0.0) and set(betas) == {(0.9, 0.9)}
+    assert "Resuming with learning_rate 0.0005 in place of the checkpoint's 0.002." in caplog.text
+
+
+def test_a_run_of_16_bits_steps_its_masters_at_the_learning_rate_that_is_given(run, tmp_path):
+    settings = {"model_init_kwargs": {"dtype": "bfloat16"}, "lr_scheduler_type": "constant"}
+    run(tmp_path, max_steps=1, **settings).train()
+    trainer = resume(run(tmp_path, max_steps=2, learning_rate=5e-4, **settings), tmp_path / "checkpoint-1")
+    masters = trainer.optimizer.optimizer
+    assert isinstance(masters, MasterOptimizer)
+    assert {group["lr"] for group in masters.inner.param_groups} == {5e-4}
+
+
+def test_how_often_is_logged_and_saved_may_change_on_a_resume(run, checkpoint):
+    trainer = resume(run(checkpoint.parent, max_steps=6, save_steps=3, logging_steps=2), checkpoint)
+    assert sorted(path.name for path in checkpoint.parent.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-6",
+    ]
+    assert [log["step"] for log in step_logs(trainer)] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor"])
+def test_the_state_of_another_optimizer_is_refused(run, checkpoint, optim):
+    with pytest.raises(CheckpointError, match=rf"is not that of `optim: {optim}` .* in place of .* begin anew"):
+        resume(run(checkpoint.parent, optim=optim), checkpoint)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_torn_file_of_a_checkpoint_is_named(run, checkpoint, name):
+    torn = checkpoint / name
+    os.truncate(torn, torn.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=rf"{torn} cannot be read .* Resume from another checkpoint"):
+        resume(run(checkpoint.parent), checkpoint)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
+    (checkpoint / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"but no {name}: it was damaged\. Resume from another"):
+        resume(run(checkpoint.parent), checkpoint)
+
+
+def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`"):
+        resume(run(checkpoint.parent, peft=True), checkpoint)
+    run(tmp_path / "adapter", peft=True, max_steps=1).train()
+    adapter = tmp_path / "adapter/checkpoint-1"
+    with pytest.raises(CheckpointError, match=r"of an adapter, and this run trains the whole model\. Set `use_peft"):
+        resume(run(tmp_path / "adapter"), adapter)
+    os.truncate(adapter / "adapter_model.safetensors", 100)
+    with pytest.raises(CheckpointError, match=r"The weights of the checkpoint in .*/checkpoint-1 cannot be read"):
+        resume(run(tmp_path / "adapter", peft=True), adapter)
+
+
+def test_a_disk_that_takes_no_more_is_named_and_no_half_checkpoint_stays(run, tmp_path):
+    """As it is with a full disk, of torch's file no more than a part is taken."""
+    trainer = run(tmp_path, max_steps=2, save_steps=2)
+    size = 150_000  # between those of the weights and of the optimizer's state
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(
+            SaveError, match=r"could not be written to .*/checkpoint-2: File too large\. .* Make room .* resume"
+        ):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "checkpoint-2").exists()
+    run(tmp_path, max_steps=2, save_steps=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]

@@ -34,7 +34,7 @@ class Finding:
 
 # Our errors say what happened, then the way out, which begins with one of these.
 WAY_OUT = re.compile(
-    r"[.;:,] +(?=(?:(?:and|or) )?(?:Set|Write|Remove|Use|Correct|Leave|Make|Raise|Lower|Change|Give|List|Check|"
+    r"[.;:,] +(?=(?:(?:and|or) )?(?:Set|Write|Remove|Resume|Use|Correct|Leave|Make|Raise|Lower|Change|Give|List|Check|"
     r"Did you|See|Name|Rename|Stop|Install|Put|Start|Take|Add|Load|Restart|Train|Evaluate|Keep|Begin|Run|Known|"
     r"An entry)\b)",
     re.IGNORECASE,

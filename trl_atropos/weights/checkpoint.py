@@ -1,14 +1,227 @@
-"""The weights of a checkpoint, into the model that goes on from it."""
+"""A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
 
+`saving.py` writes within `written_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything that
+takes long; then `AtroposGRPOTrainer` calls `load_weights`, and `put_in_force` because the optimizer's state brings the
+settings of the run that saved it.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+import textwrap
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 
-from trl_atropos.errors import CheckpointError
+from trl_atropos.errors import CheckpointError, SaveError
 
+logger = logging.getLogger(__name__)
+
+ANOTHER = "Resume from another checkpoint (`resume_from_checkpoint`)."
 NAMED = 3  # weights that a message names
+SHOWN = 300  # characters of what a library says
+PROBE = 1 << 20  # bytes that are written to learn why the disk takes no more
+SETTINGS = {  # entries of an optimizer's groups that are set by a run's settings, and the names of those
+    "initial_lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1, adam_beta2",
+    "eps": "adam_epsilon",
+}
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@contextlib.contextmanager
+def written_whole(checkpoint: str | Path) -> Iterator[None]:
+    """Around the writing of a checkpoint: after an error or Ctrl-C, nothing half written stays."""
+    try:
+        yield
+    except BaseException:
+        if not has_state(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
+    """
+    Says in words why `what` cannot be written to `folder`. Of a full disk, torch says "file write failed".
+
+    Raises:
+        SaveError: The operating system refused to write.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = _refusal(folder, error)
+        if reason is None:
+            raise
+        raise SaveError(
+            f"{what} could not be written to {folder}: {reason}. The checkpoints before it are whole. Make room (or "
+            "lower `save_total_limit`), or let this user write there, and resume."
+        ) from error
+
+
+def _refusal(folder: str | Path, error: Exception) -> str | None:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE))
+            file.flush()
+    except OSError as refusal:
+        return refusal.strerror
+    return str(error) if isinstance(error, SafetensorError) else None
+
+
+def has_state(checkpoint: str | Path) -> bool:
+    """Whether the checkpoint was written to its end: the trainer's state comes last."""
+    try:
+        json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ resuming
+
+
+def require_whole(checkpoint: str | Path) -> None:
+    """
+    Raises `CheckpointError` if a file that training would go on from is torn or missing. Whatever their size, this
+    reads only the ends of files.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint in {folder}, which is no folder: check `resume_from_checkpoint`."
+        )
+    for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
+        try:
+            zipfile.ZipFile(path).close()  # torch writes archives, which end with their table of contents
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): it was damaged, or not written to the end. {ANOTHER}"
+            ) from error
+    sharded = any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
+    there = {name: (folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
+    if not sharded and len(set(there.values())) > 1:
+        lacking, other = sorted(there, key=there.get)
+        raise CheckpointError(f"{folder} has {other}, but no {lacking}: it was damaged. {ANOTHER}")
+
+
+def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
+    """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the other way round."""
+    folder = Path(checkpoint)
+    of_adapter, of_model = (folder / ADAPTER_CONFIG_NAME).exists(), any(folder.glob("model*.safetensors"))
+    if adapter and of_model and not of_adapter:
+        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
+    elif not adapter and of_adapter and not of_model:
+        held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
+    else:
+        return
+    raise CheckpointError(
+        f"The checkpoint in {folder} is of {held}, and this run trains {trained}. {fix} as in the run that saved it, "
+        "or leave `resume_from_checkpoint` out to begin anew."
+    )
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups without their parameters: the learning rate, and what else there is to set."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def optimizer_errors(checkpoint: str | Path, optim: str) -> Iterator[None]:
+    """Around the loading of the optimizer's state. Raises `CheckpointError` if it is of another kind of optimizer."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"The optimizer's state in {checkpoint} is not that of `optim: {optim}` on this model ({error}). Resume "
+            "with the `optim` and the trained parameters of the run that saved it, or begin anew from its weights: "
+            "name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
+        ) from error
+
+
+def require_same_optimizer(fresh: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its own.
+
+    Args:
+        fresh: `groups_of` the optimizer before it was loaded.
+        loaded: The same afterwards.
+
+    Raises:
+        ValueError: Each has entries that the other lacks. A newer version of one optimizer only adds some.
+    """
+    for before, after in zip(fresh, loaded, strict=True):
+        ours, theirs = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+        if ours and theirs:
+            raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
+
+
+def put_in_force(
+    fresh: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    optim_args: str | None,
+) -> None:
+    """
+    The settings of this run, in place of those that came with the state of optimizer and schedule.
+
+    Args:
+        fresh: `groups_of` the optimizer before its state was loaded.
+        optim_args: Of the run's settings; what it names is set, too.
+
+    Raises:
+        CheckpointError: The learning rate is another, and the schedule cannot go on from it.
+    """
+    named = {part.split("=")[0].strip() for part in (optim_args or "").split(",")}
+    changed: dict[str, tuple[Any, Any]] = {}
+    for before, group in zip(fresh, optimizer.param_groups, strict=True):
+        for name in (SETTINGS.keys() | named) & before.keys() & group.keys():
+            if before[name] != group[name]:
+                changed.setdefault(SETTINGS.get(name, name), (group[name], before[name]))
+                group[name] = before[name]
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+    elif "learning_rate" in changed:
+        theirs, ours = changed["learning_rate"]
+        raise CheckpointError(
+            f"`learning_rate: {ours}`, but the checkpoint was saved with {theirs}, from which a "
+            f"{type(scheduler).__name__} goes on. Set `learning_rate: {theirs}`, or another `lr_scheduler_type`."
+        )
+    for name, (theirs, ours) in changed.items():
+        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, ours, theirs)
+
+
+@contextlib.contextmanager
+def weight_errors(checkpoint: str | Path) -> Iterator[None]:
+    """Around the loading of weights. Raises `CheckpointError` if they cannot be read, or do not fit the model."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        said = textwrap.shorten(str(error), SHOWN)
+        raise CheckpointError(
+            f"The weights of the checkpoint in {checkpoint} cannot be read into this model ({said}). It was damaged, "
+            f"or saved with another model or adapter. {ANOTHER}"
+        ) from error
 
 
 @torch.no_grad()
@@ -22,25 +235,15 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
 
     Args:
         model: On any device, in any dtypes.
-        folder: Of the checkpoint.
+        folder: Of the checkpoint, which is there.
 
     Raises:
-        CheckpointError: There is no checkpoint, its weights cannot be read, or it lacks weights of the model or has
-            them in other shapes.
+        CheckpointError: Its weights cannot be read, or it lacks weights of the model or has them in other shapes.
     """
-    if not Path(folder).is_dir():  # or `from_pretrained` would look for a model of that name on the Hub
-        raise CheckpointError(
-            f"There is no checkpoint in {folder}, which is no folder: check `resume_from_checkpoint`."
-        )
     # float32 holds every dtype that is trained; `copy_` makes of it what it was.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    with weight_errors(folder):
         saved, info = type(model).from_pretrained(folder, config=model.config, local_files_only=True, **options)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The weights of the checkpoint in {folder} cannot be read ({error}). It was damaged, or not written to "
-            "the end: resume from another one (`resume_from_checkpoint`)."
-        ) from error
     lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lacking:
         named = ", ".join(lacking[:NAMED]) + (f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else "")
