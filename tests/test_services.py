@@ -2,22 +2,36 @@
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
+import uuid
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.guard import members
-from trl_atropos.services import VMSTAT, Services, killed_for_memory, port_of, require_free_port, tail
+from trl_atropos.services import (
+    VMSTAT,
+    Services,
+    killed_for_memory,
+    port_of,
+    require_free_port,
+    require_shared_memory,
+    require_sockets,
+    tail,
+)
 
 GONE_WITHIN = 15.0
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -322,3 +336,29 @@ def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypa
     server = "import sys; from http.server import *; HTTPServer(('127.0.0.1', int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()"  # noqa: E501
     services.start("server", [sys.executable, "-c", server, str(port_of(free_url))], health_url=free_url)
     services.wait_healthy("server", timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("length", "refused"),
+    [
+        (70, nullcontext()),
+        (71, pytest.raises(ServiceError, match=r"\(`TMPDIR`\).* 71 bytes; at most 70 .* such as /tmp")),
+    ],
+)
+def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(length, refused, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own folders are too long for the first
+        folder = Path(short, "x" * (length - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with refused:
+            require_sockets()
+        kernel = nullcontext() if length == 70 else pytest.raises(OSError, match="path too long")
+        with socket.socket(socket.AF_UNIX) as listener, kernel:
+            listener.bind(f"{folder}/{uuid.uuid4()}")
+
+
+def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
+    require_shared_memory(1)
+    with pytest.raises(ServiceError, match=r"/dev/shm has 64 MiB free.* 2 worker processes needs 256.*--shm-size"):
+        require_shared_memory(2)

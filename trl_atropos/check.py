@@ -25,7 +25,7 @@ line of `trl_atropos.train`, and some options of `accelerate launch`. What is ch
   versions        what is installed fits, and packages that a setting needs are there
   files           model, checkpoint, recordings; the output folder can be written, and its disk takes what is saved
   ports           those of the services that the recipe starts are free; those that it does not start, and that
-                  answer already, are the run's
+                  answer already, are the run's; a server that it starts has room for its sockets and shared memory
   GPUs            processes, servers and what a server is spread over fit each other and the devices
   text            tokenizers and chat templates of environments and server are the model's; lengths fit
   environments    program, script and folder exist; batch size and group size fit; the Atropos API, the temperature and
@@ -136,7 +136,8 @@ def _of_recipe(recipe, launch, stated: dict[str, Any], written: list[str]) -> tu
     case = case_of_run(recipe, plan)
     known = list(environments.of_recipe(recipe))
     found += [*versions.packages(recipe, launch.sharding), *versions.reports(recipe, stated), *_files(recipe, stated)]
-    found += [*running.ports(recipe), *running.running(recipe, launch), *layout(recipe, launch)]
+    found += [*running.ports(recipe), *running.room(recipe, launch), *running.running(recipe, launch)]
+    found += layout(recipe, launch)
     found += text.tokenizers(recipe, known)
     if case is not None:
         found += [*text.lengths(recipe, case, stated, known), *disk.disk(recipe, case, launch.elsewhere)]

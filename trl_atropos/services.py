@@ -14,10 +14,12 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -29,7 +31,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.guard import KILL_DEADLINE, SharedFiles, end_service
+from trl_atropos.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ TAIL_LINES = 20
 SHOWN_AT_RESTART = 5  # lines
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500
+SOCKET_PATH = 107  # bytes that the path of a Unix socket may have
+SOCKET_NAME = 37  # bytes of a slash and a UUID, as vLLM names its sockets
+SHARED_BY_ONE = 16 << 20  # bytes
+SHARED_BY_SEVERAL = 256 << 20  # bytes: the queue between an engine and its workers
 FREE_PORTS = range(20_000, 30_000)
 VMSTAT = Path("/proc/vmstat")
 MEMORY = (
@@ -386,6 +392,30 @@ def require_free_port(url: str, what: str, fix: str) -> None:
         used = error.errno == errno.EADDRINUSE
         problem = "is already in use" if used else f"cannot be listened on ({error.strerror})"
         raise ServiceError(f"port {port} on {host} {problem}, {what} cannot be started there: {fix}") from error
+
+
+def require_sockets() -> None:
+    """Raise `ServiceError` if the path of the sockets through which vLLM's processes talk would be too long."""
+    variable = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    length, longest = len(os.fsencode(folder)), SOCKET_PATH - SOCKET_NAME
+    if length > longest:
+        raise ServiceError(
+            f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; at most {longest} "
+            f"leave room for their names. Set `{variable}` to a folder with a shorter path, such as /tmp."
+        )
+
+
+def require_shared_memory(processes: int, folder: str = SHM) -> None:
+    """Raise `ServiceError` if /dev/shm is too small for a vLLM server of that many worker processes."""
+    needed = SHARED_BY_ONE if processes == 1 else SHARED_BY_SEVERAL
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else needed  # another system than Linux
+    if free < needed:
+        raise ServiceError(
+            f"{folder} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes needs "
+            f"{needed >> 20}. Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or "
+            "remove what others left there."
+        )
 
 
 def tail(path: str | Path, lines: int = TAIL_LINES) -> str:

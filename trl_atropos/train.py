@@ -256,7 +256,7 @@ def start_services(recipe, services) -> None:
 
     training, config = recipe.training, recipe.services
     atropos, servers = training.atropos_url, training.vllm_server_urls
-    require_free_ports(recipe)
+    require_room(recipe)
     if config.start_atropos:
         command, again = _module("atroposlib.cli.run_api", atropos), config.restart_environments
         services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again)
@@ -284,11 +284,15 @@ def start_services(recipe, services) -> None:
         services.wait_healthy(name, config.service_timeout)
 
 
-def require_free_ports(recipe) -> None:
-    """Raises `ServiceError` if a service that is to be started cannot listen where its URL says."""
-    from trl_atropos.services import require_free_port
+def require_room(recipe) -> None:
+    """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared memory."""
+    from trl_atropos.flags import parallel
+    from trl_atropos.services import require_free_port, require_shared_memory, require_sockets
 
     training, config = recipe.training, recipe.services
+    if config.start_vllm:
+        require_sockets()
+        require_shared_memory(parallel(recipe.vllm_flags())[0])
     if config.start_atropos:
         fix = "stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`"
         require_free_port(training.atropos_url, "the Atropos API", fix)

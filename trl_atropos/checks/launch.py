@@ -1,7 +1,6 @@
 """Where and how the run will be launched: what `check` is told besides the recipe."""
 
 import argparse
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import torch
 import yaml
 
 from trl_atropos.checks.finding import Finding
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import parallel, stated_flags
 
 
 def options() -> argparse.ArgumentParser:
@@ -138,24 +137,6 @@ def _devices(recipe, launch: Launch) -> Iterator[Finding]:
 def _too_few(what: str, here: int, fix: str) -> Finding:
     fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
     return Finding("gpu-layout", "There are fewer GPUs than the run needs", f"{what}, {here} GPUs", fix)
-
-
-PARALLEL = {
-    "tensor": ("--tensor-parallel-size", "-tp"),
-    "pipeline": ("--pipeline-parallel-size", "-pp"),
-    "data": ("--data-parallel-size", "-dp"),
-}
-
-
-def parallel(flags: list[str]) -> tuple[int, str]:
-    """GPUs that a server with these flags takes, and the flags that say so."""
-    words = [part for word in flags for part in word.split("=", 1)]
-    parts, told = 1, []
-    for word, value in itertools.pairwise(words):
-        if any(word.replace("_", "-") in names for names in PARALLEL.values()) and value.isdigit():
-            parts *= int(value)
-            told.append(f"{word} {value}")
-    return parts, " ".join(told)
 
 
 def _share(flags: list[str]) -> float:

@@ -10,8 +10,9 @@ from trl_atropos.checks.launch import Launch
 from trl_atropos.checks.text import tokenizer
 from trl_atropos.checks.versions import requirement
 from trl_atropos.errors import RolloutError, ServerError, ServiceError
+from trl_atropos.flags import parallel
 from trl_atropos.protocol import ADAPTER_MODES, ServerInfo, tokenizer_fingerprint
-from trl_atropos.services import port_of, require_free_port
+from trl_atropos.services import port_of, require_free_port, require_shared_memory, require_sockets
 
 ANSWER = 5.0  # seconds
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
@@ -37,6 +38,18 @@ def ports(recipe) -> Iterator[Finding]:
                 f"{setting}: {url}, {str(error).partition(f', {what}')[0]}",
                 f"Stop what runs there, set `{setting}` to a free port, or use it with `start_{name}: false`.",
             )
+
+
+def room(recipe, launch: Launch) -> Iterator[Finding]:
+    """Of a vLLM server that is started on this machine: its sockets and its shared memory."""
+    if launch.elsewhere or not recipe.services.start_vllm:
+        return
+    processes, _ = parallel(recipe.vllm_flags())
+    for name, require in (("sockets", require_sockets), ("shared-memory", lambda: require_shared_memory(processes))):
+        try:
+            require()
+        except ServiceError as error:
+            yield from_message(str(error), {}, name=name)
 
 
 def running(recipe, launch: Launch) -> Iterator[Finding]:
