@@ -15,6 +15,9 @@ SINGLE = LISTED.replace('[APIServerConfig(server_type="vllm")]', 'APIServerConfi
 SINGLE_BY_NAME = SINGLE.replace("return config, ", "servers = ").replace(
     "    async def", "        return config, servers\n    async def"
 )
+LISTED_BY_NAME = LISTED.replace("return config, ", "servers = ").replace(
+    "    async def", "        return config, servers\n    async def"
+)
 INHERITED = "class Mine(BaseEnv):\n    pass\nMine.cli()\n"
 COMPUTED = LISTED.replace('[APIServerConfig(server_type="vllm")]', "make_servers()")
 TOKENIZES = "def f(tokenizer, messages):\n    return tokenize_for_trainer(tokenizer, messages)\n"
@@ -350,6 +353,12 @@ MISTAKES = {
     # its settings
     "a server type without tokens": Mistake(
         lambda desk: desk.recipe(flags=f"{FLAGS} --openai.server_type openai"),
+        "server-type",
+        "server_type: openai",
+        "Set `server_type` to 'vllm'",
+    ),
+    "no server type in a list that has a name": Mistake(
+        lambda desk: desk.recipe(LISTED_BY_NAME.replace('server_type="vllm"', "")),
         "server-type",
         "server_type: openai",
         "Set `server_type` to 'vllm'",

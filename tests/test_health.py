@@ -39,6 +39,10 @@ class AgedSource(ReplaySource):
             row.policy_version = None if age is None else self.trainer.policy_publisher.trainer_version - age
         return rows
 
+    def metrics(self):
+        known = [age for age in self.ages if age is not None]
+        return super().metrics() | ({"rollouts/staleness_mean": sum(known) / len(known)} if known else {})
+
 
 def run(model: Path, folder: Path, batches: list[list[Group]], ages: list[int | None], **settings: Any):
     """A trainer that has been trained on `batches`, and nearly kept its weights."""
@@ -128,6 +132,7 @@ SICK: dict[str, tuple[Callable[[Path, int], list[Group]], int, list[int | None],
     "logprob_gap": (lambda m, s: sampled_elsewhere(m, s, -0.6), 3, [3], {}),
     "importance_ratio": (lambda m, s: sampled_elsewhere(m, s, 0.8), 3, [2], {}),
     "tokens_corrected": (lambda m, s: sampled_elsewhere(m, s, 1.2), 3, [2], {}),
+    "stale": (groups, 3, [3], {}),
     "unknown_version": (groups, 3, [None], {}),
     "dropped": (mostly_too_long, 3, [0], {"max_sequence_length": 30}),
 }  # fmt: skip

@@ -79,6 +79,8 @@ def _read_config_init(code: EnvironmentCode, config_init: ast.AST, started: ast.
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             *_env, servers = node.value.elts
             code.single_server = node.lineno if _is_single(servers, config_init) else code.single_server
+            assigned = _assigned(servers, config_init) if isinstance(servers, ast.Name) else [servers]
+            servers = assigned[0] if len(assigned) == 1 else None
             if isinstance(servers, ast.List) and not any(isinstance(one, ast.Starred) for one in servers.elts):
                 code.servers = len(servers.elts)
     if len(names) == 1 and "" not in code.settings:  # no `**settings`
@@ -165,14 +167,16 @@ def _is_single(value: ast.expr, function: ast.AST) -> bool:
     if isinstance(value, ast.Call):
         return _name(value.func) in SERVER_CONFIGS
     if isinstance(value, ast.Name):
-        assigned = [
-            node.value
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign | ast.AnnAssign)
-            and any(_name(to) == value.id for to in (node.targets if isinstance(node, ast.Assign) else [node.target]))
-        ]
+        assigned = _assigned(value, function)
         return bool(assigned) and all(one is not None and _is_single(one, function) for one in assigned)
     return False
+
+
+def _assigned(name: ast.Name, function: ast.AST) -> list[ast.expr | None]:
+    """Everything that a function assigns to a variable."""
+    assignments = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [(node.targets if isinstance(node, ast.Assign) else [node.target], node.value) for node in assignments]
+    return [value for to, value in targets if any(_name(target) == name.id for target in to)]
 
 
 def _tokenizes(node: ast.Call) -> tuple[int, str] | None:

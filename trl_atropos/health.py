@@ -117,6 +117,13 @@ SIGNALS: dict[str, Signal] = {
         "update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
         "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
     ),
+    "stale": Signal(
+        2.0,
+        3,
+        "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
+        "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
+        "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
+    ),
     "unknown_version": Signal(
         0.5,
         3,

@@ -497,6 +497,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
             measures |= self._rewards.add(rows)
             measures["truncated"] = metrics["completions/clipped_ratio"][-1]
             measures["dropped"] = share_dropped(own, len(rows))
+            if "rollouts/staleness_mean" in own:
+                micro_batches = self.args.steps_per_generation * self.args.num_iterations
+                steps_per_batch = micro_batches / self.args.gradient_accumulation_steps
+                measures["stale"] = own["rollouts/staleness_mean"] / steps_per_batch
             for name, value in measures.items():
                 metrics[f"health/{name}"].append(value)
         if self.args.stop_on_warnings:
