@@ -127,6 +127,7 @@ def require_extras(command: Command, desk: Path) -> None:
     config.read(ROOT / "setup.cfg")
     for extras in re.findall(r"\[([\w,]+)\]", " ".join(command.words)):
         assert set(extras.split(",")) <= set(config["options.extras_require"]), command
+    assert all((ROOT / word).is_file() for flag, word in pairwise(command.words) if flag == "--constraint"), command
 
 
 # What is run here.
@@ -137,5 +138,5 @@ HERE = [
     (r"python recipes/quickstart/make_model\.py ", make_model),
     (r"python -m trl_atropos\.config_reference ", run_script),
     (r"(cp -r|sed -i) ", run_script),
-    (r"pip install -e ", require_extras),
+    (r"pip install .*-e ", require_extras),
 ]

@@ -117,6 +117,12 @@ def test_the_settings_of_overlays_are_the_recipes(desk):
     assert found.seen == "rollout_timeout: -2"
 
 
+def test_what_the_hub_says_is_not_taken_for_the_way_out(desk):
+    [found] = examine([*desk.recipe(), "--model_name_or_path", "nobody/nothing"]).findings
+    assert found.name == "model" and found.what.startswith("The model 'nobody/nothing' cannot be loaded: ")
+    assert found.fix.startswith("Set `model_name_or_path` to a folder")
+
+
 # ----------------------------------------------------------------------------------- what an environment's code tells
 
 

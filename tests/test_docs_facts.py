@@ -3,6 +3,7 @@ that promise to be complete."""
 
 import ast
 import re
+from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import trl
 import yaml
 from example_trainer.cli import create_full_parser
+from packaging.requirements import Requirement
 from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
@@ -178,3 +180,23 @@ def test_every_block_of_python_compiles_and_imports_what_there_is():
                 if isinstance(call.func, ast.Name) and call.func.id == "AtroposGRPOConfig":
                     given = {keyword.arg for keyword in call.keywords}
                     assert given <= set(AtroposGRPOConfig.__dataclass_fields__), block.place
+
+
+def test_the_versions_of_gpus_are_those_that_are_allowed_and_named():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    wanted = [config["options"]["install_requires"], extras["vllm"], extras["deepspeed"]]
+    allowed = {one.name: one.specifier for text in wanted for one in map(Requirement, text.split())}
+    lines = [line for line in (ROOT / "configs/constraints-gpu.txt").read_text().splitlines() if line[0] != "#"]
+    run = dict(line.split("==") for line in lines)
+    assert {"vllm", "torch", "transformers", "trl", "atroposlib", "accelerate", "peft"} <= run.keys()
+    assert not [name for name, versions in allowed.items() if name in run and run[name] not in versions]
+    vllm, torch, transformers = (".".join(run[name].split(".")[:2]) for name in ("vllm", "torch", "transformers"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"On NVIDIA H200s with vLLM {vllm}, torch {torch}, transformers {transformers} and" in readme
+    last = max(int(one.version.split(".")[1]) for one in allowed["vllm"]) - 1  # below 0.33
+    assert (
+        f"**Not run on GPUs yet**: InfiniBand, more than one machine, vLLM 0.{int(vllm[2:]) + 1} to 0.{last},"
+        in readme
+    )

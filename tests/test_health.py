@@ -128,6 +128,7 @@ SICK: dict[str, tuple[Callable[[Path, int], list[Group]], int, list[int | None],
     ),
     "tiny_group_std": (lambda m, s: scored(m, s, lambda g: [0.5, 0.5, 0.5, 0.5008]), 3, [0], {}),
     "truncated": (without_end, 5, [0], {}),
+    "loss_divisor": (groups, 5, [0], {"loss_type": "dr_grpo", "max_completion_length": 64}),
     "logprob_gap_fresh": (lambda m, s: sampled_elsewhere(m, s, 0.2), 3, [0], {}),
     "logprob_gap": (lambda m, s: sampled_elsewhere(m, s, -0.6), 3, [3], {}),
     "importance_ratio": (lambda m, s: sampled_elsewhere(m, s, 0.8), 3, [2], {}),
@@ -173,7 +174,8 @@ def test_a_few_bad_batches_are_not_yet_a_warning(tiny_model, tmp_path, warned, n
 
 
 def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_path, warned):
-    trainer = run(tiny_model, tmp_path, [groups(tiny_model, seed) for seed in range(12)], [0])
+    batches = [groups(tiny_model, seed) for seed in range(12)]
+    trainer = run(tiny_model, tmp_path, batches, [0], loss_type="dr_grpo", max_completion_length=12)
     assert warned() == []
     for log in step_logs(trainer):
         for name, signal in SIGNALS.items():

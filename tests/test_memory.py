@@ -295,7 +295,12 @@ def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
     assert findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments)) == []
 
 
-def test_a_server_without_room_for_one_sequence_is_found(large, tmp_path):
-    arguments = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
-    texts = findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments))
+def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):
+    """One that is started by hand has other flags, and may well fit."""
+    settings = {**ADAPTER, "vllm_mode": "server", "max_sequence_length": 4096}
+    settings["vllm_args"] = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
+    texts = findings(on_gpus(tmp_path, large, 40, **settings))
     assert "Raise `--gpu-memory-utilization`" in texts[0]
+    by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
+    assert findings(by_hand) == [] and by_hand.server is None
+    assert "  The server is not started by this run, and not estimated." in by_hand.table()

@@ -158,7 +158,7 @@ def _files(recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     try:
         check_files(recipe)
     except (AtroposTrainingError, RecipeError) as error:
-        yield from_message(str(error), stated)
+        yield from_message(error, stated)
     finally:
         if not was_there and os.path.isdir(folder) and not os.listdir(folder):
             os.rmdir(folder)

@@ -10,7 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RecipeError(ValueError):
-    """The recipe or the command line is wrong; the message says where and what to write instead."""
+    """
+    The recipe or the command line is wrong; the message says where and what to write instead.
+
+    Args:
+        what: What happened; all of the message where there is no `fix`.
+        fix: The way out, apart from `what` where that quotes a library, whose words may read like one.
+    """
+
+    def __init__(self, what: str, fix: str | None = None) -> None:
+        super().__init__(what if fix is None else f"{what} {fix}")
+        self.what, self.fix = what, fix
 
 
 class EnvironmentSpec(BaseModel):

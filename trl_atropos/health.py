@@ -88,6 +88,13 @@ SIGNALS: dict[str, Signal] = {
         "before they could finish, or the environment cuts that token off. Raise the environment's token limit (and "
         "the server's `--max-model-len`), or keep the last token of a completion.",
     ),
+    "loss_divisor": Signal(
+        2.0,
+        5,
+        "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as the longest "
+        "completion so far, so that every gradient is smaller by that factor. Set it to the environments' limit of "
+        "tokens.",
+    ),
     "logprob_gap_fresh": Signal(
         0.1,
         3,

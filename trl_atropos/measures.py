@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from trl_atropos.rollouts.advantages import ZERO_STD, ScaleRewards, brings_advantages, row_advantages
+from trl_atropos.rollouts.advantages import (
+    ZERO_STD,
+    ScaleRewards,
+    brings_advantages,
+    row_advantages,
+    teaches_nothing,
+)
 from trl_atropos.rollouts.schema import Row
 
 TINY_STD = 1e-3  # ten times the epsilon that TRL adds: from here on, the difference is scaled up in full
@@ -27,7 +33,7 @@ def row_measures(rows: Sequence[Row], scale_rewards: ScaleRewards, distils: bool
     `distils` is whether a teacher that a row brings is learned from.
     """
     return {
-        "zero_variance": fmean(_teaches_nothing(row, distils) for row in rows),
+        "zero_variance": fmean(teaches_nothing(row, distils) for row in rows),
         "identical_rows": _share_identical(rows),
         "repeated_token": _share_repeated_token(rows),
         "placeholder_tokens": fmean(map(_is_placeholder, rows)),
@@ -35,12 +41,6 @@ def row_measures(rows: Sequence[Row], scale_rewards: ScaleRewards, distils: bool
         "tiny_group_std": fmean(scale_rewards == "group" and ZERO_STD < row.group_std < TINY_STD for row in rows),
         "unknown_version": fmean(row.policy_version is None for row in rows),
     }
-
-
-def _teaches_nothing(row: Row, distils: bool) -> bool:
-    """Whether its advantage is 0 because the scores of its group are alike, and nothing else is learned from it."""
-    taught = distils and row.distill_ids is not None
-    return row.group_std <= ZERO_STD and not (row.sft or row.raw_advantage or brings_advantages(row) or taught)
 
 
 def _share_identical(rows: Sequence[Row]) -> float:
@@ -83,10 +83,18 @@ def share_dropped(metrics: Mapping[str, float], trained: int) -> float:
     return dropped / (dropped + trained)
 
 
-class RewardHistory:
-    """What only shows over several batches: scores that never differ, and a mean that no longer rises."""
+class History:
+    """
+    What only shows over several batches: scores that never differ, a mean that no longer rises, and completions that
+    never become as long as the loss takes them to be.
 
-    def __init__(self):
+    Args:
+        divisor: tokens that the loss takes every completion to have, if it divides by them.
+    """
+
+    def __init__(self, divisor: int | None = None):
+        self._divisor = divisor
+        self._longest = 1
         self._constant = 0
         self._value: float | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -96,7 +104,8 @@ class RewardHistory:
     def add(self, rows: Sequence[Row]) -> dict[str, float]:
         """
         `constant_rewards`: batches in a row in which every score was the same number. `reward_stalled`: batches since
-        the mean of the last 20 was above the best one so far by more than two standard errors.
+        the mean of the last 20 was above the best one so far by more than two standard errors. `loss_divisor`, where
+        there is one: how many times it is as long as the longest completion so far.
         """
         scores = {row.score for row in rows}
         value = scores.pop() if len(scores) == 1 else None
@@ -108,7 +117,11 @@ class RewardHistory:
             mean, noise = fmean(self._recent), stdev(self._recent) / WINDOW**0.5
             if mean > self._best + 2 * noise:
                 self._best, self._since_best = mean, 0
-        return {"constant_rewards": float(self._constant), "reward_stalled": float(self._since_best)}
+        measures = {"constant_rewards": float(self._constant), "reward_stalled": float(self._since_best)}
+        if self._divisor is not None:
+            self._longest = max(self._longest, *(len(row.completion_ids) for row in rows))
+            measures["loss_divisor"] = self._divisor / self._longest
+        return measures
 
 
 def staleness_classes(rows: Sequence[Row], version: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.environments import EnvironmentSpec, RecipeError
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import server_flags, stated_flags
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
 from trl_atropos.rollouts.recording import recorded_files
 
@@ -95,7 +95,7 @@ class Recipe:
     def vllm_flags(self) -> list[str]:
         """Flags of the vLLM server: those of the recipe, and those that the run's adapter needs."""
         given = list(self.services.vllm_args or [])
-        stated = {flag.replace("_", "-") for flag in stated_flags(given)}
+        stated = server_flags(given).keys()
         sends_adapter = self.model.use_peft and self.training.vllm_mode in ("colocate", *ADAPTER_MODES)
         if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
             given.append("--enable-lora")

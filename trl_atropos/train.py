@@ -176,9 +176,10 @@ def _check_folder_and_model(recipe) -> None:
         )
     except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
         raise RecipeError(
-            f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}. Set "
-            "`model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
-            "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has cached."
+            f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}.",
+            "Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
+            "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has "
+            "cached.",
         ) from error
     reason = _why_not_trained(loaded, model, recipe.training.trust_remote_code)
     if reason is not None:
@@ -243,7 +244,7 @@ def check_reports(training) -> None:
         for callback in get_reporting_integration_callbacks(training.report_to):
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
-        raise RecipeError(f"`report_to` is {training.report_to}: {error} Or set `report_to: none`.") from error
+        raise RecipeError(f"`report_to` is {training.report_to}: {error}", "Or set `report_to: none`.") from error
 
 
 def start_services(recipe, services) -> None:

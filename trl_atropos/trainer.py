@@ -31,7 +31,7 @@ from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
 from trl_atropos.gradients import accumulate_gradients
 from trl_atropos.health import Health
-from trl_atropos.measures import RewardHistory, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
 from trl_atropos.output_lock import locked
 from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
@@ -160,7 +160,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._plan: Plan | None = None  # of that batch; None where its rows stay in the micro-batches that TRL draws
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
-        self._rewards = RewardHistory()
+        self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
         self._saver = BackgroundSaver(self)
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
@@ -238,6 +238,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             save_steps=int(self.args.save_steps) if self.args.save_strategy == "steps" else 0,
             run_name=self.args.run_name or "trl_atropos",
             rows_consumed=self._rows_consumed(),
+            distils=self.args.distillation_coef > 0,
             vocab_size=self.accelerator.unwrap_model(self.model).get_input_embeddings().num_embeddings,
             policy_version=lambda: self.policy_publisher.trainer_version,
             when_wanted_soon=self._when_wanted_soon,
@@ -494,7 +495,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 metrics[name].append(value)
         if self.accelerator.is_main_process:
             measures |= row_measures(rows, self.scale_rewards, self.args.distillation_coef > 0)
-            measures |= self._rewards.add(rows)
+            measures |= self._history.add(rows)
             measures["truncated"] = metrics["completions/clipped_ratio"][-1]
             measures["dropped"] = share_dropped(own, len(rows))
             if "rollouts/staleness_mean" in own:

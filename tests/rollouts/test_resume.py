@@ -332,6 +332,20 @@ def test_groups_without_variance_that_bring_advantages_of_their_own_are_kept(api
     assert scores(source, 4) == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("distils", "kept"), [(False, [1, 2]), (True, [1, 1, 1, 2])])
+def test_groups_without_variance_are_replaced_where_what_they_bring_is_not_learned(api, open_source, distils, kept):
+    """As `health/zero_variance` counts them."""
+    source = open_source(None, {"distils": distils}, replace_zero_variance_groups=True)
+    teacher = {
+        "distill_token_ids": [[[], [8], [11], [9]]] * 2,
+        "distill_logprobs": [[[], [-0.1], [-0.1], [-0.1]]] * 2,
+    }
+    advantages = {"advantages": [[0.0, 0.0, 1.0, 1.0]] * 2, "overrides": [{"set_advantage_to_zero": True}] * 2}
+    api.deliver(make_group(1, 1, **teacher), make_group(2, 2, **advantages))
+    api.deliver(make_group(1, 2), make_group(3, 3))
+    assert scores(source, len(kept)) == kept
+
+
 def test_batches_are_pulled_ahead_while_nobody_polls_and_no_more_than_asked(api, open_source):
     source = open_source(prefetch_batches=2)
     api.deliver(*groups(1, 2))

@@ -1,9 +1,15 @@
 """`trl-atropos serve`: which flags reach vLLM in each mode, and which of the user's are refused."""
 
 import pytest
+from transformers import Qwen3Config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import SHORT, parallel, stated_flags
+from trl_atropos.memory.case import case_of
+from trl_atropos.memory.plan import Plan
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
+from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, vllm_arguments
 from trl_atropos.server.routes import control_token
 
@@ -23,6 +29,25 @@ def test_every_mode_has_the_control_routes_and_the_right_log_probabilities(mode,
     assert stated["--worker-extension-cls"] == "trl_atropos.server.extension.WorkerExtension"
     assert stated["--logprobs-mode"] == "processed_logprobs"
     assert (stated["--host"], stated["--port"]) == ("127.0.0.1", "9001")
+
+
+@pytest.mark.parametrize("given", [["-tp", "2"], ["-tp=2"], ["--tensor_parallel_size", "2"]], ids=" ".join)
+def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
+    folder = tmp_path / "model"
+    Qwen3Config().save_pretrained(folder)
+    argv = ["--model_name_or_path", str(folder), "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"])
+    recipe.services.vllm_args = given
+    case = case_of(recipe, Plan("cuda", 80 << 30))
+    assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
+    assert (case.server.tensor_parallel, case.shares_weights) == (2, False)
+
+
+def test_the_short_names_of_flags_are_vllms():
+    arguments = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert {one: arguments._option_string_actions[one].dest for one in SHORT} == {
+        one: long.removeprefix("--").replace("-", "_") for one, long in SHORT.items()
+    }
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)

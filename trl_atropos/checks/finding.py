@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trl_atropos.environments import RecipeError
+
 ERROR = "error"
 WARNING = "warning"
 WRONG_USE = ("no-recipe", "unknown-flag")  # the command line itself is wrong
@@ -66,17 +68,25 @@ NAMES = (
 )
 
 
-def from_message(message: str, stated: Mapping[str, Any], name: str | None = None, seen: str | None = None) -> Finding:
+def from_message(
+    message: str | Exception, stated: Mapping[str, Any], name: str | None = None, seen: str | None = None
+) -> Finding:
     """
-    A finding from the message of an error.
+    A finding from an error or its message, which is cut where its way out begins unless the error has it apart.
 
     Args:
         stated: The recipe's settings. Those that the message names are what was seen.
         name: The finding's. Defaults to what `NAMES` says of the message, or `"setting"`.
         seen: What was seen. Defaults to the settings that the message names, or the message.
     """
+    error, message = message, str(message)
     cut = WAY_OUT.search(message)
-    what, fix = (message[: cut.start()], message[cut.end() :]) if cut else (message, "Correct it in the recipe.")
+    if isinstance(error, RecipeError) and error.fix is not None:
+        what, fix = error.what, error.fix
+    elif cut:
+        what, fix = message[: cut.start()], message[cut.end() :]
+    else:
+        what, fix = message, "Correct it in the recipe."
     if name is None:
         name = next((name for text, name in NAMES if text in what), "setting")
     if seen is None:

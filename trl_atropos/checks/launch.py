@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from trl_atropos.checks.finding import Finding
-from trl_atropos.flags import parallel, stated_flags
+from trl_atropos.flags import parallel, server_flags
 
 
 def options() -> argparse.ArgumentParser:
@@ -143,8 +143,7 @@ def _share(flags: list[str]) -> float:
     """Of a GPU's memory that a server takes."""
     from trl_atropos.memory.case import UTILIZATION
 
-    stated = {flag.replace("_", "-"): value for flag, value in stated_flags(flags).items()}
     try:
-        return float(stated.get("--gpu-memory-utilization", UTILIZATION))
+        return float(server_flags(flags).get("--gpu-memory-utilization", UTILIZATION))
     except ValueError:  # vLLM says what is wrong with it
         return UTILIZATION

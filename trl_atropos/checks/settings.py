@@ -65,7 +65,7 @@ def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> tuple[Any, 
         except RecipeError as error:
             if NEEDS_GPU in str(error):
                 return None, [_no_gpu(stated)]
-            return None, [from_message(str(error), stated)]
+            return None, [from_message(error, stated)]
         except RolloutError as error:
             seen = f"replay_paths: {stated.get('replay_paths')}"
             return None, [from_message(str(error), stated, name="replay", seen=seen)]

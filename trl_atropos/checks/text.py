@@ -10,15 +10,10 @@ from typing import Any
 
 from trl_atropos.checks.environments import Environment
 from trl_atropos.checks.finding import ERROR, WARNING, Finding
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import server_flags
 from trl_atropos.protocol import tokenizer_fingerprint
 
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's own leave to serve more than the model was made for
-
-
-def server_flags(recipe) -> dict[str, str]:
-    """Of the server that the recipe starts, or one like it, without the dashes."""
-    return {name.lstrip("-").replace("_", "-"): value for name, value in stated_flags(recipe.vllm_flags()).items()}
 
 
 @cache
@@ -34,11 +29,11 @@ def tokenizer(name: str) -> Any:
 
 def tokenizers(recipe, environments: list[Environment]) -> Iterator[Finding]:
     """Of the server and of every environment, against the model's."""
-    model, flags = str(recipe.model.model_name_or_path), server_flags(recipe)
-    if "tokenizer" in flags:
+    model, flags = str(recipe.model.model_name_or_path), server_flags(recipe.vllm_flags())
+    if "--tokenizer" in flags:
         fix = "Leave `--tokenizer` out of `vllm_args`."
-        yield from _compare("The server", flags["tokenizer"], model, "--tokenizer", fix, ERROR)
-    template = flags.get("chat-template")
+        yield from _compare("The server", flags["--tokenizer"], model, "--tokenizer", fix, ERROR)
+    template = flags.get("--chat-template")
     if template is not None and template.endswith((".jinja", ".json", ".txt")) and not os.path.isfile(template):
         fix = "Correct `--chat-template` in `vllm_args`."
         yield Finding("chat-template", "The server's chat template is not there", f"--chat-template {template}", fix)

@@ -109,4 +109,4 @@ def reports(recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     try:
         check_reports(recipe.training)
     except RecipeError as error:
-        yield from_message(str(error), stated, name="report-to")
+        yield from_message(error, stated, name="report-to")

@@ -28,7 +28,7 @@ def findings(found: Estimate) -> list[str]:
     if found.fits:
         return texts
     parts = [f"the trainer {found.trainer.total / GIB:.2f}"]
-    if found.server is not None and case.shares_device:
+    if found.server is not None:
         parts.append(f"the server {found.server.total / GIB:.2f}")
     what = "device" if plan.device == "cuda" else "machine"
     texts.append(
@@ -58,7 +58,7 @@ def _way_out(found: Estimate) -> str:
 def _changes(found: Estimate) -> Iterator[tuple[str, Change]]:
     """What to write, and what that makes of a case; the cheapest change first."""
     case, args = found.case, found.case.training
-    if found.server is not None and case.shares_device:
+    if found.server is not None:
         yield from _smaller_cache(found)
     if not args.gradient_checkpointing:
         yield _setting(gradient_checkpointing=True)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import server_flags as flags_of
 from trl_atropos.memory.plan import Plan
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
@@ -107,11 +107,8 @@ class Case:
         return self.training.vllm_mode == "colocate" and alone
 
     @property
-    def shares_device(self) -> bool:
-        """
-        Whether the server is known to take its memory from the trainer's first device, as one that the run starts
-        does. One that is started by hand may have other flags than the recipe's `vllm_args`, and other devices.
-        """
+    def starts_server(self) -> bool:
+        """One that is started by hand may have other flags than the recipe's `vllm_args`, and other devices."""
         return self.server is not None and self.recipe.services.start_vllm
 
 
@@ -148,7 +145,7 @@ def server_flags(recipe: Recipe, plan: Plan, config: PretrainedConfig) -> Server
     arguments = vllm_arguments(
         recipe.model.model_name_or_path, recipe.vllm_flags(), cpu=cpu, mode=recipe.training.vllm_mode
     )
-    flags = {name.removeprefix("--").replace("_", "-"): value for name, value in stated_flags(arguments).items()}
+    flags = {name.removeprefix("--"): value for name, value in flags_of(arguments).items()}
     tokens, sequences = next(pair for size, *pair in BATCH_DEFAULTS if plan.total >= size)
     if cpu:
         tokens, sequences = CPU_BATCH
@@ -161,7 +158,7 @@ def server_flags(recipe: Recipe, plan: Plan, config: PretrainedConfig) -> Server
         max_model_len=_whole(flags.get("max-model-len"), _longest(config)),
         utilization=float(flags.get("gpu-memory-utilization", UTILIZATION)),
         kv_cache_bytes=None if kv_cache is None else _whole(kv_cache, 0),
-        tensor_parallel=int(flags.get("tensor-parallel-size", flags.get("tp", 1))),
+        tensor_parallel=int(flags.get("tensor-parallel-size", 1)),
         pipeline_parallel=int(flags.get("pipeline-parallel-size", 1)),
         batched_tokens=_whole(flags.get("max-num-batched-tokens"), tokens),
         sequences=_whole(flags.get("max-num-seqs"), sequences),

@@ -19,7 +19,8 @@ PASSING = (ACTIVATIONS, HEAD, GRADIENTS, "temporaries")  # items that are gone w
 class Estimate:
     """
     Attributes:
-        server: `None` where recorded rollouts are replayed.
+        server: `None` where the run starts none: recorded rollouts are replayed, or the server has flags, and perhaps
+            devices, that the recipe does not know.
         traces: What was found by running the model without data, for estimates of changed recipes.
     """
 
@@ -34,7 +35,7 @@ class Estimate:
         args, plan = self.case.training, self.case.plan
         on_cpu = plan.device == "cpu"  # where all processes share one memory
         total = self.trainer.total * (plan.processes if on_cpu else 1)
-        if self.server is None or not self.case.shares_device:
+        if self.server is None:
             return total
         if args.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
             resting = sum(size for name, size in self.trainer.items.items() if name not in PASSING)
@@ -52,10 +53,12 @@ class Estimate:
         lines = [f"Memory per {where} at the peak, estimated from the model's config, in GiB ({rows}):"]
         lines += _lines(self.trainer, f"trainer, in {self.trainer.when}")
         if self.server is not None:
-            lines += _lines(self.server, "server" if case.shares_device else "server, with these `vllm_args`")
+            lines += _lines(self.server, "server")
+        elif case.server is not None:
+            lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        both = "both" if case.shares_device else "the trainer"
+        both = "both" if self.server is not None else "the trainer"
         lines.append(_line(f"  {both}, of {plan.total / GIB:.2f} that {name} has", self.total))
         return lines
 
@@ -82,5 +85,5 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
 
 def estimate_case(case: Case, traces: dict) -> Estimate:
     """`traces` is that of another estimate of a like run, or empty."""
-    server = server_memory(case, traces) if case.server is not None else None
+    server = server_memory(case, traces) if case.starts_server else None
     return Estimate(case, trainer_memory(case, traces), server, traces)

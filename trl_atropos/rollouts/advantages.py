@@ -51,6 +51,19 @@ def brings_advantages(row: Row) -> bool:
     return row.token_advantages is not None and not (row.zero_advantage or row.sft)
 
 
+def teaches_nothing(row: Row, distils: bool) -> bool:
+    """
+    Whether the advantage of a row is 0 because the scores of its group are alike, and nothing else is learned from it.
+
+    Args:
+        distils: whether a teacher that the row brings is learned from.
+    """
+    if row.group_std > ZERO_STD or (distils and row.distill_ids is not None):
+        return False
+    own = row.sft or row.raw_advantage or row.token_advantages is not None
+    return row.zero_advantage or not own
+
+
 def advantage_tensor(
     rows: Sequence[Row], local_slice: slice, scale_rewards: ScaleRewards, completion_length: int
 ) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_atropos.rollouts.advantages import ZERO_STD
+from trl_atropos.rollouts.advantages import teaches_nothing
 from trl_atropos.rollouts.books import STALE, ZERO_VARIANCE, Books
 from trl_atropos.rollouts.feed import Feed
 from trl_atropos.rollouts.lineage import Lineage
@@ -25,6 +25,7 @@ class Rules:
     replace_zero_variance_groups: bool
     policy_version: Callable[[], int]  # that a row taken now is trained at
     shares: Shares | None = None  # of the environments, where their weights are to hold
+    distils: bool = False  # whether a teacher that a row brings is learned from
 
 
 class Selection:
@@ -103,7 +104,7 @@ class Selection:
         row_age = self._age(row, born, heard_at, now)
         if oldest is not None and row_age is not None and row_age > oldest:
             return STALE
-        if self._rules.replace_zero_variance_groups and _teaches_nothing(row):
+        if self._rules.replace_zero_variance_groups and teaches_nothing(row, self._rules.distils):
             return ZERO_VARIANCE
         if self._rules.shares is not None and not self._rules.shares.admits(row):
             return OVER_SHARE
@@ -173,10 +174,3 @@ class Selection:
                 metrics[f"rollouts/rows_env_{env_id}"] = float(count)
         self._clear()
         return metrics
-
-
-def _teaches_nothing(row: Row) -> bool:
-    """All scores of its group are alike, and nothing else gives it an advantage or a loss."""
-    signals = (row.token_advantages, row.distill_ids)
-    own = row.sft or row.raw_advantage or any(signal is not None for signal in signals)
-    return row.group_std <= ZERO_STD and not own

@@ -52,6 +52,7 @@ class RunInfo:
     save_steps: int
     run_name: str
     rows_consumed: int = 0  # rows that the steps before `starting_step` took, for a source that can skip them
+    distils: bool = False  # whether the teachers that rows bring are learned from
     vocab_size: int | None = None  # ids that the model's embedding has; None = token ids are not checked
     policy_version: Callable[[], int] = lambda: 0  # that a row polled now will be trained at
     # Takes what is to be called when the next batch will be asked for soon, and what is sampled from now on is of the
@@ -203,7 +204,9 @@ class AtroposSource:
         feed = Feed(self._puller, self._spool, self._keep, begin=cursor, ahead=ahead)
         if self._enforce_environment_weights:
             self._shares = Shares(self._client, slack=run.batch_size)
-        rules = Rules(self._max_staleness, self._replace_zero_variance_groups, run.policy_version, self._shares)
+        rules = Rules(
+            self._max_staleness, self._replace_zero_variance_groups, run.policy_version, self._shares, run.distils
+        )
         self._selection = Selection(feed, rules, self._lineage, books, cursor)
         for arrival in self._join():
             self._keep(arrival)

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.services import Services, free_port, tail
 
@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
-        named = any(flag.replace("_", "-") == "--served-model-name" for flag in stated_flags(flags))
+        named = "--served-model-name" in server_flags(flags)
         self._flags = flags if named else [*flags, "--served-model-name", first_model]
         self._next_seed = seed
         self._session = session

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from trl_atropos.flags import stated_flags
+from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES
 
 # What the user did not say. Loopback only: the control routes change weights.
@@ -53,7 +53,7 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colo
     """The command line of vLLM's server. Raises `ValueError` where `given` contradicts what must hold."""
     required = {**REQUIRED, **(CPU_REQUIRED if cpu else {})}
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
-    stated = {flag.replace("_", "-"): value for flag, value in stated_flags(given).items()}  # vLLM takes both
+    stated = server_flags(given)
     for flag, value in required.items():
         if flag in stated and stated[flag] != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch  # after the help text, which should not wait for it
 
     cpu = not torch.cuda.is_available()
-    if cpu and "--data-parallel-size" not in {flag.replace("_", "-") for flag in stated_flags(given)}:
+    if cpu and "--data-parallel-size" not in server_flags(given):
         # One process less, and eight seconds less to start; forced back to two unless this is set.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
