@@ -23,6 +23,7 @@ from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.guard import members
 from trl_atropos.services import (
+    SCRATCH,
     VMSTAT,
     Services,
     killed_for_memory,
@@ -340,10 +341,7 @@ def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypa
 
 @pytest.mark.parametrize(
     ("length", "refused"),
-    [
-        (70, nullcontext()),
-        (71, pytest.raises(ServiceError, match=r"\(`TMPDIR`\).* 71 bytes; at most 70 .* such as /tmp")),
-    ],
+    [(59, nullcontext()), (60, pytest.raises(ServiceError, match=r"`TMPDIR`.* 60 bytes; at most 59 .* such as /tmp"))],
 )
 def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(length, refused, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own folders are too long for the first
@@ -352,9 +350,9 @@ def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(length
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with refused:
             require_sockets()
-        kernel = nullcontext() if length == 70 else pytest.raises(OSError, match="path too long")
+        kernel = nullcontext() if length == 59 else pytest.raises(OSError, match="path too long")
         with socket.socket(socket.AF_UNIX) as listener, kernel:
-            listener.bind(f"{folder}/{uuid.uuid4()}")
+            listener.bind(f"{tempfile.mkdtemp(prefix=SCRATCH)}/{uuid.uuid4()}")
 
 
 def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatch):
@@ -362,3 +360,22 @@ def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatc
     require_shared_memory(1)
     with pytest.raises(ServiceError, match=r"/dev/shm has 64 MiB free.* 2 worker processes needs 256.*--shm-size"):
         require_shared_memory(2)
+
+
+@pytest.mark.parametrize("killed", [None, "service", "guard"])
+def test_what_a_service_leaves_in_its_temporary_folder_is_removed_however_it_ends(
+    services, killed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os, tempfile, time; tempfile.mkstemp(); print(os.getpid(), flush=True); time.sleep(600)"
+    services.start("server", [sys.executable, "-c", code], scratch=True)
+    [service] = services.running()
+    deadline = time.monotonic() + GONE_WITHIN
+    while not (told := tail(service.log_path, 1)).isdigit():
+        assert time.monotonic() < deadline, told
+    assert len(os.listdir(service.scratch)) == 1 and Path(service.scratch).parent == tmp_path
+    if killed:
+        os.kill(service.guard.pid if killed == "guard" else int(told), signal.SIGKILL)
+        service.guard.wait(GONE_WITHIN)
+    services.stop()
+    assert not list(tmp_path.glob(f"{SCRATCH}*"))

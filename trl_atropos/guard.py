@@ -12,7 +12,8 @@ files in /dev/shm that only they had mapped: a killed process unlinks neither it
 With `--restarts`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
 hour; one that ended in less than `--settled` seconds is not, because it would only do so again. It is the guard that
 does this, because of what comes next. What it does is written to the file descriptor `--report`, one line each:
-`ended CODE LIVED WAIT` before it waits to start again, `started` when it has.
+`ended CODE LIVED WAIT` before it waits to start again, `started` when it has. The folder `--scratch` is removed at the
+end.
 
 Linux reports the death of the *thread* that started a process, not of the process: guards must be started from the
 main thread, or they end their service when the starting thread does. Standard library only: a guard is up in some
@@ -346,6 +347,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--settled", type=float, default=0.0)
     parser.add_argument("--report", type=int, default=-1)
+    parser.add_argument("--scratch", default="")
     if "--" not in argv[:-1]:
         parser.error("the command to guard is missing: put it after `--`")
     split = argv.index("--")
@@ -353,7 +355,12 @@ def main(argv: list[str]) -> int:
     if os.getsid(0) != os.getpid():
         os.setsid()  # the session is what is ended: it must hold the service and nothing else
     restarts = Restarts(options.restarts, options.settled, options.report)
-    return Guard(options.parent, options.grace, argv[split + 1 :], restarts).run()
+    code = Guard(options.parent, options.grace, argv[split + 1 :], restarts).run()
+    if options.scratch:
+        import shutil  # takes as long as all of the start
+
+        shutil.rmtree(options.scratch, ignore_errors=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ SHOWN_AT_RESTART = 5  # lines
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500
 SOCKET_PATH = 107  # bytes that the path of a Unix socket may have
-SOCKET_NAME = 37  # bytes of a slash and a UUID, as vLLM names its sockets
+SCRATCH = "ta"  # what the names of services' own temporary folders begin with
+SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36  # bytes: in that folder, vLLM gives a socket a UUID for its name
 SHARED_BY_ONE = 16 << 20  # bytes
 SHARED_BY_SEVERAL = 256 << 20  # bytes: the queue between an engine and its workers
 FREE_PORTS = range(20_000, 30_000)
@@ -94,6 +95,7 @@ class Service:
         reports: File descriptor from which the guard's reports are read.
         started: `time.monotonic()` when it was last started.
         killed_for_memory: `killed_for_memory()` at that time.
+        scratch: Its temporary folder, where it has one of its own.
         restarts: How often it has been started again.
         down: It has ended and is about to be started again.
         shared: Files in /dev/shm of a service whose guard is killed; the guard keeps its own list.
@@ -112,6 +114,7 @@ class Service:
     reports: int
     started: float
     killed_for_memory: int
+    scratch: str = ""
     restarts: int = 0
     down: bool = False
     shared: SharedFiles = field(default_factory=SharedFiles, repr=False)
@@ -152,6 +155,7 @@ class Services:
         grace: float = GRACE,
         restarts: int = 0,
         settled: float = SETTLED,
+        scratch: bool = False,
     ) -> None:
         """Start a service under a guard. From the main thread only: a guard lives as long as the thread it came from.
 
@@ -159,6 +163,8 @@ class Services:
             env: Set on top of the trainer's environment without the variables of the launcher.
             restarts: How often within an hour it is started again when it ends, see `trl_atropos.guard`.
             settled: Seconds that it must have lived for that.
+            scratch: Give it a temporary folder of its own, which is removed with it: vLLM leaves sockets and files in
+                `TMPDIR`, wandb folders. Compiled kernels are kept beside it for the next run.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -168,6 +174,13 @@ class Services:
         os.set_blocking(reports, False)
         options = ["--parent", str(os.getpid()), "--grace", str(grace), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
+        own, folder = dict(env or {}), ""
+        if scratch:
+            kernels = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", kernels)
+            folder = tempfile.mkdtemp(prefix=SCRATCH)
+            own = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kernels} | own
+            options += ["--scratch", folder]
         with open(log_path, "ab") as log:
             log_start = log.tell()
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
@@ -179,13 +192,13 @@ class Services:
                 stderr=log,
                 cwd=cwd,
                 pass_fds=(report,),
-                env={**_own_environment(), **(env or {})},
+                env={**_own_environment(), **own},
                 start_new_session=True,  # out of reach of the terminal's Ctrl-C: the order of stopping is ours
             )
         os.close(report)
-        own, now, killed = dict(env or {}), time.monotonic(), killed_for_memory()
+        now, killed = time.monotonic(), killed_for_memory()
         self._services[name] = Service(
-            name, command, str(log_path), log_start, own, health_url, grace, guard, reports, now, killed
+            name, command, str(log_path), log_start, own, health_url, grace, guard, reports, now, killed, folder
         )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
@@ -284,6 +297,8 @@ class Services:
             code = service.guard.poll() if service.exit_code is None else service.exit_code
             if code is not None and code < 0:
                 end_service(service.guard.pid, service.grace, service.shared)
+                if service.scratch:
+                    shutil.rmtree(service.scratch, ignore_errors=True)
                 code = 128 - code
             service.exit_code = code
         return code

@@ -260,7 +260,7 @@ def start_services(recipe, services) -> None:
     require_room(recipe)
     if config.start_atropos:
         command, again = _module("atroposlib.cli.run_api", atropos), config.restart_environments
-        services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again)
+        services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again, scratch=True)
     names = ["vllm"] if len(servers) == 1 else [f"vllm-{index}" for index in range(len(servers))]
     if config.start_vllm:
         os.environ[TOKEN_VARIABLE] = environment_token() or secrets.token_urlsafe(24)
@@ -270,7 +270,7 @@ def start_services(recipe, services) -> None:
             # With `colocate`, each process trains on its own device, and its server is there.
             shares = training.vllm_mode == "colocate" and len(servers) > 1
             env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
-            services.start(name, command, env=env, health_url=f"{url}/health")
+            services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
@@ -280,7 +280,7 @@ def start_services(recipe, services) -> None:
         if spec.servers is not None:
             spec.write_servers(recipe.placeholders())
         command, again = spec.argv(recipe.placeholders()), config.restart_environments
-        services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again)
+        services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again, scratch=True)
     for name in names if config.start_vllm else []:
         services.wait_healthy(name, config.service_timeout)
 
