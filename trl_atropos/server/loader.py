@@ -70,12 +70,21 @@ def keep_experts(method: torch.nn.Module) -> None:
 
 
 def move_to_arena(model: torch.nn.Module) -> None:
-    """Points every parameter of `model` at its place in one new shared arena. Values are not copied."""
-    offsets, end = [], 0
-    for parameter in model.parameters():
-        offsets.append(end)
-        end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    """
+    Moves the memory of all parameters of `model` into one new shared arena. Values are not copied.
+
+    Whatever else looks into that memory moves along: Mamba-2 layers read the weights of their convolution through a
+    buffer that is a view of the parameter.
+    """
+    parameters = list(model.parameters())
+    places, end = {}, 0
+    for storage in (parameter.untyped_storage() for parameter in parameters):
+        if storage.data_ptr() not in places:
+            places[storage.data_ptr()] = slice(end, end + storage.nbytes())
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
     arena = allocate_arena(end)
-    for offset, parameter in zip(offsets, model.parameters(), strict=True):
-        piece = arena[offset : offset + parameter.nbytes]
-        parameter.data = piece.view(parameter.dtype).view(parameter.shape)
+    views = [buffer for buffer in model.buffers() if buffer.untyped_storage().data_ptr() in places]
+    for tensor in (*parameters, *views):
+        piece = arena[places[tensor.untyped_storage().data_ptr()]].view(tensor.dtype)
+        offset = piece.storage_offset() + tensor.storage_offset()
+        tensor.data = piece.as_strided(tensor.size(), tensor.stride(), offset)
