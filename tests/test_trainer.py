@@ -1,6 +1,7 @@
 """What `AtroposGRPOTrainer` does with rollouts, one behaviour a test. Whether the loss is right is in
 `test_reference.py`."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from tests.rollout_factory import (
@@ -21,6 +22,8 @@ from tests.rollout_factory import (
     step_logs,
     uniform_batch,
 )
+from tests.weights.architectures import FAMILIES
+from tests.weights.architectures import make_model as save_family
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RolloutError
 from trl_atropos.weights.publisher import NullPublisher
@@ -360,7 +363,36 @@ def test_the_model_card_names_the_run(tiny_model, tmp_path):
     assert f"{step_logs(trainer)[0]['reward']:.3f}" in card
 
 
+# ----------------------------------------------------------------------------------------------------------- model
+
+
+def test_a_model_that_caps_its_attention_scores_is_trained_with_the_cap(tiny_model, tmp_path):
+    """Which transformers' default attention leaves out, and vLLM does not."""
+    family = FAMILIES["Gemma 2"]
+    capped = dataclasses.replace(family, fields={**family.fields, "attn_logit_softcapping": 0.5})
+    save_family(capped, tmp_path / "gemma")
+    recording = record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0))
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=[recording], beta=0.1))
+    trainer = AtroposGRPOTrainer(str(tmp_path / "gemma"), args=config)
+    ids = torch.arange(200)[None]
+    implementations = {"eager": 0.0, "sdpa": 0.0}
+    with torch.no_grad():
+        logits = [model.eval()(input_ids=ids).logits for model in (trainer.model, trainer.ref_model)]
+        for name in implementations:
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma", attn_implementation=name).eval()
+            implementations[name] = max((one - plain(input_ids=ids).logits).abs().max().item() for one in logits)
+    assert implementations["eager"] == 0.0
+    assert implementations["sdpa"] > 0.01
+
+
 # -------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_load_balancing_loss_that_trl_cannot_compute_is_refused_with_the_fix(tmp_path):
+    save_family(FAMILIES["GraniteMoE"], tmp_path / "granite")
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["unused"]))
+    with pytest.raises(ValueError, match=r"granitemoe, .*set `router_aux_loss_coef: 0`"):
+        AtroposGRPOTrainer(str(tmp_path / "granite"), args=config)
 
 
 @pytest.mark.parametrize("name", FIXES)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
+from trl_atropos.attention import keep_soft_cap
 from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distillation import distillation_inputs, distillation_loss
@@ -63,6 +64,7 @@ from trl_atropos.weights.checkpoint import (
 from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
 from trl_atropos.weights.modes import publisher_of
 from trl_atropos.weights.publisher import PolicyPublisher
+from trl_atropos.weights.transfer import base_model
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 POLL_SECONDS = 1.0  # how often waiting ranks hear from rank 0, well below any process group's timeout
@@ -171,6 +173,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 train_dataset=Dataset.from_dict({"prompt": [""]}),
                 **kwargs,
             )
+            for computed in (self.model, self.ref_model):
+                if computed is not None:
+                    keep_soft_cap(base_model(computed))
+            if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
+                raise ValueError(
+                    f"TRL cannot compute the load-balancing loss of {base_model(self.model).config.model_type}, whose "
+                    "configuration names its number of experts otherwise: set `router_aux_loss_coef: 0`."
+                )
             self._regroups = regroups(args, self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
+from trl_atropos.attention import drops_soft_cap
 from trl_atropos.flags import server_flags as flags_of
 from trl_atropos.memory.plan import Plan
 from trl_atropos.recipe import Recipe
@@ -72,8 +73,10 @@ class Case:
     @property
     def model_settings(self) -> dict[str, Any]:
         """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
-        eager = {"attn_implementation": "eager"} if self.recipe.model.attn_implementation == "eager" else {}
-        return {"trust_remote_code": self.training.trust_remote_code, **eager}
+        asked = self.recipe.model.attn_implementation or "sdpa"
+        eager = asked == "eager" or drops_soft_cap(self.config, asked)
+        options = {"attn_implementation": "eager"} if eager else {}
+        return {"trust_remote_code": self.training.trust_remote_code, **options}
 
     @property
     def groups_heads(self) -> bool:
