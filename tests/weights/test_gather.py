@@ -404,6 +404,21 @@ def test_every_variant_is_merged_as_peft_does_and_left_as_it_was(variant, dtype)
     assert all(gathered[name].equal(tensor) for name, tensor in model.merge_and_unload().named_parameters())
 
 
+def test_a_conversion_spares_what_a_family_keeps_in_float32():
+    fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model("ernie4_5_moe", **fields, moe_num_experts=4, moe_k=2, num_attention_heads=4)
+    model, accelerator = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), Accelerator(cpu=True)
+    routers = {name for name, _ in model.named_parameters() if "mlp.gate.weight" in name}
+    for name, parameter in model.named_parameters():
+        if name in routers:
+            parameter.data = parameter.data.float()
+    gathered = dict(iter_full_parameters(model, accelerator, torch.float16))
+    assert routers and {name for name, tensor in gathered.items() if tensor.dtype == torch.float32} == routers
+    assert {tensor.dtype for name, tensor in gathered.items() if name not in routers} == {torch.float16}
+    dtypes = {spec.name: spec.dtype for spec in shapes_of(model, accelerator, torch.float16)}
+    assert dtypes == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in gathered.items()}
+
+
 def test_activation_checkpointing_leaves_no_trace_in_the_names():
     """As FSDP2 applies it, that is by modules around the layers."""
     accelerator, plain, wrapped = Accelerator(cpu=True), make_adapted(DENSE), make_adapted(DENSE)

@@ -6,12 +6,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.parameters import buffers_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS = {
     "llama": {},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "glm4_moe": {"n_routed_experts": 4, "first_k_dense_replace": 1},  # balances its router by a buffer
     "hrm_text": {},  # stores gate and up, and all of the attention, in one tensor each
 }
 
@@ -30,9 +32,10 @@ def test_the_tensors_are_those_of_the_saved_checkpoint(model_type, loaded, tmp_p
     expected = load_file(tmp_path / "model.safetensors")
     if loaded:
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tensors = dict(checkpoint_tensors(model, model.named_parameters()))
-    buffers = {name for name, _ in model.named_buffers()}
-    assert tensors.keys() == expected.keys() - buffers
+    whole = dict([*model.named_parameters(), *buffers_of(model)])
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()}
+    tensors = dict(checkpoint_tensors(model, whole.items(), shapes))
+    assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name]), name
 

@@ -63,7 +63,9 @@ class WeightReceiver:
         if self.loaded is None:
             return []
         with without_adapters(self.model):
-            return sorted({name for name, _ in self.model.named_parameters()} - self.loaded)
+            places = {name: one.data_ptr() for name, one in self.model.named_parameters(remove_duplicate=False)}
+        loaded = {places[name] for name in self.loaded & places.keys()}  # a module may have several names
+        return sorted(name for name, place in places.items() if place not in loaded)
 
 
 def _needs_reload(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ devices, gloo on the CPU, shared memory on one device). On one device, parameter
 written straight into the server's memory, and only the others take the way through its loader.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from trl_atropos.weights import layout, ranks
 from trl_atropos.weights.gather import WHOLE, iter_full_parameters, shapes_of, sharding_of
 from trl_atropos.weights.links import choose_transport, open_channel, send_message
 from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.parameters import buffers_of
 from trl_atropos.weights.servers import Servers
 from trl_atropos.weights.transfer import Moved, Transfer, base_model
 
@@ -54,12 +56,13 @@ class FullWeights(Transfer):
         self._trainer = trainer
         self._dtype = getattr(torch, self.servers.info.dtype)
         specs = shapes_of(trainer.model, trainer.accelerator, self._dtype)
-        self._shapes = {spec.name: (torch.Size(spec.shape), self._dtype) for spec in specs}
+        self._shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
         device = trainer.accelerator.device
         transport = ranks.on_main(lambda: choose_transport(self.transport, self.servers, device))
         if transport == "memory" and sharding_of(trainer.accelerator) in WHOLE:
             ranks.together(self._open_views)
         self.in_place = bool(self.views)
+        self._shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
         self._direct = self._all_direct(trainer.model)
         ranks.together(lambda: self._connect(transport, specs, device))
 
@@ -67,11 +70,17 @@ class FullWeights(Transfer):
         """The parameters that the servers keep as they are, as views of their memory."""
         if any(info.refusals for info in self.servers.infos):
             return
-        model = base_model(self._trainer.model)
-        specs = [spec.model_copy(update={"dtype": self.servers.info.dtype}) for spec in parameter_specs(model)]
+        specs = [
+            spec.model_copy(update={"dtype": str(self._shapes[spec.name][1]).removeprefix("torch.")})
+            for spec in parameter_specs(base_model(self._trainer.model))
+        ]
         for client in self.servers.clients:
             parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
             self.views.append(layout.open_views(parameters, client.attach(specs)).views)
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Those of the checkpoint, for servers that take all of it through their loader."""
+        return [] if self.views else buffers_of(self._trainer.model)
 
     def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """The views and what goes into them, if that is all there is to do: every parameter as it is."""
@@ -117,7 +126,7 @@ class FullWeights(Transfer):
                 torch._foreach_copy_(*self._direct)
                 return ranks.together(lambda: None) or Moved(sum(view.nbytes for view in self._direct[0]))
             parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
-            rest = self._write_views(parameters, sender)
+            rest = itertools.chain(self._write_views(parameters, sender), self._buffers())
             for name, tensor in checkpoint_tensors(base_model(model), rest, self._shapes):
                 if sender is not None:
                     sender.add(name, tensor)

@@ -11,6 +11,7 @@ own tensors are never written. Who drops a tensor before asking for the next has
 or two while adapters are being merged into it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 
@@ -71,13 +72,14 @@ def iter_full_parameters(
     Args:
         model: The trainer's model, wrapped or not.
         accelerator: The trainer's accelerator.
-        dtype: To convert to; the parameters' own where it is `None`.
+        dtype: To convert to what has the model's own dtype, as most parameters have. What transformers keeps in
+            another one (ERNIE's routers, in float32) stays as it is. `None` converts nothing.
 
     Raises `GatherError`, before anything is gathered, for FSDP1, quantised models, adapters other than LoRA, and
     adapters on one side of a pair of tied weights.
     """
     sharding, units = sharding_of(accelerator), units_of(unwrap(model))
-    return _stream(units, sharding, accelerator.device, dtype)
+    return _stream(units, sharding, accelerator.device, _conversions(units, dtype))
 
 
 def iter_adapter_parameters(
@@ -90,7 +92,7 @@ def iter_adapter_parameters(
     besides the adapter (`modules_to_save`), which would be missing.
     """
     sharding, entries = sharding_of(accelerator), adapter_entries(unwrap(model), adapter_name)
-    return _stream([Unit([entry], None) for entry in entries], sharding, accelerator.device, None)
+    return _stream([Unit([entry], None) for entry in entries], sharding, accelerator.device, {})
 
 
 def shapes_of(
@@ -99,7 +101,8 @@ def shapes_of(
     """What `iter_full_parameters` yields, in its order: names, whole shapes and dtypes. Gathers nothing."""
     sharding_of(accelerator)  # refuses what cannot be gathered
     units = units_of(unwrap(model))
-    return [_spec(name, parameter, dtype) for unit in units for name, parameter in unit.entries]
+    conversions = _conversions(units, dtype)
+    return [_spec(name, parameter, conversions) for unit in units for name, parameter in unit.entries]
 
 
 def adapter_shapes_of(
@@ -107,25 +110,35 @@ def adapter_shapes_of(
 ) -> list[ParameterSpec]:
     """What `iter_adapter_parameters` yields, in its order. Gathers nothing."""
     sharding_of(accelerator)  # refuses what cannot be gathered
-    return [_spec(name, parameter, None) for name, parameter in adapter_entries(unwrap(model), adapter_name)]
+    return [_spec(name, parameter, {}) for name, parameter in adapter_entries(unwrap(model), adapter_name)]
 
 
-def _spec(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> ParameterSpec:
+def _conversions(units: list[Unit], dtype: torch.dtype | None) -> dict[torch.dtype, torch.dtype]:
+    """What becomes of each dtype that does not stay."""
+    if dtype is None:
+        return {}
+    counts = Counter(parameter.dtype for unit in units for parameter in unit.parameters)
+    return {counts.most_common(1)[0][0]: dtype}
+
+
+def _spec(name: str, parameter: torch.nn.Parameter, conversions: dict[torch.dtype, torch.dtype]) -> ParameterSpec:
     # DeepSpeed leaves an empty tensor behind, and the shape in an attribute; parameters that it has not met have none.
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return ParameterSpec(name=name, shape=list(shape), dtype=str(dtype or parameter.dtype).removeprefix("torch."))
+    dtype = conversions.get(parameter.dtype, parameter.dtype)
+    return ParameterSpec(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."))
 
 
 # ----------------------------------------------------------------------------------------------------------- gathering
 
 
 def _stream(
-    units: list[Unit], sharding: Sharding, device: torch.device, dtype: torch.dtype | None
+    units: list[Unit], sharding: Sharding, device: torch.device, conversions: dict[torch.dtype, torch.dtype]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in units:
         tensors = _gather(unit.parameters, sharding, device) if unit.layer is None else _merge(unit, sharding, device)
         for name, parameter in unit.entries:
-            yield name, tensors.pop(0).to(dtype or parameter.dtype)  # not kept here: its consumer decides when it goes
+            # Not kept here: its consumer decides when it goes.
+            yield name, tensors.pop(0).to(conversions.get(parameter.dtype, parameter.dtype))
 
 
 def _gather(parameters: list[torch.nn.Parameter], sharding: Sharding, device: torch.device) -> list[torch.Tensor]:

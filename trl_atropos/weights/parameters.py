@@ -52,7 +52,11 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
             "The model is quantised, and merging an adapter into quantised weights rounds them to other weights than "
             "those that are trained. Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
-    found = list(_walk(model))
+    found = [
+        (prefix + leaf, parameter, layer)
+        for prefix, module, layer in _walk(model)
+        for leaf, parameter in module.named_parameters(recurse=False)
+    ]
     _check_ties(model, {name: (parameter, layer) for name, parameter, layer in found})
     units: list[Unit] = []
     seen: set[int] = set()
@@ -66,10 +70,25 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     return units
 
 
+def buffers_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """
+    What a checkpoint of the plain model holds beside its parameters, such as the bias by which DeepSeek's and GLM's
+    routers balance their experts. No optimizer trains it, and every rank has it whole.
+    """
+    model = unwrap(model)
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    return [
+        (prefix + leaf, buffer)
+        for prefix, module, _ in _walk(plain)
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if leaf not in module._non_persistent_buffers_set
+    ]
+
+
 def _walk(
     module: torch.nn.Module, name: str = "", layer: LoraLayer | None = None
-) -> Iterator[tuple[str, torch.nn.Parameter, LoraLayer | None]]:
-    """Every parameter in use, under its name in the plain model, with the outermost adapted layer that it is in."""
+) -> Iterator[tuple[str, torch.nn.Module, LoraLayer | None]]:
+    """Every module in use: the prefix of its tensors' names in the plain model, and the outermost adapted layer."""
     if isinstance(module, LoraLayer):
         yield from _walk(module.base_layer, name, layer or module)
         return
@@ -83,8 +102,7 @@ def _walk(
             "with `target_modules` and `modules_to_save` only (no `trainable_token_indices`)."
         )
     prefix = f"{name}." if name else ""
-    for leaf, parameter in module.named_parameters(recurse=False):
-        yield prefix + leaf, parameter, layer
+    yield prefix, module, layer
     for child_name, child in module.named_children():
         yield from _walk(child, name if child_name in TRANSPARENT else prefix + child_name, layer)
 

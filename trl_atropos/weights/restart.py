@@ -4,6 +4,7 @@ The slowest way, and the one that needs the least of vLLM. What environments tal
 front`), which holds their requests while the engine behind it is away. The checkpoints must be readable where it runs.
 """
 
+import itertools
 import logging
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from trl_atropos.weights import ranks
 from trl_atropos.weights.gather import iter_full_parameters
+from trl_atropos.weights.parameters import buffers_of
 from trl_atropos.weights.servers import Servers
 from trl_atropos.weights.transfer import Moved, Transfer, base_model
 
@@ -48,7 +50,8 @@ class Restart(Transfer):
     def send(self, policy_version: int) -> Moved:
         dtype = getattr(torch, self.servers.info.dtype)
         state = {}
-        for name, tensor in iter_full_parameters(self._trainer.model, self._trainer.accelerator, dtype):
+        parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, dtype)
+        for name, tensor in itertools.chain(parameters, buffers_of(self._trainer.model)):
             if self.servers.clients:
                 state[name] = tensor.detach().cpu().clone()
         return ranks.together(lambda: self._push(state, dtype, policy_version)) or Moved()
