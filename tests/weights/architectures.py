@@ -1,26 +1,34 @@
 """Model families made tiny on the spot, and what happens when each is trained against vLLM.
 
-python -m tests.weights.architectures [FAMILY ...] [--write trl_atropos/weights/ARCHITECTURES.md]
+python -m tests.weights.architectures [FAMILY ...] [--rows FILE] [--write trl_atropos/weights/ARCHITECTURES.md]
 
-Every family gets a process of its own with a whole vLLM engine in it, which is checked by what it computes: the
-log-probabilities that it gives to random prompts are compared with those of the Hugging Face model, as loaded, after
-its weights were changed in place (where the family attaches), and after they were changed and loaded by name.
+Every row gets a process of its own with a whole vLLM engine in it. A trainer with default settings takes a step and
+publishes it, first in `colocate` and then in `server`, and then the log-probabilities that both sides give to random
+prompts are compared. Rows that `--rows` has already are not made again, so that a run can go on where it was cut.
 """
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
+import random
 import tempfile
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 
-SECONDS_PER_FAMILY = 120
+SECONDS_PER_ROW = 180
+DTYPES = ("float32", "bfloat16")
+MODES = ("colocate", "server")
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.2, 0.02)}  # nats, on any token and in the mean
 ENVIRONMENT = {
     **SERVER_ENVIRONMENT,
     "TORCHDYNAMO_DISABLE": "1",
@@ -31,10 +39,15 @@ HEADER = """\
 # Which model families are trained in the server's memory
 
 Made by `python -m tests.weights.architectures --write trl_atropos/weights/ARCHITECTURES.md`, on the CPU with
-vLLM {vllm} and transformers {transformers}, from tiny models with random float32 weights.
+vLLM {vllm} and transformers {transformers}, from tiny models with random weights. Each was loaded as a run loads it
+and trained for one step of AdamW, and the number is the largest difference between the log-probabilities of server
+and trainer after that, in nats. With bfloat16, both sides round, each in its own order.
 
-| family | class | parameters | how | error (nats) | why not a single copy |
-|---|---|---|---|---|---|
+*shared*: one memory in `colocate`. *copied*: `colocate` copies on the device after each step. *sent*: all weights go
+to a server elsewhere (`vllm_mode: server`). *refused*: the run stops before it trains on anything wrong.
+
+| family | class | `colocate`, float32 | bfloat16 | `server`, float32 | bfloat16 | why not shared or sent |
+|---|---|---|---|---|---|---|
 """
 
 BASE = {
@@ -47,9 +60,7 @@ BASE = {
 }
 WITH_HEAD_DIM = {**BASE, "head_dim": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LATENT = {
-    **BASE,
-    "num_key_value_heads": 4,
+ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -57,6 +68,27 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+GRANITE_4 = {
+    **BASE,
+    **MAMBA,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+    "layer_types": ["mamba", "attention"],
+}
+BARE_LOSS = {"settings": {"router_aux_loss_coef": 0.0}}  # the trainer refuses the family otherwise
+LATENT = {
+    **BASE,
+    **ROUTED,
+    "num_key_value_heads": 4,
     "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 128,
@@ -67,12 +99,14 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """`expected`: "single copy", "copy" or "none", on the CPU. `tolerance`: in nats; vLLM may compute otherwise."""
+    """`expected`: "shared", "copied" or "refused", in float32 on the CPU. `tolerance`: nats, if vLLM rounds more.
+    `settings`: of the trainer, beside its defaults."""
 
     model_type: str
     fields: dict
-    expected: str = "single copy"
+    expected: str = "shared"
     tolerance: float = 1e-4
+    settings: dict = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -84,7 +118,7 @@ FAMILIES = {
     "Gemma": Family("gemma", WITH_HEAD_DIM),
     "Gemma 2": Family("gemma2", {**WITH_HEAD_DIM, "query_pre_attn_scalar": 32}),
     "Gemma 3": Family("gemma3_text", {**WITH_HEAD_DIM, "query_pre_attn_scalar": 32}),
-    "Phi 2": Family("phi", {**BASE, "num_key_value_heads": 4}, "copy"),
+    "Phi 2": Family("phi", {**BASE, "num_key_value_heads": 4}, "copied"),
     "Phi-3": Family("phi3", {**BASE, "tie_word_embeddings": False}),
     "GPT-2": Family("gpt2", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "GPT-J": Family("gptj", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 16}),
@@ -106,7 +140,7 @@ FAMILIES = {
     "OLMo 3": Family("olmo3", BASE),
     "OLMoE": Family("olmoe", {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "Granite": Family("granite", BASE),
-    "GraniteMoE": Family("granitemoe", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GraniteMoE": Family("granitemoe", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}, **BARE_LOSS),
     "Cohere": Family("cohere", BASE),
     "Cohere 2": Family("cohere2", BASE),
     "StarCoder 2": Family("starcoder2", BASE),
@@ -122,7 +156,7 @@ FAMILIES = {
     "Qwen2-MoE": Family("qwen2_moe", {**BASE, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "Qwen3-MoE": Family("qwen3_moe", {**WITH_HEAD_DIM, **EXPERTS, "decoder_sparse_step": 1}),
     "Mixtral": Family("mixtral", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "GPT-OSS": Family("gpt_oss", {**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2}, "copy"),
+    "GPT-OSS": Family("gpt_oss", {**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2}, "copied"),
     "Qwen3-Next": Family(
         "qwen3_next",
         {
@@ -135,9 +169,9 @@ FAMILIES = {
             "linear_num_value_heads": 4,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        "none",
+        "refused",
     ),
-    "BLOOM": Family("bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4}, "copy", 1e-3),
+    "BLOOM": Family("bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4}, "copied", 1e-3),
     "Falcon": Family(
         "falcon",
         {
@@ -147,11 +181,70 @@ FAMILIES = {
             "new_decoder_architecture": False,
             "multi_query": True,
         },
-        "copy",
+        "copied",
     ),
-    "Mamba": Family("mamba", {"hidden_size": 128, "num_hidden_layers": 2, "state_size": 16}, "none"),
-    "DeepSeek-V2": Family("deepseek_v2", LATENT, "none"),
-    "DeepSeek-V3": Family("deepseek_v3", {**LATENT, "topk_method": "noaux_tc"}, "none"),
+    "Mamba": Family("mamba", {"hidden_size": 128, "num_hidden_layers": 2, "state_size": 16}, "refused"),
+    "DeepSeek-V2": Family("deepseek_v2", LATENT, "refused"),
+    "DeepSeek-V3": Family("deepseek_v3", {**LATENT, "topk_method": "noaux_tc"}, "refused"),
+    "Mamba 2": Family(
+        "mamba2",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 1,  # with more, vLLM normalises each for itself and transformers all together
+            "chunk_size": 32,
+        },
+        "copied",
+    ),
+    "Granite 4 (hybrid)": Family("granitemoehybrid", {**GRANITE_4, "num_local_experts": 0}, "copied", **BARE_LOSS),
+    "Granite 4 (hybrid, experts)": Family(
+        "granitemoehybrid", {**GRANITE_4, "num_local_experts": 4}, "copied", **BARE_LOSS
+    ),
+    "Falcon-H1": Family("falcon_h1", {**BASE, **MAMBA, "mamba_d_ssm": 256}, "copied"),
+    "Nemotron-H": Family(
+        "nemotron_h",
+        {
+            **WITH_HEAD_DIM,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "num_hidden_layers": 3,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "chunk_size": 32,
+        },
+        "copied",
+    ),
+    "Zamba 2": Family(
+        "zamba2",
+        {
+            **BASE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 32,
+            "num_mem_blocks": 1,
+        },
+        "copied",
+    ),
+    "LFM2": Family(
+        "lfm2", {**BASE, "conv_dim": 128, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    ),
+    "LFM2-MoE": Family(
+        "lfm2_moe", {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+    ),
+    "GLM-4-MoE": Family("glm4_moe", {**WITH_HEAD_DIM, **ROUTED}),
+    "dots.llm1": Family("dots1", {**WITH_HEAD_DIM, **ROUTED}),
+    "ERNIE 4.5 MoE": Family(
+        "ernie4_5_moe",
+        {**WITH_HEAD_DIM, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1},
+    ),
     "Llama 4": Family(
         "llama4_text",
         {
@@ -162,25 +255,34 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
             "attention_chunk_size": 128,
         },
-        "copy",
+        "copied",
     ),
 }
 
 
 @dataclass
+class Outcome:
+    """What became of one mode. `how`: "shared", "copied", "sent" or "refused"."""
+
+    how: str
+    why: str = ""  # for "copied" and "refused"
+    largest: float = 0.0  # difference of log-probabilities after the step, in nats, on any token
+    mean: float = 0.0
+
+
+@dataclass
 class Row:
-    """What the check of one family found. `how` is "single copy", "copy" or "none"."""
+    """What the check of one family in one dtype found."""
 
     family: str
+    dtype: str
     hf_class: str = ""
     parameters: int = 0
-    how: str = "none"
-    loading: str = ""  # what the copy takes: "load_weights" or "layerwise reload"
-    reason: str = ""  # why not a single copy, or why not at all
-    error: float = 0.0  # largest difference of log-probabilities, in nats, over all comparisons
+    attention: str = ""  # the implementation that the trainer's model computes with
+    modes: dict[str, Outcome] = field(default_factory=dict)  # by `vllm_mode`
 
 
-def make_model(family: Family, folder: Path) -> None:
+def make_model(family: Family, folder: Path, dtype: str = "float32") -> None:
     """Saves a tiny model with random weights (none of them zero or one), and a byte-level tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -194,6 +296,8 @@ def make_model(family: Family, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     change(dict(model.named_parameters()), seed=1)
     model.save_pretrained(folder)
+    if dtype != "float32":  # what transformers keeps in float32 stays so
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -207,130 +311,192 @@ def change(parameters: dict, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
-def check(name: str, folder: Path) -> Row:
-    """Takes the family through attach and copy in this process, which is of no use for another one afterwards."""
-    from transformers import AutoModelForCausalLM
+def record(path: Path) -> str:
+    """A batch of eight random rollouts with random rewards."""
+    generator = random.Random(0)
+    tokens = [[generator.randrange(256) for _ in range(40)] for _ in range(8)]
+    masks = [[-100] * 8 + row[8:] for row in tokens]
+    group = {"tokens": tokens, "masks": masks, "scores": [generator.random() for _ in tokens]}
+    path.write_text(json.dumps({"batch": [group]}) + "\n")
+    return str(path)
+
+
+def check(name: str, dtype: str, folder: Path) -> Row:
+    """Takes the family through a step of each mode in this process, which is of no use for another one afterwards."""
+    from vllm.config import set_current_vllm_config
 
     from tests.weights.engine import Engine
 
-    make_model(FAMILIES[name], folder)
-    # Eager, because the other attentions of transformers leave out Gemma 2's soft cap.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager").eval()
-    row = Row(name, type(model).__name__, sum(parameter.numel() for parameter in model.parameters()))
-    engine = Engine(folder)
-    _agree(engine, model, row, "as loaded")
-    refused = engine.attach(model)
-    if refused:
-        first, reason = next(iter(refused.items()))
-        row.reason = f"{len(refused)} of {len(list(model.parameters()))}: `{first}`: {reason}"
-    else:
-        change(dict(model.named_parameters()), seed=2)
-        _agree(engine, model, row, "after a change in place")
+    make_model(FAMILIES[name], folder / "model", dtype)
+    row = Row(name, dtype)
     try:
-        row.loading = _copy(engine, model, row)
-        row.how = "copy" if row.reason else "single copy"
-    except Disagreement as error:
-        row.reason += f"; {error}"
+        engine = Engine(folder / "model", dtype)
+    except Exception as error:  # noqa: BLE001 - whatever vLLM says of a family is its row of the table
+        traceback.print_exc()
+        row.modes["colocate"] = row.modes["server"] = Outcome("refused", f"vLLM: {_in_short(error)}")
+        return row
+    recording = record(folder / "rollouts.jsonl")
+    for mode in MODES:
+        try:
+            # vLLM decorates the classes of some Hugging Face models, which then look for its configuration.
+            with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+                row.modes[mode] = step(engine, row, mode, folder, recording)
+        except Exception as error:  # noqa: BLE001 - the same of the trainer
+            traceback.print_exc()
+            row.modes[mode] = Outcome("refused", _in_short(error))
     return row
 
 
-class Disagreement(Exception):
-    """vLLM and transformers compute different log-probabilities."""
+def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
+    """One optimizer step of a trainer with default settings that publishes to `engine`, and what that led to."""
+    from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+    from trl_atropos.weights.fence import ServerPublisher
+    from trl_atropos.weights.modes import transfer_of
+    from trl_atropos.weights.servers import Servers
+
+    publisher = ServerPublisher(transfer_of(mode, Servers([engine.url], 60, client=engine), "auto", str(folder)))
+    args = AtroposGRPOConfig(
+        output_dir=str(folder / mode),
+        vllm_mode=mode,
+        model_init_kwargs={"dtype": row.dtype},
+        max_steps=1,
+        learning_rate=1e-2,  # of the first step of AdamW, every weight that has a gradient moves by this
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **FAMILIES[row.family].settings,
+    )
+    with warnings_of("trl_atropos.weights.colocate") as warned:
+        trainer = AtroposGRPOTrainer(
+            str(folder / "model"),
+            args,
+            rollout_source=ReplaySource(recording, loop=True),
+            policy_publisher=publisher,
+        )
+    model = trainer.model
+    row.hf_class, row.parameters = type(model).__name__, sum(one.numel() for one in model.parameters())
+    row.attention = model.config._attn_implementation
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer.train()
+    moved = [name for name, parameter in model.named_parameters() if not parameter.equal(before[name])]
+    if len(moved) < len(before) / 2:
+        raise AssertionError(f"the step moved {len(moved)} of {len(before)} parameters")
+    largest, mean = engine.difference(model)
+    bound, mean_bound = TOLERANCES[row.dtype]
+    if not (largest <= max(bound, FAMILIES[row.family].tolerance) and mean <= mean_bound):
+        raise AssertionError(f"after the step, vLLM and the trainer differ by up to {largest:.2g} nats ({mean:.2g})")
+    how = {"Colocate": "shared", "FullWeights": "copied" if mode == "colocate" else "sent"}
+    return Outcome(how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean)
 
 
-def _agree(engine, model, row: Row, when: str) -> None:
-    difference = engine.difference(model)
-    if not difference <= FAMILIES[row.family].tolerance:
-        raise Disagreement(f"{when}, vLLM and transformers differ by {difference:.2g} nats")
-    row.error = max(row.error, difference)
+@contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """What is in the brackets of the logger's warnings: the reason."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda entry: found.append(entry.getMessage().partition("(")[2].rpartition(")")[0])
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
-def _copy(engine, model, row: Row) -> str:
-    """Loads changed weights by their checkpoint names. Returns what that took."""
-    import torch
-
-    changed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    change(changed, seed=3)
-    engine.load(model, changed, layerwise=False)
-    if row.reason:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(changed[name])
-    else:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, changed[name]), f"{name} was not loaded to where it was traced"
-    if engine.difference(model) > FAMILIES[row.family].tolerance:
-        engine.load(model, changed, layerwise=True)
-        _agree(engine, model, row, "after a layerwise reload")
-        return "layerwise reload"
-    _agree(engine, model, row, "after loading by name")
-    return "load_weights"
+def _in_short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def rows(names: list[str]) -> Iterator[Row]:
-    """Checks one family after the other, each in a process that is forked from one that has imported everything."""
+def rows(wanted: list[tuple[str, str]], workers: int = 1) -> Iterator[Row]:
+    """Checks families in dtypes, each in a process that is forked from one that has imported everything."""
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.weights.architectures", "tests.weights.engine"])
-    for name in names:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_check_and_send, args=(name, sender))
-        process.start()
-        sender.close()
-        yield _receive(name, receiver, process)
+    context.set_forkserver_preload(["tests.weights.architectures", "tests.weights.engine", "trl_atropos.trainer"])
+    with ThreadPoolExecutor(workers) as pool:
+        for done in as_completed([pool.submit(_in_own_process, context, *one) for one in wanted]):
+            yield done.result()
 
 
-def _check_and_send(name: str, sender: Connection) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            sender.send(check(name, Path(folder)))
-        except Exception as error:  # noqa: BLE001 - whatever a family raises is its row of the table
-            traceback.print_exc()
-            sender.send(Row(name, reason=f"{type(error).__name__}: {error}"[:300]))
-
-
-def _receive(name: str, receiver: Connection, process: multiprocessing.Process) -> Row:
+def _in_own_process(context, name: str, dtype: str) -> Row:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_check_and_send, args=(name, dtype, sender))
+    process.start()
+    sender.close()
+    failed = Row(name, dtype)
     try:
-        if receiver.poll(SECONDS_PER_FAMILY):
+        if receiver.poll(SECONDS_PER_ROW):
             return receiver.recv()
-        return Row(name, reason=f"no result after {SECONDS_PER_FAMILY} s")
+        why = f"no result after {SECONDS_PER_ROW} s"
     except EOFError:
         process.join()
-        return Row(name, reason=f"the process ended with exit code {process.exitcode}")
+        why = f"the process ended with exit code {process.exitcode}"
     finally:
         process.kill()
         process.join()
+    failed.modes = dict.fromkeys(MODES, Outcome("refused", why))
+    return failed
 
 
-def table(found: list[Row]) -> str:
+def _check_and_send(name: str, dtype: str, sender: Connection) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sender.send(check(name, dtype, Path(folder)))
+
+
+def table(found: dict[tuple[str, str], Row]) -> str:
     import transformers
     import vllm
 
     lines = [HEADER.format(vllm=vllm.__version__, transformers=transformers.__version__)]
-    for row in found:
-        loading = f" ({row.loading})" if row.how == "copy" else ""
-        error = f"{row.error:.1e}" if row.how != "none" else ""
-        reason = row.reason.replace("|", "/").replace("\n", " ")
-        lines.append(
-            f"| {row.family} | {row.hf_class} | {row.parameters:,} | {row.how}{loading} | {error} | {reason} |\n"
+    for family in FAMILIES:
+        made = {dtype: found[family, dtype] for dtype in DTYPES if (family, dtype) in found}
+        if not made:
+            continue
+        hf_class = next((row.hf_class for row in made.values() if row.hf_class), "")
+        cells, reasons = [], defaultdict(list)
+        settings = "".join(f"with `{key}: {value:g}`; " for key, value in FAMILIES[family].settings.items())
+        for mode in MODES:
+            for dtype in DTYPES:
+                outcome = made[dtype].modes[mode] if dtype in made else Outcome("not run")
+                cells.append(outcome.how + (f" {outcome.largest:.0e}" if outcome.largest else ""))
+                if outcome.why:
+                    reasons[outcome.why].append(f"`{mode}`, {dtype}")
+        why = settings + "; ".join(
+            ("" if len(where) == len(MODES) * len(DTYPES) else f"{' and '.join(where)}: ") + reason
+            for reason, where in reasons.items()
         )
+        lines.append(f"| {family} | {hf_class} | {' | '.join(cells)} | {why.replace('|', '/')} |\n")
     return "".join(lines)
+
+
+def read_rows(path: Path | None) -> dict[tuple[str, str], Row]:
+    found = {}
+    for line in path.read_text().splitlines() if path and path.exists() else ():
+        entry = json.loads(line)
+        modes = {mode: Outcome(**outcome) for mode, outcome in entry.pop("modes").items()}
+        row = Row(**entry, modes=modes)
+        found[row.family, row.dtype] = row
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), help="names of the table's first column")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--workers", type=int, default=1, help="rows at the same time")
+    parser.add_argument("--rows", type=Path, help="file of rows, one a line, that this run goes on with")
     parser.add_argument("--write", type=Path, help="file for the table")
-    parser.add_argument("--json", type=Path, help="file for the rows as they are")
     options = parser.parse_args()
-    found = []
-    for row in rows(options.families):
-        print(f"{row.family}: {row.how} {row.loading} {row.error:.1e} {row.reason}", flush=True)
-        found.append(row)
+    found = read_rows(options.rows)
+    wanted = [(name, dtype) for dtype in options.dtypes for name in options.families]
+    for row in rows([one for one in wanted if one not in found], options.workers):
+        found[row.family, row.dtype] = row
+        for mode, outcome in row.modes.items():
+            print(row.family, row.dtype, row.attention, mode, outcome, flush=True)
+        if options.rows:
+            with open(options.rows, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
     if options.write:
         options.write.write_text(table(found), encoding="utf-8")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,74 +1,144 @@
-"""A whole vLLM engine inside this process, whose weights can be reached, and which is judged by what it computes."""
+"""A whole vLLM engine inside this process, as our server starts it, that a trainer of this process publishes to.
 
+Worker extension and loader are the server's own; only HTTP is left out. Judged by what it computes.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.model_executor.models import registry
 
-from trl_atropos.protocol import Attachment
-from trl_atropos.server import compat, layout, loader
-from trl_atropos.transport import export_storage
-from trl_atropos.weights.layout import open_views, replace
-from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.protocol import (
+    ATTACH_METHOD,
+    DESCRIBE_METHOD,
+    FINISH_WEIGHTS_METHOD,
+    LOAD_WEIGHTS_METHOD,
+    OPEN_CHANNEL_METHOD,
+    PROTOCOL_VERSION,
+    Attachment,
+    LoadReply,
+    ParameterSpec,
+    ServerInfo,
+    machine_id,
+)
+from trl_atropos.server import compat
+from trl_atropos.server.launch import CPU_REQUIRED, REQUIRED
 
-PROMPTS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0)).tolist()
+# vLLM looks at each class of models in a process of its own first, which imports all of vLLM once more.
+registry._run_in_subprocess = lambda look: look()
+
+PROMPTS = torch.randint(256, (3, 48), generator=torch.Generator().manual_seed(0)).tolist()
+MAX_MODEL_LEN = 256
 
 
 class Engine:
-    """An engine on the model in `folder`, started with our load format. One per process: vLLM keeps global state."""
+    """One per process: vLLM keeps global state. Stands in for `ServerClient` where a publisher makes its clients."""
 
-    def __init__(self, folder: Path):
+    url, host = "this process", "127.0.0.1"
+
+    def __init__(self, folder: Path, dtype: str):
+        self.policy_version = 0
         self.llm = LLM(
             str(folder),
-            dtype="float32",
-            load_format=loader.LOAD_FORMAT,
+            dtype=dtype,
             distributed_executor_backend="uni",
-            logprobs_mode="processed_logprobs",
             enforce_eager=True,
             enable_prefix_caching=False,
-            max_model_len=64,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=4,
             disable_log_stats=True,
+            **{flag.removeprefix("--").replace("-", "_"): value for flag, value in (REQUIRED | CPU_REQUIRED).items()},
         )
-        self.worker = self.llm.collective_rpc(lambda worker: worker)[0]
-        self.model = self.worker.model_runner.get_model()
 
-    def difference(self, reference: PreTrainedModel) -> float:
-        """Largest difference between the engine's and the reference's log-probabilities of the prompts, in nats."""
+    def __call__(self, *_) -> "Engine":
+        """As the class of a client: any URL is this engine."""
+        return self
+
+    def difference(self, reference: PreTrainedModel) -> tuple[float, float]:
+        """Largest and mean difference between the prompts' log-probabilities here and in `reference`, in nats."""
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        # vLLM decorates the classes of some Hugging Face models, so that this one too wants to be compiled.
-        reference.base_model.do_not_compile = True
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-        largest = 0.0
+        differences = []
+        was_training = reference.training
+        reference.eval()
         for ids, output in zip(PROMPTS, outputs, strict=True):
             with torch.no_grad():
-                logits = reference(torch.tensor([ids]), use_cache=False).logits
+                logits = reference(input_ids=torch.tensor([ids]), use_cache=False).logits
             expected = logits[0, :-1].float().log_softmax(-1)
             for position, (token, given) in enumerate(zip(ids[1:], output.prompt_logprobs[1:], strict=True)):
-                largest = max(largest, abs(given[token].logprob - expected[position, token].item()))
-        return largest
+                differences.append(abs(given[token].logprob - expected[position, token].item()))
+        reference.train(was_training)
+        return max(differences), sum(differences) / len(differences)
 
-    def attach(self, model: PreTrainedModel) -> dict[str, str]:
-        """Makes the parameters of `model` views of the engine's memory, if all can be. Returns why which cannot."""
-        before = {name: parameter.clone() for name, parameter in self.model.named_parameters()}
-        with set_current_vllm_config(self.worker.vllm_config):
-            views, refused = layout.trace(self.model, parameter_specs(model), torch.device("cpu"))
-        for name, parameter in self.model.named_parameters():
-            assert torch.equal(parameter, before[name]), f"tracing has changed {name}"
-        storages = [export_storage(storage) for storage in layout.unique_storages(self.model).values()]
-        opened = open_views(model.named_parameters(), Attachment(storages=storages, views=views, refused=refused))
-        if not opened.refused:
-            replace(model, opened.views)
-        return opened.refused
+    # ------------------------------------------------------------------- what a publisher asks of a `ServerClient`
 
-    def load(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor], *, layerwise: bool) -> None:
-        """Loads tensors that have `model`'s names. `layerwise`: with the processing that follows a first load."""
-        weights = checkpoint_tensors(model, tensors.items())
-        with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config):
-            if layerwise:
-                compat.begin_reload(self.model)
-            self.model.load_weights(weights)
-            if layerwise:
-                compat.finish_reload(self.model, self.worker.vllm_config.model_config)
+    def info(self) -> ServerInfo:
+        (worker,), model = self.llm.collective_rpc(DESCRIBE_METHOD), self.llm.model_config
+        del worker["device_uuid"]
+        return ServerInfo(
+            **worker,
+            device_uuids=[],
+            protocol=PROTOCOL_VERSION,
+            instance="the only one",
+            machine=machine_id(),
+            vllm_version=str(compat.VLLM_VERSION),
+            model=model.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            tokenizer_fingerprint=None,
+            logprobs_mode=model.logprobs_mode,
+            prefixes_by_path=compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
+            policy_version=self.policy_version,
+            oldest_version_in_flight=self.policy_version,
+            paused=False,
+            lease_held=True,
+        )
+
+    def attach(self, specs: list[ParameterSpec]) -> Attachment:
+        return Attachment.model_validate(self._worker(ATTACH_METHOD, [spec.model_dump() for spec in specs]))
+
+    def open_channel(self, specification: dict) -> None:
+        self._worker(OPEN_CHANNEL_METHOD, specification)
+
+    def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
+        reply = self._worker(LOAD_WEIGHTS_METHOD, [tensor.model_dump() for tensor in tensors])
+        return LoadReply.model_validate(reply)
+
+    def finish_weights(self) -> list[str]:
+        return self._worker(FINISH_WEIGHTS_METHOD)
+
+    def sample(
+        self, prompt_ids: list[int], num_tokens: int, temperature: float, num_samples: int = 1
+    ) -> list[tuple[list[int], list[float]]]:
+        params = SamplingParams(
+            n=num_samples,
+            max_tokens=num_tokens,
+            temperature=temperature,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
+        return [
+            (list(row.token_ids), [entry[token].logprob for token, entry in zip(row.token_ids, row.logprobs)])
+            for row in output.outputs
+        ]
+
+    def resume(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def pause(self, clear_cache: bool, in_place: bool) -> None:
+        """Nothing is in flight, and nothing is cached."""
+
+    def hold_lease(self) -> None:
+        """Both sides are one process."""
+
+    release_lease: Callable[["Engine"], None] = hold_lease
+
+    def _worker(self, method: str, *arguments):
+        (result,) = self.llm.collective_rpc(method, args=arguments)
+        return result

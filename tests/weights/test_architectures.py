@@ -1,4 +1,4 @@
-"""Attaching needs no table of architectures: every family is attached or refused by what vLLM's loader does."""
+"""Attaching needs no table of architectures: every family is shared, copied or refused by what vLLM's loader does."""
 
 import json
 import os
@@ -11,39 +11,54 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from tests.launching import ROOT
 from tests.server_process import running_server
-from tests.weights.architectures import FAMILIES, Row
+from tests.weights.architectures import FAMILIES, Row, read_rows
+from tests.weights.architectures import make_model as save_family
 from tests.weights.live import snapshot
 from tests.weights.trainers import make_publisher, make_trainer
+from trl_atropos.errors import AttachError
+from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.servers import Servers
 
-RUNNING = [name for name, family in FAMILIES.items() if family.expected != "none"]
+RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
-    *("Qwen3", "Llama", "Gemma 3", "Phi-3", "GPT-2", "OPT", "GPT-NeoX", "OLMo 2", "StarCoder 2", "Cohere"),
-    *("Mixtral", "Qwen2-MoE", "BLOOM", "Falcon", "GPT-OSS"),
+    *("Gemma 2", "GPT-2", "GPT-NeoX", "Mixtral", "BLOOM", "GPT-OSS", "Mamba 2", "GLM-4-MoE", "dots.llm1"),
 )
 CHECKED = RUNNING if os.environ.get("TRL_ATROPOS_FULL") == "1" else [name for name in RUNNING if name in DIFFERENT]
 
 
-def test_there_are_at_least_24_families():
-    assert len(RUNNING) >= 24
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, Row]:
-    """By family. Found by the command that makes the table: its processes fork from one that nothing else uses."""
-    path = tmp_path_factory.mktemp("architectures") / "rows.json"
-    command = [sys.executable, "-m", "tests.weights.architectures", *CHECKED, "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {row["family"]: Row(**row) for row in json.loads(path.read_text())}
+def found(tmp_path_factory) -> dict[tuple[str, str], Row]:
+    """Found by the command that makes the table: its processes fork from one that nothing else uses."""
+    path = tmp_path_factory.mktemp("architectures") / "rows.jsonl"
+    for families, dtype in ((CHECKED, "float32"), (["GLM-4-MoE"], "bfloat16")):
+        command = [sys.executable, "-m", "tests.weights.architectures", *families, "--dtypes", dtype, "--rows", path]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return read_rows(path)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CHECKED)
 def test_the_family_computes_with_the_trainers_weights(found, name):
-    row = found[name]
-    assert row.how == FAMILIES[name].expected, row.reason
-    assert row.loading == "load_weights"
-    assert bool(row.reason) == (row.how == "copy")
+    modes = found[name, "float32"].modes
+    assert (modes["colocate"].how, modes["server"].how) == (FAMILIES[name].expected, "sent"), modes
+    assert bool(modes["colocate"].why) == (modes["colocate"].how == "copied")
+
+
+def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_the_reason_said(found):
+    modes = found["GLM-4-MoE", "bfloat16"].modes
+    assert (modes["colocate"].how, modes["server"].how) == ("copied", "sent"), modes
+    assert "vLLM keeps it as torch.float32, the trainer as torch.bfloat16" in modes["colocate"].why
+
+
+def test_a_family_that_keeps_its_routers_in_float32_itself_can_be_attached_in_bfloat16(tmp_path):
+    save_family(FAMILIES["ERNIE 4.5 MoE"], tmp_path, "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+    transfer = Colocate(Servers([], 30))
+    transfer._check_dtype(model, "bfloat16")
+    with pytest.raises(AttachError, match=r"are bfloat16, float32, the server.s float16\..* in float16"):
+        transfer._check_dtype(model, "float16")
 
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
