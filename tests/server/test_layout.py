@@ -5,6 +5,8 @@ import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server.layout import trace, unique_storages
+from trl_atropos.server.loader import move_to_arena
+from trl_atropos.server.weights import unloaded
 from trl_atropos.transport import allocate_arena
 
 CPU = torch.device("cpu")
@@ -192,3 +194,24 @@ def test_tracing_writes_no_buffer():
     model = WithBuffer()
     assert "cannot be shared" in place(model, 4)[1]
     assert torch.equal(model.bias, torch.ones(4))
+
+
+def test_what_looks_into_a_parameter_moves_into_the_arena_with_it():
+    model = torch.nn.Module()
+    model.whole = torch.nn.Parameter(torch.zeros(4, 1, 3), requires_grad=False)
+    model.other = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+    model.register_buffer("view", model.whole.view(4, 3).t(), persistent=False)
+    model.register_buffer("own", torch.ones(2))
+    move_to_arena(model)
+    model.whole.copy_(torch.arange(12.0).view(4, 1, 3))
+    assert torch.equal(model.view, torch.arange(12.0).view(4, 3).t())
+    assert torch.equal(model.own, torch.ones(2)) and torch.equal(model.other, torch.zeros(5))
+    assert len(unique_storages(model)) == 1
+
+
+def test_a_parameter_is_loaded_under_any_of_its_names():
+    model = torch.nn.Module()
+    model.one, model.left = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+    model.again = model.one
+    assert unloaded(model, {"again.weight", "again.bias", "a_buffer"}) == ["left.weight"]
+    assert unloaded(model, {"one.weight", "left.weight"}) == ["again.bias", "one.bias"]

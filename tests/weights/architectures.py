@@ -350,6 +350,7 @@ def check(name: str, dtype: str, folder: Path) -> Row:
 def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
     """One optimizer step of a trainer with default settings that publishes to `engine`, and what that led to."""
     from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+    from trl_atropos.errors import ProbeError
     from trl_atropos.weights.fence import ServerPublisher
     from trl_atropos.weights.modes import transfer_of
     from trl_atropos.weights.servers import Servers
@@ -378,7 +379,13 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
     row.hf_class, row.parameters = type(model).__name__, sum(one.numel() for one in model.parameters())
     row.attention = model.config._attn_implementation
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer.train()
+    try:
+        trainer.train()
+    except ProbeError as error:
+        if error.result is None or publisher.policy_version > 0:
+            raise
+        apart = f"{error.result.max_abs_diff:.1g} nats apart"
+        return Outcome("refused", f"before any step, vLLM and transformers compute log-probabilities up to {apart}")
     moved = [name for name, parameter in model.named_parameters() if not parameter.equal(before[name])]
     if len(moved) < len(before) / 2:
         raise AssertionError(f"the step moved {len(moved)} of {len(before)} parameters")
@@ -459,13 +466,22 @@ def table(found: dict[tuple[str, str], Row]) -> str:
                 outcome = made[dtype].modes[mode] if dtype in made else Outcome("not run")
                 cells.append(outcome.how + (f" {outcome.largest:.0e}" if outcome.largest else ""))
                 if outcome.why:
-                    reasons[outcome.why].append(f"`{mode}`, {dtype}")
+                    reasons[_first(outcome.why)].append(f"`{mode}`, {dtype}")
         why = settings + "; ".join(
             ("" if len(where) == len(MODES) * len(DTYPES) else f"{' and '.join(where)}: ") + reason
             for reason, where in reasons.items()
         )
         lines.append(f"| {family} | {hf_class} | {' | '.join(cells)} | {why.replace('|', '/')} |\n")
     return "".join(lines)
+
+
+def _first(why: str) -> str:
+    """Of the parameters that cannot be shared, the first one and how many more there are."""
+    shown = [part for part in why.split("; ") if ": vLLM" in part]
+    if len(shown) < 2:
+        return why
+    more = int(shown[-1].rpartition(" and ")[2].split()[0]) if shown[-1].endswith(" more") else 0
+    return f"{shown[0]}, and {len(shown) - 1 + more} more parameters"
 
 
 def read_rows(path: Path | None) -> dict[tuple[str, str], Row]:

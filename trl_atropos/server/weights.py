@@ -63,9 +63,14 @@ class WeightReceiver:
         if self.loaded is None:
             return []
         with without_adapters(self.model):
-            places = {name: one.data_ptr() for name, one in self.model.named_parameters(remove_duplicate=False)}
-        loaded = {places[name] for name in self.loaded & places.keys()}  # a module may have several names
-        return sorted(name for name, place in places.items() if place not in loaded)
+            return unloaded(self.model, self.loaded)
+
+
+def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
+    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have several names."""
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
+    return sorted(name for name, place in places.items() if place not in filled)
 
 
 def _needs_reload(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> bool:
