@@ -408,13 +408,10 @@ def test_a_conversion_spares_what_a_family_keeps_in_float32():
     fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
     config = AutoConfig.for_model("ernie4_5_moe", **fields, moe_num_experts=4, moe_k=2, num_attention_heads=4)
     model, accelerator = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), Accelerator(cpu=True)
-    routers = {name for name, _ in model.named_parameters() if "mlp.gate.weight" in name}
-    for name, parameter in model.named_parameters():
-        if name in routers:
-            parameter.data = parameter.data.float()
+    kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
     gathered = dict(iter_full_parameters(model, accelerator, torch.float16))
-    assert routers and {name for name, tensor in gathered.items() if tensor.dtype == torch.float32} == routers
-    assert {tensor.dtype for name, tensor in gathered.items() if name not in routers} == {torch.float16}
+    assert kept and {name for name, tensor in gathered.items() if tensor.dtype == torch.float32} == kept
+    assert {tensor.dtype for name, tensor in gathered.items() if name not in kept} == {torch.float16}
     dtypes = {spec.name: spec.dtype for spec in shapes_of(model, accelerator, torch.float16)}
     assert dtypes == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in gathered.items()}
 
