@@ -26,6 +26,7 @@ from pathlib import Path
 from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 
 SECONDS_PER_ROW = 180
+FAILED: list[Exception] = []  # kept: an engine that is freed half made hangs
 DTYPES = ("float32", "bfloat16")
 MODES = ("colocate", "server")
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.2, 0.02)}  # nats, on any token and in the mean
@@ -99,13 +100,11 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """`expected`: "shared", "copied" or "refused", in float32 on the CPU. `tolerance`: nats, if vLLM rounds more.
-    `settings`: of the trainer, beside its defaults."""
+    """`expected`: "shared", "copied" or "refused", in float32. `settings`: of the trainer, beside its defaults."""
 
     model_type: str
     fields: dict
     expected: str = "shared"
-    tolerance: float = 1e-4
     settings: dict = field(default_factory=dict)
 
 
@@ -171,7 +170,7 @@ FAMILIES = {
         },
         "refused",
     ),
-    "BLOOM": Family("bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4}, "copied", 1e-3),
+    "BLOOM": Family("bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4}, "refused"),
     "Falcon": Family(
         "falcon",
         {
@@ -233,9 +232,6 @@ FAMILIES = {
         },
         "copied",
     ),
-    "LFM2": Family(
-        "lfm2", {**BASE, "conv_dim": 128, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-    ),
     "LFM2-MoE": Family(
         "lfm2_moe", {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
     ),
@@ -255,7 +251,7 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
             "attention_chunk_size": 128,
         },
-        "copied",
+        "refused",
     ),
 }
 
@@ -294,21 +290,22 @@ def make_model(family: Family, folder: Path, dtype: str = "float32") -> None:
     config = AutoConfig.for_model(family.model_type, **{"vocab_size": len(tokenizer), **ids, **family.fields})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    change(dict(model.named_parameters()), seed=1)
+    # With wider ones, 16 bits round by more than the probe allows.
+    change(dict(model.named_parameters()), seed=1, scale=0.05 if dtype == "float32" else 0.02)
     model.save_pretrained(folder)
     if dtype != "float32":  # what transformers keeps in float32 stays so
         AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def change(parameters: dict, seed: int) -> None:
+def change(parameters: dict, seed: int, scale: float = 0.05) -> None:
     """Moves every parameter in place, far enough that every one of them shows in the log-probabilities."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def record(path: Path) -> str:
@@ -333,6 +330,7 @@ def check(name: str, dtype: str, folder: Path) -> Row:
         engine = Engine(folder / "model", dtype)
     except Exception as error:  # noqa: BLE001 - whatever vLLM says of a family is its row of the table
         traceback.print_exc()
+        FAILED.append(error)
         row.modes["colocate"] = row.modes["server"] = Outcome("refused", f"vLLM: {_in_short(error)}")
         return row
     recording = record(folder / "rollouts.jsonl")
@@ -391,7 +389,7 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
         raise AssertionError(f"the step moved {len(moved)} of {len(before)} parameters")
     largest, mean = engine.difference(model)
     bound, mean_bound = TOLERANCES[row.dtype]
-    if not (largest <= max(bound, FAMILIES[row.family].tolerance) and mean <= mean_bound):
+    if not (largest <= bound and mean <= mean_bound):
         raise AssertionError(f"after the step, vLLM and the trainer differ by up to {largest:.2g} nats ({mean:.2g})")
     how = {"Colocate": "shared", "FullWeights": "copied" if mode == "colocate" else "sent"}
     return Outcome(how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean)

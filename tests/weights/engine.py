@@ -49,6 +49,7 @@ class Engine:
             enable_prefix_caching=False,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=4,
+            num_gpu_blocks_override=64,  # or the whole of the space for the cache is written once
             disable_log_stats=True,
             **{flag.removeprefix("--").replace("-", "_"): value for flag, value in (REQUIRED | CPU_REQUIRED).items()},
         )

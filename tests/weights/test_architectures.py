@@ -21,7 +21,7 @@ from trl_atropos.weights.servers import Servers
 
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
-    *("Gemma 2", "GPT-2", "GPT-NeoX", "Mixtral", "BLOOM", "GPT-OSS", "Mamba 2", "GLM-4-MoE", "dots.llm1"),
+    *("Gemma 2", "GPT-2", "GPT-NeoX", "Mixtral", "Falcon", "GPT-OSS", "Mamba 2", "GLM-4-MoE", "dots.llm1"),
 )
 CHECKED = RUNNING if os.environ.get("TRL_ATROPOS_FULL") == "1" else [name for name in RUNNING if name in DIFFERENT]
 
