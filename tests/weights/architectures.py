@@ -29,6 +29,7 @@ SECONDS_PER_ROW = 180
 FAILED: list[Exception] = []  # kept: an engine that is freed half made hangs
 DTYPES = ("float32", "bfloat16")
 MODES = ("colocate", "server")
+MEASURED = ("shared", "copied", "sent")
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.2, 0.02)}  # nats, on any token and in the mean
 ENVIRONMENT = {
     **SERVER_ENVIRONMENT,
@@ -162,8 +163,8 @@ FAMILIES = {
             **WITH_HEAD_DIM,
             **EXPERTS,
             "shared_expert_intermediate_size": 64,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "layer_types": ["linear_attention", "full_attention"],
@@ -251,7 +252,8 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
             "attention_chunk_size": 128,
         },
-        "refused",
+        "copied",
+        **BARE_LOSS,
     ),
 }
 
@@ -323,6 +325,7 @@ def check(name: str, dtype: str, folder: Path) -> Row:
     from vllm.config import set_current_vllm_config
 
     from tests.weights.engine import Engine
+    from trl_atropos.errors import AtroposTrainingError
 
     make_model(FAMILIES[name], folder / "model", dtype)
     row = Row(name, dtype)
@@ -331,7 +334,7 @@ def check(name: str, dtype: str, folder: Path) -> Row:
     except Exception as error:  # noqa: BLE001 - whatever vLLM says of a family is its row of the table
         traceback.print_exc()
         FAILED.append(error)
-        row.modes["colocate"] = row.modes["server"] = Outcome("refused", f"vLLM: {_in_short(error)}")
+        row.modes = dict.fromkeys(MODES, Outcome("refused", f"vLLM: {_in_short(error)}"))
         return row
     recording = record(folder / "rollouts.jsonl")
     for mode in MODES:
@@ -339,9 +342,13 @@ def check(name: str, dtype: str, folder: Path) -> Row:
             # vLLM decorates the classes of some Hugging Face models, which then look for its configuration.
             with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
                 row.modes[mode] = step(engine, row, mode, folder, recording)
-        except Exception as error:  # noqa: BLE001 - the same of the trainer
-            traceback.print_exc()
+        except (AtroposTrainingError, ValueError) as error:
             row.modes[mode] = Outcome("refused", _in_short(error))
+        except Exception as error:  # noqa: BLE001 - of the engine, which is of no use for the next mode
+            traceback.print_exc()
+            FAILED.append(error)
+            row.modes |= dict.fromkeys(MODES, Outcome("refused", f"vLLM: {_in_short(error)}"))
+            break
     return row
 
 
@@ -458,17 +465,19 @@ def table(found: dict[tuple[str, str], Row]) -> str:
             continue
         hf_class = next((row.hf_class for row in made.values() if row.hf_class), "")
         cells, reasons = [], defaultdict(list)
-        settings = "".join(f"with `{key}: {value:g}`; " for key, value in FAMILIES[family].settings.items())
+        settings = [f"with `{key}: {value:g}`" for key, value in FAMILIES[family].settings.items()]
         for mode in MODES:
             for dtype in DTYPES:
                 outcome = made[dtype].modes[mode] if dtype in made else Outcome("not run")
-                cells.append(outcome.how + (f" {outcome.largest:.0e}" if outcome.largest else ""))
+                cells.append(outcome.how + (f" {outcome.largest:.0e}" if outcome.how in MEASURED else ""))
                 if outcome.why:
                     reasons[_first(outcome.why)].append(f"`{mode}`, {dtype}")
-        why = settings + "; ".join(
-            ("" if len(where) == len(MODES) * len(DTYPES) else f"{' and '.join(where)}: ") + reason
+        everywhere = len(MODES) * len(DTYPES)
+        told = [
+            reason if len(where) == everywhere else f"{' and '.join(where)}: {reason}"
             for reason, where in reasons.items()
-        )
+        ]
+        why = "; ".join(settings + told)
         lines.append(f"| {family} | {hf_class} | {' | '.join(cells)} | {why.replace('|', '/')} |\n")
     return "".join(lines)
 
@@ -479,7 +488,7 @@ def _first(why: str) -> str:
     if len(shown) < 2:
         return why
     more = int(shown[-1].rpartition(" and ")[2].split()[0]) if shown[-1].endswith(" more") else 0
-    return f"{shown[0]}, and {len(shown) - 1 + more} more parameters"
+    return f"{shown[0]} (the first of {len(shown) + more})"
 
 
 def read_rows(path: Path | None) -> dict[tuple[str, str], Row]:
