@@ -252,7 +252,7 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
             "attention_chunk_size": 128,
         },
-        "copied",
+        "refused",
         **BARE_LOSS,
     ),
 }
