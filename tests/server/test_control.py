@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import psutil
 import pytest
 import requests
 
@@ -65,6 +66,25 @@ def client(server) -> Iterator[ServerClient]:
     yield client
     client.release_lease()
     wait_for(lambda: not client.info().lease_held and not client.info().paused, "the lease's end")
+
+
+def engine_of(server: Server) -> psutil.Process:
+    (service,) = server.services.running()
+    processes = psutil.Process(service.guard.pid).children(recursive=True)
+    return next(process for process in processes if "EngineCore" in " ".join(process.cmdline()))
+
+
+def test_the_server_is_unhealthy_while_its_engine_does_not_answer(server):
+    engine = engine_of(server)
+    engine.suspend()
+    try:
+        reply = requests.get(f"{server.url}/health", timeout=30)
+        assert reply.status_code == 503
+        assert "the engine has not answered for 10 s, though its process is alive" in reply.json()["error"]
+        assert requests.get(f"{server.url}/health", timeout=2).status_code == 503  # at once: it is the same question
+    finally:
+        engine.resume()
+    wait_for(lambda: requests.get(f"{server.url}/health", timeout=30).status_code == 200, "the engine to answer again")
 
 
 # --------------------------------------------------------------------------------------------------- who may call them

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import time
 
@@ -144,3 +145,36 @@ def _wait_for(condition, what: str, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{4}"}}, r"[ab]{4}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"logit_bias": {"97": 100.0}}, "."),
+    ],
+)
+def test_what_is_sampled_can_be_constrained(server, fields, allowed):
+    reply = server.generate(prompt="abc=", max_tokens=8, **fields)
+    assert reply.status_code == 200, reply.text
+    if "structured_outputs" in fields:
+        assert re.fullmatch(allowed, reply.json()["text"][0])
+    else:
+        assert set(reply.json()["token_ids"][0]) == {97}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"structured_outputs": {"regex": "[a-"}}, "regex"),
+        ({"structured_outputs": {"json": "{"}}, "Invalid JSON"),
+        ({"structured_outputs": "a+"}, "`structured_outputs` is 'a+'"),
+        ({"logit_bias": {"a": 1.0}}, "`logit_bias`"),
+        ({"logit_bias": {"5": "much"}}, "`logit_bias"),
+    ],
+)
+def test_a_constraint_that_cannot_be_kept_is_refused_with_the_reason(server, fields, words):
+    reply = server.generate(prompt="abc=", max_tokens=8, **fields)
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]

@@ -49,6 +49,7 @@ from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
 logger = logging.getLogger("vllm.trl_atropos")
 
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and leaving all the same
+HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 RECOVERY = 30.0  # seconds to end what a trainer has begun that is gone; a worker may wait for it and never come back
 
@@ -66,6 +67,7 @@ class Control:
         self.fixed: dict | None = None  # the part of `info` that never changes
         self.next_adapter: int | None = None  # its id is loaded and waits for `resume`
         self.adapters_loaded = 0
+        self.asked: tuple[float, asyncio.Task] | None = None  # what `/health` last asked the engine, and when
         self.routes = {
             ("GET", "/info"): self.info,
             ("POST", "/attach"): self.attach,
@@ -97,10 +99,30 @@ class Control:
                 return await self.sampling.generate(request, send)
             if path in OPENAI_ROUTES and posts:
                 return await self.sampling.openai(request, send, self.app)
+            if path == "/health" and (silence := await self._silence(request.app.state.engine_client)):
+                return await error(503, silence)(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
             self._leave("vLLM's EngineCore process died")
             return await error(503, self.sampling.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
+
+    async def _silence(self, engine) -> str | None:
+        """
+        What is wrong if the engine does not answer, though its process is alive. `None` while a trainer's call is
+        under way, which may take long: then the trainer has a deadline.
+        """
+        if self.lease.held and self.changing.locked():
+            return None
+        await engine.check_health()
+        now = asyncio.get_running_loop().time()
+        if self.asked is None or self.asked[1].done():
+            self.asked = now, asyncio.create_task(engine.is_sleeping())
+        since, question = self.asked
+        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - now))
+        if question.done():
+            return None
+        silent = asyncio.get_running_loop().time() - since
+        return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
 
     async def _control(self, request: Request, path: str, send) -> None:
         scope, receive = request.scope, request.receive

@@ -7,11 +7,15 @@ Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][t
 `envs/server_handling/vllm_server.py`.
 """
 
+import dataclasses
+import re
 import uuid
+from typing import Annotated, Any
 
+import msgspec
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from trl_atropos.server.compat import CLIENT_ERRORS
 from trl_atropos.server.ledger import Span
@@ -19,6 +23,14 @@ from trl_atropos.server.recorder import LOWEST_LOGPROB, Recorder, sampled_logpro
 
 # Fields of the OpenAI protocol that environments send along and that mean nothing here.
 IGNORED_FIELDS = ("model", "stream", "user")
+# Those that vLLM sets itself. It marks further ones, and some of the structured outputs', by an underscore.
+INTERNAL_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone"}
+FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - INTERNAL_FIELDS
+STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
+
+
+class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
+    prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
 
 
 class BadRequest(ValueError):
@@ -29,27 +41,57 @@ class NotFinished(RuntimeError):
     """The engine ended the request without a result."""
 
 
-def parse(body: dict) -> tuple[dict, SamplingParams]:
-    """Returns vLLM's prompt and sampling parameters."""
-    fields = {key: value for key, value in body.items() if key not in IGNORED_FIELDS}
+def parse(body: bytes) -> tuple[dict, SamplingParams]:
+    """
+    Returns vLLM's prompt and sampling parameters.
+
+    Every type is checked, as strictly as in the engine process: a value that cannot be decoded there ends the thread
+    that listens to requests, and the engine would answer nobody any more.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BadRequest(f"the body must be a JSON object: {error}") from error
+    for name in IGNORED_FIELDS:
+        fields.pop(name, None)
     prompt = fields.pop("prompt", None)
-    if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
-        prompt = {"prompt_token_ids": prompt["prompt_token_ids"]}
+    if isinstance(prompt, dict):
+        prompt = {"prompt_token_ids": _convert(prompt, TokenPrompt).prompt_token_ids}
     elif isinstance(prompt, str):
         prompt = {"prompt": prompt}
     else:
         raise BadRequest("`prompt` must be a string or {'prompt_token_ids': [...]}")
-    unknown = sorted(set(fields) - set(SamplingParams.__struct_fields__))
+    unknown = set(fields) - FIELDS
+    if isinstance(fields.get("structured_outputs"), dict):
+        unknown |= {f"structured_outputs.{name}" for name in set(fields["structured_outputs"]) - STRUCTURED_FIELDS}
     if unknown:
-        raise BadRequest(f"unknown sampling parameters: {', '.join(unknown)}")
-    fields["output_kind"] = RequestOutputKind.FINAL_ONLY
+        raise BadRequest(f"unknown sampling parameters: {', '.join(sorted(unknown))}")
+    params = _convert(fields, SamplingParams)
+    for name, value in fields.items():
+        try:
+            msgspec.msgpack.encode(value)  # as it goes to the engine
+        except (OverflowError, RecursionError) as error:
+            raise BadRequest(f"`{name}` is {value!r:.100}: {error}") from error
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return prompt, params
+
+
+def _convert(fields: dict[str, Any], kind: Any) -> Any:
     try:
-        return prompt, SamplingParams(**fields)
-    except (TypeError, *CLIENT_ERRORS) as error:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")  # as in "Expected `int`, got `float` - at `$.max_tokens`"
+        name = re.search(r"\$\.(\w+)", place)
+        if name is None:
+            raise BadRequest(what) from error
+        raise BadRequest(
+            f"{place.replace('$.', '')}: {what[:1].lower()}{what[1:]}. `{name[1]}` is {fields[name[1]]!r:.100}"
+        ) from error
+    except (RecursionError, *CLIENT_ERRORS) as error:
         raise BadRequest(str(error)) from error
 
 
-async def generate(recorder: Recorder, body: dict, adapter: LoRARequest | None = None) -> tuple[dict, list[Span]]:
+async def generate(recorder: Recorder, body: bytes, adapter: LoRARequest | None = None) -> tuple[dict, list[Span]]:
     """
     Samples, from `adapter` if there is one. Cancelling the task aborts the request.
 

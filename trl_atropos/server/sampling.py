@@ -92,12 +92,7 @@ class Sampling:
     async def generate(self, request: Request, send) -> None:
         """`POST /generate`. Raises what a handler of the whole server must know: that the engine is dead."""
         scope, receive = request.scope, request.receive
-        try:
-            body = json.loads(await request.body())
-            if not isinstance(body, dict):
-                raise BadRequest("the body must be a JSON object")
-        except ValueError as problem:
-            return await error(400, f"bad request: {problem}")(scope, receive, send)
+        body = await request.body()
         await self.until_open()
         if self.broken is not None:
             return await error(503, self.broken)(scope, receive, send)
@@ -127,7 +122,8 @@ class Sampling:
             raise
         except Exception as problem:  # the boundary of the process: the client is told, and the log has the traceback
             logger.exception("a /generate request failed")
-            return error(500, f"{type(problem).__name__}: {problem}")
+            cause = problem.__cause__ or problem  # vLLM's own says nothing
+            return error(500, f"{type(cause).__name__}: {cause}")
 
     async def openai(self, request: Request, send, app) -> None:
         """vLLM's own routes, which look up the adapter by its name: only once the pause is over."""
