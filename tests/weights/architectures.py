@@ -40,7 +40,7 @@ ENVIRONMENT = {
 HEADER = """\
 # Which model families are trained in the server's memory
 
-Made by `python -m tests.weights.architectures --write trl_atropos/weights/ARCHITECTURES.md`, on the CPU with
+Made by `python -m tests.weights.architectures --write trl_atropos/weights/ARCHITECTURES.md`, on a CPU with AMX, with
 vLLM {vllm} and transformers {transformers}, from tiny models with random weights. Each was loaded as a run loads it
 and trained for one step of AdamW, and the number is the largest difference between the log-probabilities of server
 and trainer after that, in nats. With bfloat16, both sides round, each in its own order.
@@ -234,13 +234,14 @@ FAMILIES = {
         "copied",
     ),
     "LFM2-MoE": Family(
-        "lfm2_moe", {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+        "lfm2_moe", {**BASE, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "refused"
     ),
     "GLM-4-MoE": Family("glm4_moe", {**WITH_HEAD_DIM, **ROUTED}),
     "dots.llm1": Family("dots1", {**WITH_HEAD_DIM, **ROUTED}),
     "ERNIE 4.5 MoE": Family(
         "ernie4_5_moe",
         {**WITH_HEAD_DIM, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1},
+        "refused",
     ),
     "Llama 4": Family(
         "llama4_text",
@@ -344,10 +345,10 @@ def check(name: str, dtype: str, folder: Path) -> Row:
                 row.modes[mode] = step(engine, row, mode, folder, recording)
         except (AtroposTrainingError, ValueError) as error:
             row.modes[mode] = Outcome("refused", _in_short(error))
-        except Exception as error:  # noqa: BLE001 - of the engine, which is of no use for the next mode
+        except Exception as error:  # noqa: BLE001 - the same of libraries; the engine may be of no use any more
             traceback.print_exc()
             FAILED.append(error)
-            row.modes |= dict.fromkeys(MODES, Outcome("refused", f"vLLM: {_in_short(error)}"))
+            row.modes |= dict.fromkeys(MODES, Outcome("refused", _in_short(error)))
             break
     return row
 
