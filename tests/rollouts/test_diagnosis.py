@@ -259,3 +259,18 @@ def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path)
     env = variables_of_environment({**os.environ, "PYTHONPATH": str(tmp_path)})
     done = subprocess.run([sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("its own\n", "")
+
+
+def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_asked(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sitecustomize, tenacity\n"
+        "@tenacity.retry(stop=tenacity.stop_after_attempt(2))\n"
+        "def ask():\n    raise ValueError('400, Bad\\nRequest')\n"
+        "def collect():\n    ask()\n"
+        "try:\n    collect()\n"
+        "except Exception as e:\n    print(sitecustomize._describe(e), sitecustomize._place(e), sep=' | ')\n"
+    )
+    command = [sys.executable, str(tmp_path / "mine.py")]
+    env = variables_of_environment(dict(os.environ))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"ValueError: 400, Bad Request | {tmp_path}/mine.py:6 in collect\n"
