@@ -244,7 +244,7 @@ def check_reports(training) -> None:
         for callback in get_reporting_integration_callbacks(training.report_to):
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
-        raise RecipeError(f"`report_to` is {training.report_to}: {error}", "Or set `report_to: none`.") from error
+        raise RecipeError(f"`report_to` is {training.report_to}: {error} Or set `report_to: none`.") from error
 
 
 def start_services(recipe, services) -> None:
