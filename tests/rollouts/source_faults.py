@@ -115,6 +115,12 @@ class Api:
         except OSError:
             return False
 
+    def register_another_run(self, name: str) -> None:
+        """As a run did that is over: the API takes no other registration from here on."""
+        body = {"wandb_group": name, "wandb_project": "p", "batch_size": BATCH, "max_token_len": MAX_LENGTH + 1}
+        body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 5, "num_steps": 10**6}
+        request(self.port, "POST", "/register", json.dumps(body))
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join(PATIENCE)
@@ -580,7 +586,10 @@ class Audit:
         alive = api.held()
         if alive.registration is None:
             return -1
-        assembled = BATCH * (alive.step - about(self.run)["registrations"][alive.registration])
+        first_step = about(self.run)["registrations"].get(alive.registration)
+        if first_step is None:  # an earlier run's, where this one has not joined yet
+            return -1
+        assembled = BATCH * (alive.step - first_step)
         received = sum(part.size for _, part in parts(self.run) if part.region.registration == alive.registration)
         return assembled - received
 
@@ -634,6 +643,7 @@ class Run:
         self.folder = folder
         folder.mkdir(parents=True)
         self.api = Api()
+        self._register_another_run()
         self.dead: list[Dead] = []
         self.proxy = Proxy(self.api.port, self.rng)
         self.audit = Audit(folder, self.load)
@@ -643,6 +653,11 @@ class Run:
         self.start_consumer()
         for _ in range(2):
             self.start_producer()
+
+    def _register_another_run(self) -> None:
+        """On every second API."""
+        if self.rng.random() < 0.5:
+            self.api.register_another_run(f"another-{self.rng.random()}")
 
     def start_producer(self) -> None:
         log = self.folder / f"producer-{self._first_id}.log"
@@ -709,6 +724,7 @@ class Run:
         for producer in self.producers:
             os.kill(producer.pid, signal.SIGCONT)
         self.api.start()
+        self._register_another_run()
 
     def _kill_the_api(self) -> None:
         self._running()

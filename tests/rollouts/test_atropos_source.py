@@ -152,6 +152,35 @@ def test_a_batch_with_a_nan_is_lost_and_counted_and_the_next_one_comes(api, open
     assert source.metrics()["rollouts/lost_batches"] == 1
 
 
+def test_batches_that_another_trainer_took_are_counted_and_not_blamed_on_the_environments(api, open_source, caplog):
+    source = open_source(api.url)
+    api.deliver(*numbered_groups(1, 2, 3, 4, 5, 6))
+    source._feed._pull()  # the newest batch of the burst,
+    source._feed._pull()  # and how many there are
+    api.get("/batch")  # another trainer takes the next, groups 3 and 4
+    assert scores(source, 8) == [1, 2, 2, 3, 5, 6, 6, 7]
+    assert source.state()["books"]["dropped"] == {"lost_in_delivery": 4}
+    assert "4 rollouts are lost: another trainer asks" in caplog.text
+    assert "NaN" not in caplog.text
+
+
+def test_two_trainers_on_one_api_are_told_of_each_other_and_each_row_goes_to_one(api, open_source, run_info, caplog):
+    sources = [open_source(api.url, run=run_info(output_dir=run_info().output_dir + name)) for name in "ab"]
+    every = [score for tag in range(10, 90) for score in (tag, tag + 1)]
+    seen: list[list[float]] = [[], []]
+    for tag in range(10, 90, 8):
+        api.deliver(*numbered_groups(*range(tag, tag + 8)))
+        for source, mine in zip(sources, seen):
+            mine += [row.score for row in source.poll(4, SHORT) or []]
+    deadline = time.monotonic() + WAIT
+    while sum(map(len, seen)) < len(every):
+        assert time.monotonic() < deadline, f"{seen} of {every}"
+        for source, mine in zip(sources, seen):
+            mine += [row.score for row in source.poll(4, SHORT) or []]
+    assert sorted(seen[0] + seen[1]) == sorted(every) and all(seen)
+    assert "another trainer asks" in caplog.text and "NaN" not in caplog.text
+
+
 def test_a_lost_batch_inside_a_burst_leaves_the_others_in_order(api, open_source):
     source = open_source(api.url)
     api.deliver(*numbered_groups(1, 2))
@@ -205,7 +234,7 @@ def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source
 def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(restartable_api, open_source):
     source = open_source(restartable_api.url, api_down_timeout=0.5)
     restartable_api.stop()
-    with pytest.raises(RolloutError, match=rf"{restartable_api.url} has not answered for .*atroposlib\.cli\.run_api"):
+    with pytest.raises(RolloutError, match=rf"{restartable_api.url} has given no usable answer for .*atroposlib\.cli\.run_api"):
         source.poll(4, WAIT)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts import pull
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
@@ -56,6 +57,12 @@ def open_source(api: Api, run_info: Callable[..., RunInfo]) -> Iterator[Callable
 
 def groups(*scores: float) -> list[dict]:
     return [make_group(score, score) for score in scores]
+
+
+def register_another_trainer(api: Api) -> None:
+    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": 4, "max_token_len": 65}
+    body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
+    api.post("/register", body)
 
 
 def scores(source: AtroposSource, num_rows: int) -> list[float]:
@@ -168,6 +175,45 @@ def test_a_batch_that_was_popped_and_never_spooled_is_counted_as_lost_in_deliver
     api.deliver(*groups(5, 6))
     assert scores(resumed, 8) == [1, 1, 2, 2, 5, 5, 6, 6]
     assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
+
+
+def test_on_an_api_that_holds_an_earlier_run_what_was_popped_between_two_lives_is_counted(api, open_source):
+    register_another_trainer(api)
+    open_source().close()
+    api.deliver(*groups(1, 2, 3, 4))
+    api.get("/batch")  # as by a trainer that was killed when the reply had come
+    resumed = open_source({})
+    api.deliver(*groups(5, 6))
+    assert scores(resumed, 8) == [1, 1, 2, 2, 5, 5, 6, 6]
+    assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
+
+
+def test_what_another_trainer_left_in_a_burst_is_on_disk_before_the_next_is_asked_for(api, open_source):
+    register_another_trainer(api)
+    api.deliver(*groups(1, 2, 3, 4, 5, 6))
+    api.get("/batch")  # the other trainer's, which died with it
+    source = open_source()
+    source._feed._pull()
+    source._feed._pull()
+    source.close()
+    resumed = open_source({})
+    api.deliver(*groups(7, 8))
+    assert scores(resumed, 12) == [3, 3, 4, 4, 1, 1, 2, 2, 7, 7, 8, 8]
+    assert books(resumed) == {"trained": 12, "dropped": {}, "lost_with_api": 0}
+
+
+def test_a_trainer_that_registers_anew_under_the_name_it_had_before_a_reset_has_another_api(api, open_source):
+    register_another_trainer(api)
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    source.close()
+    api.reset()
+    register_another_trainer(api)
+    resumed = open_source({})
+    api.deliver(*groups(3, 4))
+    assert scores(resumed, 8) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert books(resumed) == {"trained": 8, "dropped": {}, "lost_with_api": 0}
 
 
 def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open_source):
@@ -388,7 +434,10 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(a
             source.poll(4, WAIT)
 
 
-def test_close_does_not_wait_for_a_reply_that_does_not_come(run_info):
+def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wait_for_it(
+    run_info, caplog, monkeypatch
+):
+    monkeypatch.setattr(pull, "QUIET_WARNING", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken, released = threading.Event(), threading.Event()
         answering = threading.Thread(target=_answer_until_batch, args=(server, taken, released), daemon=True)
@@ -398,6 +447,9 @@ def test_close_does_not_wait_for_a_reply_that_does_not_come(run_info):
         deadline = time.monotonic() + WAIT
         while not taken.is_set():
             assert time.monotonic() < deadline, "nobody asked for a batch"
+            assert source.poll(4, SHORT) is None
+        while "accepted a request for a batch, and has not answered for" not in caplog.text:
+            assert time.monotonic() < deadline, "nobody tells that the API hangs"
             assert source.poll(4, SHORT) is None
         before = time.monotonic()
         source.close()

@@ -90,8 +90,8 @@ class AtroposClient:
         if not url.startswith(("http://", "https://")):
             raise RolloutError(f"{url!r} is not the URL of an Atropos API. Write it as http://HOST:PORT.")
         self.url = url.rstrip("/")
+        self.batch_timeout = batch_timeout
         self._request_timeout = request_timeout
-        self._batch_timeout = batch_timeout
         self._session = requests.Session()
         self._adapter = AbortableAdapter()
         self._session.mount("http://", self._adapter)
@@ -155,7 +155,7 @@ class AtroposClient:
         """The next batch. The API forgets it before it answers, so it is delivered at most once."""
         try:
             # Unbuffered by `requests`, which would collect a large reply in pieces of 10 kB.
-            with self._request("GET", "/batch", self._batch_timeout, stream=True) as response:
+            with self._request("GET", "/batch", self.batch_timeout, stream=True) as response:
                 body = response.raw.read(decode_content=True)
         except (requests.RequestException, HTTPError) as error:
             raise ReplyLost(f"GET {self.url}/batch broke off: {error}") from error

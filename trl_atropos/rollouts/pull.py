@@ -59,9 +59,11 @@ class BatchPuller:
         self._delivery = Delivery(registration.batch_size, last, begin)
         self._diagnosis = Diagnosis(client, registration)
         self._held: Batch | None = None  # pulled, and its place is not known yet
-        self._leftovers: list[Batch] = []  # of another run's burst, newest first
         self._unsure = False  # whether the API is still the same, and at which step
         self._losses = False  # whether a reply was lost since the API was known to hold nothing
+        self._sharing = False  # whether the log says that another trainer pulls
+        self._open_since: float | None = None  # when a `GET /batch` was sent that has not been answered
+        self._hang_told = 0.0
         self._failing_since: float | None = None
         self._quiet_since = time.monotonic()
 
@@ -94,27 +96,31 @@ class BatchPuller:
         status = join(self._client, asked, reset=reset)
         known_as = self._client.trainer() or ""
         before = self._delivery.region
-        if known_as not in ours:
+        self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
+        # Other programs register under one name always: theirs may be a new API all the same, whose step tells.
+        goes_on = known_as == before.registration and status.current_step >= before.step
+        if goes_on:
+            return []
+        if known_as not in ours or known_as == before.registration:
             logger.info(
-                "Continuing on the Atropos API at %s, which kept an earlier run's state: %d groups queued, %d batches "
-                "assembled.",
+                "Continuing on the Atropos API at %s, where %s had registered before: %d groups queued, %d batches "
+                "assembled. If that run is not over, the two take rollouts from each other.",
                 self._client.url,
+                known_as,
                 status.queue_size,
                 status.current_step,
             )
-            return self._delivery.join(known_as, status.current_step)
-        self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
-        return [] if known_as == before.registration else self._delivery.join(known_as, ours[known_as])
+            self._spool.note_registration(known_as, status.current_step)
+        return self._delivery.join(known_as, self._spool.registrations[known_as])
 
     def _rejoin(self) -> list[Arrival]:
         """The API holds no trainer, or another: it was restarted, or reset by somebody else."""
-        lost = self._place_leftovers()
         try:
-            lost += self.join()
+            lost = self.join()
         except (ApiUnreachable, ReplyLost) as error:
             self._unsure = True
             self._note_failure(error)
-            return lost
+            return []
         logger.warning(
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
             "there are lost. Environments do not register again by themselves: restart them.",
@@ -141,6 +147,7 @@ class BatchPuller:
                 return self._place_held()
             if self._unsure:
                 return self._look()
+            self._open_since = time.monotonic()
             reply = self._client.batch()
         except ApiUnreachable as error:
             self._unsure = True
@@ -150,19 +157,19 @@ class BatchPuller:
             self._unsure = self._losses = True
             self._note_failure(error)
             return []
+        finally:
+            self._open_since = None
         if reply.status == "error":
             return self._rejoin()
         self._failing_since = None
         if not reply.batch:
             self.pause = self._poll_interval
-            self._losses = False
             lost = self._told(self._delivery.settle(LOST_IN_DELIVERY))
-            return self._place_leftovers() + lost + self._look_if_quiet()
+            self._losses = False
+            return lost + self._look_if_quiet()
         self.pause = 0.0
         self._quiet_since = time.monotonic()
         self._diagnosis.note(reply.batch)
-        if self._delivery.left and not self._losses:
-            return [self._delivery.place(reply.batch)]
         self._held = reply.batch
         return []
 
@@ -179,56 +186,68 @@ class BatchPuller:
             return []
         # A request was lost that made it assemble these, so at least one of them is gone.
         self._failing_since, self._losses = None, True
-        return self._place_leftovers() + self._rise(rise)
+        return self._rise(rise)
 
     def _place_held(self) -> list[Arrival]:
-        """Whether it begins a burst, only the API's step tells, which nothing but this trainer's pulls raises."""
+        """The API's step tells whether the batch begins a burst: only a pull that finds nothing left raises it."""
         region = self._delivery.region
         same = not self._unsure or self._client.trainer() == region.registration
         rise = self._client.status().current_step - region.step if same else -1
         if rise < 0:  # that API is gone
             self._unsure = True
             return self.give_back()
-        batch, self._held = self._held, None
         self._unsure = False
+        lost = self._rise(rise) if rise else []
         if rise:
             self._losses = False
-            return [*self._place_leftovers(), *self._rise(rise), self._delivery.place(batch)]
-        if self._delivery.left:
-            return [self._delivery.place(batch)]
-        self._leftovers.append(batch)
-        return []
+        return lost + self.give_back()
 
     def give_back(self) -> list[Arrival]:
-        """Everything that was received, though its place is not certain: nothing more is asked."""
-        placed, batch = self._place_leftovers(), self._held
+        """What was received and has no place yet gets one: nothing more is asked."""
+        batch, self._held = self._held, None
         if batch is None:
-            return placed
-        self._held = None
-        if not self._delivery.left:
-            self._delivery.open(1, self._delivery.region.step + 1)
-        return [*placed, self._delivery.place(batch)]
-
-    def _place_leftovers(self) -> list[Arrival]:
-        """No more of them will come. How many there were is known only now, so they are numbered now."""
-        batches, self._leftovers = self._leftovers, []
-        if not batches:
             return []
-        self._delivery.open(len(batches), self._delivery.region.step)
-        return [self._delivery.place(batch) for batch in batches]
+        if not self._delivery.left:  # of a burst that was there before this run joined, or the API is gone
+            self._delivery.open(1, self._delivery.region.step)
+        return [self._delivery.place(batch)]
 
     def _rise(self, batches: int) -> list[Arrival]:
         return self._told(self._delivery.open(batches, self._delivery.region.step + batches))
 
     def _told(self, lost: list[Arrival]) -> list[Arrival]:
         for arrival in lost:
-            logger.warning(
-                "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
-                "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
-                "environments.",
-                arrival.size,
-            )
+            if self._losses:
+                logger.warning(
+                    "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
+                    "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
+                    "environments.",
+                    arrival.size,
+                )
+            elif not self._sharing:
+                self._sharing = True
+                logger.warning(
+                    "%d rollouts are lost: another trainer asks the Atropos API at %s for batches, too, and got them. "
+                    "The API gives each batch out once. Stop the other trainer, or give it an API of its own "
+                    "(`atropos_url`). Later losses are only counted (`rollouts/dropped_lost_in_delivery`).",
+                    arrival.size,
+                    self._client.url,
+                )
         return lost
+
+    def say_if_hung(self) -> None:
+        """Called while somebody waits for rollouts: once a minute, tell of a request that is not answered."""
+        now, since = time.monotonic(), self._open_since
+        if since is None or now - max(since, self._hang_told) < QUIET_WARNING:
+            return
+        self._hang_told = now
+        logger.warning(
+            "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs, or "
+            "its machine does. This run waits up to %g s for the answer, because the batch is lost without it. If it "
+            "does not come back, restart the API and the environments.",
+            self._client.url,
+            now - since,
+            self._client.batch_timeout,
+        )
 
     # --------------------------------------------------------------------------------------------------------- failing
 
@@ -243,9 +262,9 @@ class BatchPuller:
         self.pause = RETRY_PAUSE
         if now - self._failing_since > self._api_down_timeout:
             raise RolloutError(
-                f"The Atropos API at {self._client.url} has not answered for {now - self._failing_since:.0f} s. Start "
-                "it again (`python -m atroposlib.cli.run_api`), then the environments, and resume from the last "
-                f"checkpoint; raise `api_down_timeout` to wait longer. Last try: {error}"
+                f"The Atropos API at {self._client.url} has given no usable answer for "
+                f"{now - self._failing_since:.0f} s. Start it again (`python -m atroposlib.cli.run_api`), then the "
+                f"environments, and resume from the last checkpoint. Last try: {error}"
             ) from error
 
     def _look_if_quiet(self) -> list[Arrival]:

@@ -284,7 +284,10 @@ class AtroposSource:
         """The next rows that are to be trained. What was pulled is kept for the next call."""
         if self._feed.ident is None:
             self._feed.start()
-        return self._selection.take(num_rows, timeout)
+        rows = self._selection.take(num_rows, timeout)
+        if rows is None:
+            self._puller.say_if_hung()
+        return rows
 
     def metrics(self) -> dict[str, float]:
         """
