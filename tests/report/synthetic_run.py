@@ -88,6 +88,7 @@ def _group(rng: np.random.Generator, step: int, steps: int, number: int) -> list
             group_std=std,
             zero_advantage=False,
             env_id=environment,
+            environment="tools" if environment else None,
             policy_version=max(0, step - 1),
             newest_version=step if environment else max(0, step - 1),
             group=number,

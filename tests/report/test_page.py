@@ -94,7 +94,7 @@ def test_rollouts_are_filtered_by_reward_environment_and_step(page):
     page.wait_for(f"{COUNT} === '1984 of 1984 rollouts'")
     page.fill("step_from", "7")
     page.fill("step_to", "7")
-    page.fill("environment", "e1")
+    page.fill("environment", "is tools")
     assert page.evaluate(COUNT) == "32 of 1984 rollouts"
     assert set(page.evaluate(row("step"))) == {"7"}
 
@@ -122,7 +122,7 @@ def test_a_group_is_opened_and_its_rollouts_read_one_by_one(page):
 
 
 def test_turns_are_apart_and_masked_tokens_grey(page):
-    page.fill("environment", "e1")
+    page.fill("environment", "is tools")
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     labels = page.evaluate(texts_of(".part .label"))
@@ -138,7 +138,7 @@ def test_turns_are_apart_and_masked_tokens_grey(page):
 
 
 def test_tokens_are_coloured_by_advantage_or_by_log_probability(page):
-    page.fill("environment", "e0")
+    page.fill("environment", "is environment 0")
     page.fill("step_from", "5")
     colors = "[...document.querySelectorAll('.part.sampled .t')].map((each) => getComputedStyle(each).backgroundColor)"
     colors = f"new Set({colors}).size"
@@ -155,7 +155,7 @@ def test_tokens_are_coloured_by_advantage_or_by_log_probability(page):
 
 
 def test_tokens_are_coloured_by_the_gap_between_trainer_and_sampler(page):
-    page.fill("environment", "e0")
+    page.fill("environment", "is environment 0")
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     page.click("#detail input[value=gap]")
@@ -221,7 +221,7 @@ def test_the_list_is_used_by_keyboard(page):
 
 
 def test_a_character_whose_bytes_are_tokens_of_their_own_is_shown_as_one(page):
-    page.fill("environment", "e0")
+    page.fill("environment", "is environment 0")
     page.click("#list [data-row='16']")
     page.wait_for_element("#detail .tokens")
     prompt = page.evaluate("document.querySelector('.part.prompt').textContent")
@@ -229,7 +229,7 @@ def test_a_character_whose_bytes_are_tokens_of_their_own_is_shown_as_one(page):
 
 
 def test_hostile_text_is_shown_and_not_run(page):
-    page.fill("environment", "e1")
+    page.fill("environment", "is tools")
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .messages")
     for place in (".part.context", ".messages pre", "#setting-tables"):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import TrainerState
 
@@ -22,7 +23,7 @@ from trl_atropos.report.page_rows import UNKNOWN, Fate, advantages, read_all, tr
 from trl_atropos.report.page_run import LOG, ReportError, read_run
 from trl_atropos.report.page_tokens import texts
 from trl_atropos.rollouts.advantages import row_advantages
-from trl_atropos.rollouts.spool import Part, Spool
+from trl_atropos.rollouts.spool import Part, Spool, read_rows
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
 FIRST = [["a", 0]]
@@ -155,13 +156,26 @@ def test_rewards_are_of_all_rollouts_and_not_of_the_selection(tmp_path):
     run, rows = read_run(folder), read_all(folder / "rollouts")
     trace(rows, run)
     found = page_data.rewards(rows, limit=100)
-    assert [each["environment"] for each in found] == [0, 1]
+    assert [each["environment"] for each in found] == ["environment 0", "tools"]
     here = (rows["env_id"] == 1) & (rows.first_step == 2)
     assert found[1]["count"] == [32] * 4
     assert found[1]["mean"][1] == pytest.approx(rows["score"][here].mean(), abs=1e-5)
     assert found[1]["std"][1] == pytest.approx(rows["score"][here].std(), abs=1e-5)
     joined = page_data.rewards(rows, limit=2)[1]
     assert (joined["steps"], joined["count"]) == ([2, 4], [64, 64])
+
+
+def test_a_run_of_an_earlier_version_whose_rollouts_name_no_environment_is_read(tmp_path):
+    folder = make_run(tmp_path / "run", 2)
+    for path in (folder / "rollouts").glob("*.arrow"):
+        with pa.ipc.open_file(path) as reader:
+            table = reader.read_all().drop_columns(["environment"])
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    rows = read_all(folder / "rollouts")
+    assert not rows.unreadable and len(rows) == 3 * 64
+    assert set(rows["environment"]) == {"environment 0", "environment 1"}
+    assert {row.environment for row in read_rows(path)} == {None}
 
 
 def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limits(tmp_path):

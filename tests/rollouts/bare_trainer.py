@@ -4,6 +4,7 @@ import time
 
 from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
 from trl_atropos.rollouts.diagnosis import Diagnosis
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.registration import join
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
@@ -29,7 +30,7 @@ class BareTrainer:
             starting_step=0,
             num_steps=10**6,
         )
-        self.diagnosis = Diagnosis(self.client, self.registration)
+        self.diagnosis = Diagnosis(self.client, self.registration, EnvironmentNames())
         self.restarts = 0
         self._join()
 

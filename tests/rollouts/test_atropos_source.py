@@ -234,7 +234,9 @@ def test_an_api_that_somebody_else_reset_is_registered_at_again(api, open_source
 def test_an_api_that_stays_down_stops_the_run_with_the_url_and_the_fix(restartable_api, open_source):
     source = open_source(restartable_api.url, api_down_timeout=0.5)
     restartable_api.stop()
-    with pytest.raises(RolloutError, match=rf"{restartable_api.url} has given no usable answer for .*atroposlib\.cli\.run_api"):
+    with pytest.raises(
+        RolloutError, match=rf"{restartable_api.url} has given no usable answer for .*atroposlib\.cli\.run_api"
+    ):
         source.poll(4, WAIT)
 
 

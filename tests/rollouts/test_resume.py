@@ -415,15 +415,30 @@ def test_without_prefetch_nothing_is_pulled_while_nobody_polls(api, open_source)
     assert scores(source, 4) == [3, 3, 4, 4]
 
 
-def test_metrics_tell_of_environments_and_of_the_time_in_the_queue(api, open_source):
-    source = open_source()
+def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):
+    names = {0: "letters", 7: "letters"}  # it was started again
+    source = open_source(None, {"environment_names": lambda: names})
     api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=5))
     source.poll(2, WAIT)
     time.sleep(SHORT)
     source.poll(2, WAIT)
     metrics = source.metrics()
-    assert (metrics["rollouts/rows_env_0"], metrics["rollouts/rows_env_5"]) == (2, 2)
+    assert (metrics["rollouts/rows_env_letters"], metrics["rollouts/rows_env_5"]) == (2, 2)
     assert SHORT / 2 <= metrics["rollouts/queue_seconds"] < WAIT
+    api.deliver(make_group(1, 2, env_id=7), make_group(3, 4, env_id=0))
+    rows = source.poll(4, WAIT)
+    assert [(row.env_id, row.environment) for row in rows[::2]] == [(7, "letters"), (0, "letters")]
+    assert source.metrics()["rollouts/rows_env_letters"] == 4
+
+
+def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
+    source = open_source(None, {"environment_names": lambda: {0: "letters"}})
+    api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
+    assert scores(source, 2) == [3, 4]
+    assert "masks[0] has 3 entries for 4 tokens (environment letters)" in caplog.text
+    assert source.poll(4, SHORT) is None
+    api.post("/register-env", {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2})
+    assert "Environment letters has delivered 2 groups of 2, the last" in source.diagnose().split(": ", 2)[2]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):

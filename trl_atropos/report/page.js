@@ -55,7 +55,7 @@ function curve(data, name, label) {
 function rewardSeries(data) {
   const banded = (label, steps, mean, std) => ({ label, steps, values: mean,
     low: mean.map((value, i) => value - std[i]), high: mean.map((value, i) => value + std[i]) });
-  const found = data.rewards.map((each) => banded(environmentName(each.environment), each.steps, each.mean, each.std));
+  const found = data.rewards.map((each) => banded(each.environment, each.steps, each.mean, each.std));
   const logged = curve(data, "reward", "all, as logged");
   if (found.length && logged && logged.steps[0] < Math.min(...found.map((each) => each.steps[0]))) found.push(logged); // older ones were removed
   if (found.length) return found;

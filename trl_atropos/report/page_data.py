@@ -25,7 +25,7 @@ def rewards(rows: Rows, limit: int) -> list[dict[str, Any]]:
     known = np.flatnonzero(rows.first_step != UNKNOWN)
     if not len(known):
         return []
-    steps, environments = rows.first_step[known], rows["env_id"][known]
+    steps, environments = rows.first_step[known], rows["environment"][known]
     size = -(-int(steps.max()) // limit)
     steps = -(-steps // size) * size  # the last step of each point
     found = []
@@ -37,7 +37,7 @@ def rewards(rows: Rows, limit: int) -> list[dict[str, Any]]:
         variance = np.bincount(place, (scores - mean[place]) ** 2) / counts
         found.append(
             {
-                "environment": int(environment),
+                "environment": str(environment),
                 "steps": points.tolist(),
                 "mean": mean.round(6).tolist(),
                 "std": np.sqrt(variance).round(6).tolist(),
@@ -132,7 +132,7 @@ def pack(rows: Rows, chosen: np.ndarray, advantage: np.ndarray, trainer: Trainer
 
 
 def _columns(rows: Rows, chosen: np.ndarray) -> dict[str, list]:
-    names = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
+    names = ("index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std")
     columns = {name: rows[name][chosen].tolist() for name in (*names, "prompt_tokens", "completion_tokens")}
     columns |= {name: rows[name][chosen].astype(int).tolist() for name in ("zero_advantage", "raw_advantage", "sft")}
     traced = {"fate": rows.fate, "first_step": rows.first_step, "last_step": rows.last_step, "stale": rows.staleness}

@@ -43,8 +43,8 @@ class Browser {
     const select = (name, label, options) => el("label", {}, label, " ",
       el("select", { name }, ...Object.entries(options).map(([value, shown]) => el("option", { value }, shown))));
     const input = (name, label) => el("label", {}, label, " ", el("input", { name, type: "number", step: "any", inputmode: "decimal" }));
-    const environments = [...new Set(this.rows.env_id)].sort((a, b) => a - b);
-    const names = Object.fromEntries(environments.map((id) => [`e${id}`, environmentName(id)]));
+    const environments = [...new Set(this.rows.environment)].sort(new Intl.Collator(undefined, { numeric: true }).compare);
+    const names = Object.fromEntries(environments.map((name) => [`is ${name}`, name])); // one may be called "all"
     this.form.replaceChildren(
       select("view", "Show", { rollouts: "rollouts", groups: "groups" }),
       select("environment", "Environment", { all: "all", ...names }),
@@ -80,7 +80,7 @@ class Browser {
     const within = (value, from, to) => (from.value === "" || (value !== null && value >= Number(from.value)))
       && (to.value === "" || (value !== null && value <= Number(to.value)));
     const last = this.value("last_step", i), first = this.value("first_step", i);
-    return (environment.value === "all" || environment.value === `e${this.rows.env_id[i]}`)
+    return (environment.value === "all" || environment.value === `is ${this.rows.environment[i]}`)
       && (step_from.value === "" || (last !== null && last >= Number(step_from.value)))
       && (step_to.value === "" || (first !== null && first <= Number(step_to.value)))
       && within(this.score(i), reward_from, reward_to);
@@ -158,7 +158,7 @@ class Browser {
     const messages = this.rollout.messages;
     this.detail.replaceChildren(
       el("h3", {}, `Rollout ${this.rows.index[i]}`),
-      el("p", { class: "note" }, `Group ${group}, ${environmentName(this.rows.env_id[i])}: mean reward ${number(this.rows.group_mean[i])}, `
+      el("p", { class: "note" }, `Group ${group}, ${this.rows.environment[i]}: mean reward ${number(this.rows.group_mean[i])}, `
         + `standard deviation ${number(this.rows.group_std[i])}. Rewards of its rollouts:`),
       others, this.facts(i), this.modes(), tokenBox(this.rollout, view));
     if (messages) this.detail.append(el("details", { class: "messages" }, el("summary", {}, "Messages, as the environment sent them"), el("pre", {}, pretty(messages))));
@@ -227,10 +227,6 @@ class Browser {
     }
     return el("p", { class: "note" }, "Grey: prompt and context, not trained.");
   }
-}
-
-function environmentName(id) {
-  return id === -1 ? "environment not named" : `environment ${id}`;
 }
 
 function pretty(json) {

@@ -38,7 +38,7 @@ class Fate(IntEnum):
 class Rows:
     """`n` rows in the order of their numbers. Every array is `(n,)`; `UNKNOWN` stands for what is not known."""
 
-    columns: dict[str, np.ndarray]  # SCALARS, FLAGS, prompt_tokens, completion_tokens
+    columns: dict[str, np.ndarray]  # SCALARS, FLAGS, environment, prompt_tokens, completion_tokens
     file: np.ndarray  # index into `paths`
     position: np.ndarray  # within the file
     paths: list[Path]
@@ -96,9 +96,20 @@ def read_all(folder: Path) -> Rows:
 
 def _columns(table: pa.Table) -> dict[str, np.ndarray]:
     found = {name: _numbers(table.column(name)) for name in (*SCALARS, *FLAGS)}
+    found["environment"] = _environments(table, found["env_id"])
     for name in ("prompt", "completion"):
         found[f"{name}_tokens"] = pc.list_value_length(table.column(f"{name}_ids")).to_numpy().astype(np.int64)
     return found
+
+
+def _environments(table: pa.Table, numbers: np.ndarray) -> np.ndarray:
+    """What the page calls the environment of each row. Rollouts of earlier versions have no names."""
+    named = "environment" in table.column_names
+    names = table.column("environment").to_pylist() if named else [None] * len(table)
+    unnamed = {number: f"environment {number}" for number in set(numbers.tolist())} | {
+        UNKNOWN: "environment not named"
+    }
+    return np.array([name or unnamed[number] for name, number in zip(names, numbers.tolist())], dtype=np.str_)
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
@@ -107,7 +118,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _joined(tables: list[dict[str, np.ndarray]], paths, headers, spool, unreadable) -> Rows:
-    names = (*SCALARS, *FLAGS, "prompt_tokens", "completion_tokens")
+    names = (*SCALARS, *FLAGS, "environment", "prompt_tokens", "completion_tokens")
     columns = {name: np.concatenate([t[name] for t in tables] or [np.empty(0)]) for name in names}
     sizes = [len(table["index"]) for table in tables]
     file = np.repeat(np.arange(len(sizes)), sizes)

@@ -19,6 +19,7 @@ from trl_atropos.rollouts.atropos import (
     ReplyLost,
     Status,
 )
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.registration import UNREGISTERED
 
 MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
@@ -40,10 +41,12 @@ class Diagnosis:
     Args:
         client: of the API.
         registration: this trainer's, for the batch size and the length limit.
+        names: of environments.
     """
 
-    def __init__(self, client: AtroposClient, registration: Registration):
+    def __init__(self, client: AtroposClient, registration: Registration, names: EnvironmentNames):
         self._client = client
+        self._names = names
         self._batch_size = registration.batch_size
         self._max_token_len = registration.max_token_len
         self._deliveries: dict[int, Deliveries] = {}
@@ -99,9 +102,9 @@ class Diagnosis:
         if reserved > 1e-9 and idle:
             return (
                 f"{holds}, but {reserved:.0%} of every batch is reserved by `min_batch_allocation`, and "
-                f"{_named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while one that reserves has "
-                f"nothing, no batch is assembled for anybody. {self._last_heard(idle)} Start it again, or take its "
-                f"reservation away: {disconnect_command(self._client.url, idle)}."
+                f"{self._named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while one that reserves "
+                f"has nothing, no batch is assembled for anybody. {self._last_heard(idle)} Start it again, or take "
+                f"its reservation away: {disconnect_command(self._client.url, idle)}."
             )
         if largest and status.queue_size * largest < batch and not self._cannot_be_filled(status.queue_size, largest):
             return (
@@ -132,7 +135,7 @@ class Diagnosis:
     def _sizes(self, largest: int | None) -> str:
         """The group sizes that are known, and the largest."""
         sizes = self._known_sizes()
-        told = [f"{_named([env_id])} sends groups of {_list(sizes[env_id])}" for env_id in sorted(sizes)]
+        told = [f"{self._named([env_id])} sends groups of {_list(sorted(sizes[env_id]))}" for env_id in sorted(sizes)]
         if largest and largest not in set().union(*sizes.values()):
             told.append(f"the largest group queued is of {largest}")
         return f"{_sentence(told)} " if told else ""
@@ -155,8 +158,8 @@ class Diagnosis:
         has += "" if count == 1 else " queue is empty"
         near = [env_id for env_id, seen in sorted(self._deliveries.items()) if seen.longest >= NEARLY * limit]
         growing = (
-            f" The sequences of {_named(near)} had grown to {max(self._deliveries[i].longest for i in near)} tokens, "
-            "close to the limit: later ones were probably longer."
+            f" The sequences of {self._named(near)} had grown to {max(self._deliveries[i].longest for i in near)} "
+            "tokens, close to the limit: later ones were probably longer."
             if near
             else ""
         )
@@ -169,17 +172,20 @@ class Diagnosis:
             f'of {limit} tokens or more ("{TOO_LONG}").'
         )
 
+    def _named(self, env_ids: list[int]) -> str:
+        return f"environment{'s' if len(env_ids) > 1 else ''} {_list(map(self._names.label, sorted(env_ids)))}"
+
     def _last_heard(self, env_ids) -> str:
         """Per environment, what it delivered to this run, and how long ago."""
         now, told = time.monotonic(), []
         for env_id in env_ids:
             seen = self._deliveries.get(env_id)
             if seen is None:
-                told.append(f"{_named([env_id])} has delivered nothing to this run")
+                told.append(f"{self._named([env_id])} has delivered nothing to this run")
             else:
                 told.append(
-                    f"{_named([env_id])} has delivered {seen.groups} groups of {_list(seen.sizes)}, the last "
-                    f"{now - seen.last:.0f} s ago"
+                    f"{self._named([env_id])} has delivered {seen.groups} groups of {_list(sorted(seen.sizes))}, the "
+                    f"last {now - seen.last:.0f} s ago"
                 )
         return _sentence(told)
 
@@ -198,12 +204,8 @@ def disconnect_command(url: str, env_ids: list[int]) -> str:
     return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
 
 
-def _named(env_ids: list[int]) -> str:
-    return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {_list(env_ids)}"
-
-
-def _list(numbers) -> str:
-    *before, last = map(str, sorted(numbers))
+def _list(entries) -> str:
+    *before, last = map(str, entries)
     return f"{', '.join(before)} and {last}" if before else last
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.refusals import UNKNOWN_TOKENS
 from trl_atropos.rollouts.schema import RejectedGroup, Row, ScoredGroup, SingleRowGroups, parse_group, rows_of
 
@@ -26,7 +27,7 @@ REJECTED, TOO_LONG, UNTRAINED = "rejected", "too_long", "untrained"
 
 class Intake:
     """
-    Turns delivered groups into rows with the run's settings.
+    Turns delivered groups into rows with the run's settings. Messages call environments by their `names`.
 
     `total_dropped` counts the sequences that were left out, by reason, for ever; `next_group` is the number that the
     rows of the next group get.
@@ -39,10 +40,12 @@ class Intake:
         single_row_groups: SingleRowGroups,
         *,
         vocab_size: int | None = None,
+        names: EnvironmentNames | None = None,
     ):
         self.total_dropped: Counter[str] = Counter()
         self.next_group = 0
         self._vocab_size = vocab_size
+        self._names = names or EnvironmentNames()
         self._max_sequence_length = max_sequence_length
         self._temperature = temperature
         self._single_row_groups = single_row_groups
@@ -63,11 +66,12 @@ class Intake:
         rows: list[Row] = []
         for raw in groups:
             try:
-                group = parse_group(raw)
+                group = parse_group(raw, self._names)
                 rows += self._known(group)
             except RejectedGroup as rejection:
                 self._count({"groups": 1}, {REJECTED: _num_sequences(raw)})
-                self._warn_once(rejection.kind, "Dropped a group that cannot be trained on: %s.", rejection)
+                message = "Dropped a group that cannot be trained on: %s (environment %s)."
+                self._warn_once(rejection.kind, message, rejection, self._label(raw))
         return rows
 
     def _known(self, group: ScoredGroup) -> list[Row]:
@@ -79,7 +83,7 @@ class Intake:
             recent.append(rejection.kind == UNKNOWN_TOKENS)
             if len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
                 raise RolloutError(
-                    f"Of the last {len(recent)} groups of one environment, {sum(recent)} had tokens that the model "
+                    f"Of the last {len(recent)} groups of environment {group.label}, {sum(recent)} had tokens that the model "
                     f"does not know (the last time, {rejection}): the environment's tokenizer is not the model's. "
                     "Start the environment on the tokenizer of the model that is trained (`--env.tokenizer_name`)."
                 ) from rejection
@@ -100,12 +104,12 @@ class Intake:
         if too_long:
             longest = max(map(len, group.tokens))
             message = "Dropped a sequence of %d tokens from environment %s: at most %d fit. Sample shorter ones."
-            self._warn_once("too long", message, longest, group.env_id, self._max_sequence_length)
+            self._warn_once("too long", message, longest, group.label, self._max_sequence_length)
         if untrained:
             message = "Dropped a sequence from environment %s: its mask leaves no token to train on."
-            self._warn_once("untrained", message, group.env_id)
+            self._warn_once("untrained", message, group.label)
         if group.has_ref_logprobs:
-            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", group.env_id)
+            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", group.label)
         arrived = time.monotonic()
         tokens = unknown = 0
         for row in rows:
@@ -116,6 +120,11 @@ class Intake:
         self.next_group += bool(rows)
         self._count({"tokens": tokens, "unknown": unknown}, {TOO_LONG: too_long, UNTRAINED: untrained})
         return rows
+
+    def _label(self, raw: object) -> str:
+        """What messages call the environment of a group that may be anything."""
+        env_id = raw.get("env_id") if isinstance(raw, dict) else None
+        return self._names.label(env_id if isinstance(env_id, int) else None)
 
     def _count(self, counts: dict[str, int], dropped: dict[str, int]) -> None:
         with self._counting:

@@ -13,6 +13,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
 from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, Arrival, Batch, Delivery
 from trl_atropos.rollouts.diagnosis import Diagnosis
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.registration import RETRY_PAUSE, UNREGISTERED, join
 from trl_atropos.rollouts.spool import Region, Spool
 
@@ -31,6 +32,7 @@ class BatchPuller:
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
         explain: puts what the API tells of a silence together with what else is known.
+        names: of environments. An API that was restarted numbers them anew.
 
     `pause` is how many seconds to wait before the next pull; `api_restarts` counts up for ever. Below the index
     `complete_until` nothing more will come.
@@ -45,6 +47,7 @@ class BatchPuller:
         begin: int,
         poll_interval: float,
         api_down_timeout: float,
+        names: EnvironmentNames,
         explain: Callable[[str], str] = lambda told: told,
     ):
         self.pause = 0.0
@@ -57,7 +60,8 @@ class BatchPuller:
         self._explain = explain
         last = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
         self._delivery = Delivery(registration.batch_size, last, begin)
-        self._diagnosis = Diagnosis(client, registration)
+        self._names = names
+        self._diagnosis = Diagnosis(client, registration, names)
         self._held: Batch | None = None  # pulled, and its place is not known yet
         self._unsure = False  # whether the API is still the same, and at which step
         self._losses = False  # whether a reply was lost since the API was known to hold nothing
@@ -127,6 +131,7 @@ class BatchPuller:
             self._client.url,
         )
         self.api_restarts += 1
+        self._names.forget()
         self._diagnosis.note_restart()
         self.pause = self._poll_interval
         self._failing_since = None
@@ -218,9 +223,9 @@ class BatchPuller:
         for arrival in lost:
             if self._losses:
                 logger.warning(
-                    "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
-                    "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
-                    "environments.",
+                    "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it "
+                    "answered 500, a score, log-probability or advantage in them was NaN or infinite: look for it in "
+                    "the environments.",
                     arrival.size,
                 )
             elif not self._sharing:

@@ -30,7 +30,7 @@ def _has_content(images: Any) -> bool:
 def refuse_images(group: ScoredGroup) -> None:
     if _has_content(group.images):
         raise RolloutError(
-            f"Environment {group.env_id} sent `images`, and training is text only: the policy would be trained on "
+            f"Environment {group.label} sent `images`, and training is text only: the policy would be trained on "
             "prompts without the pictures they were sampled with. Use an environment that sends no images."
         )
 
@@ -41,7 +41,7 @@ def refuse_placeholder_tokens(group: ScoredGroup) -> None:
     placeholder = np.arange(len(first))
     if len(group.tokens) > 1 and len(first) > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
         raise RolloutError(
-            f"Environment {group.env_id} sent placeholder tokens (0 to {len(first) - 1} in each of "
+            f"Environment {group.label} sent placeholder tokens (0 to {len(first) - 1} in each of "
             f"{len(group.tokens)} sequences) instead of what was sampled: its inference server gives no token ids. "
             "Sample through a managed server with `--openai.server_type vllm`, and unset "
             "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that this cannot happen unseen."
@@ -55,7 +55,7 @@ def refuse_unknown_tokens(group: ScoredGroup, vocab_size: int | None) -> None:
     if vocab_size is not None and highest >= vocab_size:
         raise RejectedGroup(
             UNKNOWN_TOKENS,
-            f"environment {group.env_id} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
+            f"environment {group.label} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
             f"{vocab_size - 1})",
         )
 
@@ -67,13 +67,13 @@ def refuse_other_temperature(group: ScoredGroup, temperature: float) -> None:
         if other is not None:
             raise RejectedGroup(
                 "temperature",
-                f"environment {group.env_id} sampled at temperature {other} (an override), and the trainer computes "
+                f"environment {group.label} sampled at temperature {other} (an override), and the trainer computes "
                 f"log-probabilities at temperature {temperature}",
             )
     other = _other_temperature(group.generation_params, temperature)
     if other is not None:
         raise RolloutError(
-            f"Environment {group.env_id} sampled at temperature {other}, and the trainer computes "
+            f"Environment {group.label} sampled at temperature {other}, and the trainer computes "
             f"log-probabilities at temperature {temperature}. Set `temperature: {other}` in the recipe, or sample at "
             f"{temperature} in the environment."
         )

@@ -43,7 +43,8 @@ class Row:
     group_std: float  # the same, ddof=1; 0.0 for a group of one
     token_advantages: np.ndarray | None  # (c,) float32, final, from the environment; None = normalise the score
     zero_advantage: bool  # overrides.set_advantage_to_zero, or a group of one under "zero"
-    env_id: int | None
+    env_id: int | None  # number of the environment at the API
+    environment: str | None = None  # its name, where that is known
     policy_version: int | None = None  # oldest version that sampled any token of it; None = unknown
     newest_version: int | None = None  # version at its last sampled token
     raw_advantage: bool = False  # the advantage is the raw score: a group of one under "raw"
@@ -92,7 +93,7 @@ def rows_of(
     single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
     if single and single_row_groups == "refuse":
         raise RolloutError(
-            f"Environment {group.env_id} sent a group of 1 sequence, which has no group mean to compare its score "
+            f"Environment {group.label} sent a group of 1 sequence, which has no group mean to compare its score "
             f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do "
             "not learn from it) instead of 'refuse', or give the environment a `group_size` of at least 2."
         )
@@ -145,6 +146,7 @@ def _row(group: ScoredGroup, i: int, mean: float, std: float) -> Row | None:
         token_advantages=advantages[part].astype(np.float32) if advantages is not None and not sft else None,
         zero_advantage=group.asks("set_advantage_to_zero", i),
         env_id=group.env_id,
+        environment=group.environment,
         sft=sft,
         distill_ids=distill[0] if distill else None,
         distill_logprobs=distill[1] if distill else None,

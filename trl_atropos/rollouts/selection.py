@@ -143,13 +143,13 @@ class Selection:
         self._unknown = 0
         self._handed = 0
         self._waited = 0.0
-        self._environments: Counter[int | None] = Counter()
+        self._environments: Counter[str | int | None] = Counter()  # by name, or by number
 
     def _measure(self, rows: list[Row]) -> None:
         now = time.monotonic()
         self._handed += len(rows)
         self._waited += sum(now - row.arrived for row in rows)
-        self._environments.update(row.env_id for row in rows)
+        self._environments.update(row.environment or row.env_id for row in rows)
 
     def dropped(self, reason: str) -> int:
         """Rows dropped since the last `metrics()`."""
@@ -169,8 +169,8 @@ class Selection:
             metrics["rollouts/staleness_max"] = float(max(self._ages))
         if known + self._unknown:
             metrics["rollouts/share_unknown_version"] = self._unknown / (known + self._unknown)
-        for env_id, count in self._environments.items():
-            if env_id is not None:
-                metrics[f"rollouts/rows_env_{env_id}"] = float(count)
+        for environment, count in self._environments.items():
+            if environment is not None:
+                metrics[f"rollouts/rows_env_{environment}"] = float(count)
         self._clear()
         return metrics

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registra
 from trl_atropos.rollouts.books import STALE, ZERO_VARIANCE, Books
 from trl_atropos.rollouts.checkpoints import Checkpoints
 from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, LOST_WITH_API, Arrival
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.feed import Feed
 from trl_atropos.rollouts.intake import REJECTED, Intake
 from trl_atropos.rollouts.lineage import Lineage
@@ -64,6 +65,8 @@ class RunInfo:
     unfinished_rows: int = 0
     # Takes why no batch comes, as far as the source knows, and returns it with what its servers and environments tell.
     explain: Callable[[str], str] = lambda told: told
+    # Of the environments that the run started, by their numbers at the API.
+    environment_names: Callable[[], Mapping[int, str]] = dict
 
 
 class RolloutSource(Protocol):
@@ -168,8 +171,13 @@ class AtroposSource:
         """Register and verify. Asks for no batch: the first `GET /batch` is what lets environments in."""
         wait_for_api(self._client, self._start_timeout)
         self._run = run
+        names = EnvironmentNames(run.environment_names)
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
+            run.max_sequence_length,
+            run.temperature,
+            self._single_row_groups,
+            vocab_size=run.vocab_size,
+            names=names,
         )
         cursor, books, version = 0, Books(), run.policy_version()
         self._lineage = Lineage.begin(version)
@@ -199,6 +207,7 @@ class AtroposSource:
             poll_interval=self._poll_interval,
             api_down_timeout=self._api_down_timeout,
             explain=run.explain,
+            names=names,
         )
         ahead = self._prefetch_batches * run.batch_size
         feed = Feed(self._puller, self._spool, self._keep, begin=cursor, ahead=ahead)
@@ -294,7 +303,8 @@ class AtroposSource:
         Since the last call, of the rows that came in: the counts of `Intake.metrics`, `rollouts/lost_batches` and
         `rollouts/api_restarts`. Of those that were passed in order to hand out others: `rollouts/dropped_REASON`
         (rows) and `rollouts/share_dropped`. Of those handed out: `rollouts/staleness_mean` and `_max` (versions),
-        `rollouts/share_unknown_version`, `rollouts/queue_seconds` (mean, from the pull on) and `rollouts/rows_env_ID`.
+        `rollouts/share_unknown_version`, `rollouts/queue_seconds` (mean, from the pull on) and
+        `rollouts/rows_env_NAME` (the number at the API of an environment that the run did not start).
         And `rollouts/waiting_rows`: pulled, and not yet handed out.
         """
         seen = Counter(lost=self._lost_rows, restarts=self._puller.api_restarts)

@@ -15,6 +15,7 @@ SCALARS = {
     "index": pa.int64(),
     "group": pa.int64(),
     "env_id": pa.int64(),
+    "environment": pa.large_string(),
     "score": pa.float64(),
     "group_mean": pa.float64(),
     "group_std": pa.float64(),
@@ -32,6 +33,7 @@ VECTORS = {  # one value per token
     "logprobs": np.dtype(np.float32),
     "token_advantages": np.dtype(np.float32),
 }
+ADDED = ("environment",)  # columns that the files of earlier versions lack
 MATRICES = {  # k values per token, k the same within a row
     "distill_ids": np.dtype(np.int32),
     "distill_logprobs": np.dtype(np.float32),
@@ -66,7 +68,8 @@ def decode(table: pa.Table, arrived: float) -> list[Row]:
         KeyError, ValueError, pyarrow.ArrowException: a column is missing or has other values.
     """
     table = table.combine_chunks()
-    columns = {name: table.column(name).to_pylist() for name in SCALARS}
+    absent = {name: [None] * len(table) for name in ADDED if name not in table.column_names}
+    columns = {name: absent[name] if name in absent else table.column(name).to_pylist() for name in SCALARS}
     columns |= {name: _arrays(_chunk(table, name), kind) for name, kind in VECTORS.items()}
     columns |= {name: _matrices(_chunk(table, name), kind) for name, kind in MATRICES.items()}
     names = list(columns)

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from trl_atropos.rollouts.decode import Unreadable
+from trl_atropos.rollouts.environment_names import EnvironmentNames
 from trl_atropos.rollouts.messages import messages_of
 from trl_atropos.rollouts.teacher import Teacher, teachers
 from trl_atropos.rollouts.values import (
@@ -77,6 +78,8 @@ class ScoredGroup:
     messages: list[str | None]  # n JSON texts, see `messages.py`
     images: Any
     env_id: int | None
+    environment: str | None  # its name, where that is known
+    label: str  # what a message calls the environment, see `EnvironmentNames.label`
     has_ref_logprobs: bool  # which nothing uses
 
     def asks(self, override: str, i: int) -> bool:
@@ -85,8 +88,9 @@ class ScoredGroup:
         return any(getattr(one, override) is True for one in asked if one is not None)
 
 
-def parse_group(raw: object) -> ScoredGroup:
+def parse_group(raw: object, names: EnvironmentNames | None = None) -> ScoredGroup:
     """One group as delivered. Raises `RejectedGroup` with what is wrong, where, and the value seen."""
+    names = names or EnvironmentNames()
     if isinstance(raw, Unreadable):
         reject(f"the group is not JSON that can be read ({raw.reason})")
     if not isinstance(raw, dict):
@@ -109,6 +113,8 @@ def parse_group(raw: object) -> ScoredGroup:
         messages=messages_of(raw.get("messages"), size),
         images=raw.get("images"),
         env_id=settings.env_id,
+        environment=names.name(settings.env_id),
+        label=names.label(settings.env_id),
         has_ref_logprobs=not is_absent(raw.get("ref_logprobs")),
     )
 
