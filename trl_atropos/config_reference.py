@@ -101,7 +101,7 @@ VARIABLES = f"""\
 | | |
 |---|---|
 | `{TOKEN_VARIABLE}` | protects the server's routes that change weights: the same on server and trainer. A recipe \
-that starts its server makes one up; `trl-atropos serve` prints one if it is not set |
+that starts its server makes one up; `trl-atropos serve` too, and says where it is |
 | `{VARIABLE}` | how much the package says: {", ".join(LEVELS)} |
 
 Those of the libraries work as ever, in the shell or under `env` of a recipe, and reach the services, too: `HF_HOME`,

@@ -287,9 +287,7 @@ def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_
     assert books(source) == {"trained": 4, "dropped": {"rejected": 2}, "lost_with_api": 0}
     assert "sent token id 50, and the model knows 50 ids (0 to 49)" in caplog.text
     api.deliver(*[unknown] * 8)
-    with pytest.raises(
-        RolloutError, match=r"Of the last \d+ groups of one environment, \d had tokens .*tokenizer_name"
-    ):
+    with pytest.raises(RolloutError, match=r"Of the last \d+ groups of environment 0, \d had tokens .*tokenizer_name"):
         source.poll(4, WAIT)
 
 

@@ -1,5 +1,11 @@
 """`trl-atropos serve`: which flags reach vLLM in each mode, and which of the user's are refused."""
 
+import os
+import socket
+import stat
+import sys
+import time
+
 import pytest
 from transformers import Qwen3Config
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -11,7 +17,7 @@ from trl_atropos.memory.plan import Plan
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.launch import main, vllm_arguments
-from trl_atropos.server.routes import control_token
+from trl_atropos.server.ready import ready_text, set_up_token
 
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
 
@@ -107,6 +113,38 @@ def test_a_flag_that_says_what_must_hold_is_not_said_twice():
     assert vllm_arguments("m", given, cpu=True).count("--logprobs-mode") == 1
 
 
+def test_without_vllm_one_sentence_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit, match=r'^trl-atropos serve: vLLM is not installed for .*pip install "trl_atropos'):
+        main(["m"])
+
+
+def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "trl_atropos" / "token-9001"
+    for _ in range(2):  # the second server's replaces the first's
+        monkeypatch.setenv(TOKEN_VARIABLE, "")
+        assert environment_token() == ""
+        told = ready_text("0.0.0.0", "9001", "lora", set_up_token("9001"))
+        assert len(os.environ[TOKEN_VARIABLE]) > 20
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o600, os.environ[TOKEN_VARIABLE])
+        assert f"ready at http://{socket.gethostname()}:9001, for `vllm_mode: lora`" in told
+        assert f"`export {TOKEN_VARIABLE}=$(cat {file})`" in told
+        file.chmod(0o644)
+    monkeypatch.setenv(TOKEN_VARIABLE, "mine")
+    assert set_up_token("9001") == f"the one in {TOKEN_VARIABLE}, which the trainer needs, too"
+
+
+def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
+    deadline = time.monotonic() + 10
+    while "ready" not in (log := (server.services.log_dir / "vllm.log").read_text()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.1)
+    assert f"trl-atropos serve: ready at {server.url}, for `vllm_mode: colocate`." in log
+    assert f"--vllm_mode colocate --start_vllm false --vllm_server_base_url {server.url}" in log
+    assert server.token not in log
+
+
 def test_a_mode_that_there_is_not_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["m", "--vllm_mode", "banana"])
@@ -134,9 +172,3 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(mode, token, 
     with pytest.raises(SystemExit, match=f"{TOKEN_VARIABLE} has {told}.* Set it to letters and digits") as refused:
         main(["model", "--vllm_mode", mode])
     assert token.strip() not in str(refused.value)
-
-
-def test_an_empty_token_is_none(monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "")
-    assert environment_token() == ""
-    assert control_token() == environment_token() != ""

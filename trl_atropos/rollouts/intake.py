@@ -83,9 +83,9 @@ class Intake:
             recent.append(rejection.kind == UNKNOWN_TOKENS)
             if len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
                 raise RolloutError(
-                    f"Of the last {len(recent)} groups of environment {group.label}, {sum(recent)} had tokens that the model "
-                    f"does not know (the last time, {rejection}): the environment's tokenizer is not the model's. "
-                    "Start the environment on the tokenizer of the model that is trained (`--env.tokenizer_name`)."
+                    f"Of the last {len(recent)} groups of environment {group.label}, {sum(recent)} had tokens that "
+                    f"the model does not know (the last time, {rejection}): the environment's tokenizer is not the "
+                    "model's. Start the environment on the tokenizer of the model that is trained (`--env.tokenizer_name`)."
                 ) from rejection
             raise
         recent.append(False)

@@ -43,6 +43,7 @@ from trl_atropos.protocol import (
     tokenizer_fingerprint,
 )
 from trl_atropos.server import compat
+from trl_atropos.server.ready import say_when_started
 from trl_atropos.server.routes import ControlError, Lease, answer, error, has_token
 from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
 
@@ -86,7 +87,7 @@ class Control:
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            return await self.app(scope, receive, say_when_started(send))
         request = Request(scope, receive)
         path, posts = scope["path"], scope["method"] == "POST"
         self.sampling.recorder(scope["app"].state.engine_client)  # before any route has sampled

@@ -9,16 +9,18 @@ codes: 143 and 130 after SIGTERM and SIGINT, 1 if the engine died by itself, wit
 import argparse
 import asyncio
 import logging
+import os
 import sys
 
 import uvicorn
 
 from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server.engine import Engine
 from trl_atropos.server.forward import make_session
 from trl_atropos.server.launch import DEFAULTS
-from trl_atropos.server.restart import Front
-from trl_atropos.server.routes import control_token
+from trl_atropos.server.ready import ready_text, set_up_token
+from trl_atropos.server.restart import WATCH_EVERY, Front
 from trl_atropos.services import require_free_port
 from trl_atropos.signals import install_handlers
 
@@ -41,22 +43,34 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def run(options: argparse.Namespace, flags: list[str], token: str) -> str:
-    """Serves until the engine dies. Returns the reason; a signal raises `Interrupted` in its place."""
+async def run(options: argparse.Namespace, flags: list[str], ready: str) -> str:
+    """
+    Serves until the engine dies, and says `ready` when it answers for the first time. Returns the reason for the end;
+    a signal raises `Interrupted` in its place.
+    """
+    token = os.environ[TOKEN_VARIABLE]
     async with make_session() as session:
         engine = Engine(options.model, flags, options.seed, session)
         front = Front(engine, session, options.model, token, options.drain_timeout)
         front.server = _Server(front, options.host, options.port)
         watch = asyncio.create_task(front.supervise())
+        told = asyncio.create_task(_say_when_ready(front, ready))
         try:
             await front.server.serve()
         finally:
             watch.cancel()
+            told.cancel()
             engine.stop()  # holds up the loop, where there is nothing left to do
             engine.show_log()
             if front.server.interrupted:  # else the reason for the end names the log
                 engine.remove_log()
         return front.ended.result()
+
+
+async def _say_when_ready(front: Front, text: str) -> None:
+    while not front.engine.description:
+        await asyncio.sleep(WATCH_EVERY)
+    sys.stderr.write(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,13 +96,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     options, flags = build_parser().parse_known_args(argv)
     try:
-        token = control_token()
+        where = set_up_token(str(options.port))
         require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:
         sys.exit(f"trl-atropos serve: {problem}")
     install_handlers()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    sys.exit(f"trl-atropos serve: {asyncio.run(run(options, flags, token))}")
+    ready = ready_text(options.host, str(options.port), "restart", where)
+    sys.exit(f"trl-atropos serve: {asyncio.run(run(options, flags, ready))}")
 
 
 if __name__ == "__main__":

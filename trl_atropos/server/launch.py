@@ -6,6 +6,7 @@
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trl-atropos serve",
         description="Start the vLLM server that environments sample from and a trainer keeps in step with.",
         epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need the token in "
-        f"{TOKEN_VARIABLE}, which is made and printed if it is not set; give the trainer the same one.",
+        f"{TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, which the last lines of the start name.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
@@ -72,6 +73,11 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colo
 
 def main(argv: list[str] | None = None) -> None:
     options, given = build_parser().parse_known_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(
+            f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: `pip install "
+            '"trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment with it.'
+        )
     if options.vllm_mode == "restart":
         from trl_atropos.server.front import main as front
 
@@ -90,10 +96,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"trl-atropos serve: {error}\n")
         sys.exit(2)
     from trl_atropos.errors import AtroposTrainingError
-    from trl_atropos.server.routes import control_token
+    from trl_atropos.server.ready import READY_VARIABLE, ready_text, set_up_token
 
+    stated = server_flags(arguments)
+    host, port = stated["--host"], stated["--port"]
     try:
-        control_token()
+        os.environ[READY_VARIABLE] = ready_text(host, port, options.vllm_mode, set_up_token(port))
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos serve: {error}")
     if cpu and "--enforce-eager" in arguments:

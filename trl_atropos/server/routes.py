@@ -7,17 +7,12 @@ import asyncio
 import hmac
 import json
 import logging
-import os
-import secrets
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-
-from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -39,14 +34,6 @@ class ControlError(RuntimeError):
 
 def error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status)
-
-
-def control_token() -> str:
-    """The token in `TRL_ATROPOS_TOKEN`; made, set there and shown to the user if there is none."""
-    if not environment_token():
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
-        sys.stderr.write(f"Control token for the trainer:\n  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}\n")
-    return os.environ[TOKEN_VARIABLE]
 
 
 def has_token(request: Request, token: str) -> bool:
