@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub_server import Recorded, running_hub
-from tests.rollout_factory import record, uniform_batch
+from tests.rollout_factory import make_group, make_trainer, record, uniform_batch
+from tests.server_process import free_port
+from trl_atropos.errors import PushError
 from trl_atropos.report.settings import portable, portable_value
 
 pytestmark = pytest.mark.slow
@@ -294,6 +297,22 @@ def test_a_last_push_that_fails_costs_neither_the_model_nor_what_a_run_ends_with
     assert f"The model is saved in {tmp_path}/run, but its push to the Hub as me/shut failed (" in message
     assert "403" in message and "Traceback" not in done.stderr
     assert (tmp_path / "run" / "model.safetensors").exists() and hub.recorded.of("me/shut") == []
+
+
+def test_a_run_whose_hub_cannot_be_reached_ends_before_it_has_begun(tiny_model, tmp_path):
+    nowhere = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
+    done = start(nowhere, tiny_model, tmp_path, "me/nowhere")
+    assert done.returncode == 1
+    assert "error: The Hub did not take or confirm the repository me/nowhere for `push_to_hub` (Connect" in done.stderr
+    assert "`push_to_hub: false`" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "run_log.jsonl").exists()
+
+
+def test_a_push_that_reaches_no_hub_leaves_the_model_on_disk(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, [make_group(tiny_model, 8, 1)])  # tests have HF_HUB_OFFLINE set
+    with pytest.raises(PushError, match=r"repository run for `push_to_hub` .OfflineModeIsEnabled: .* is whole"):
+        trainer.push_to_hub()
+    assert load_file(tmp_path / "run" / "model.safetensors")
 
 
 if __name__ == "__main__":

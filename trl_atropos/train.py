@@ -108,6 +108,7 @@ def run(recipe) -> None:
 
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.output_lock import locked
+    from trl_atropos.report.hub import make_repository
     from trl_atropos.services import Services
     from trl_atropos.weights import ranks
 
@@ -115,6 +116,8 @@ def run(recipe) -> None:
     _heed_ddp_timeout(recipe.training)
     check_files(recipe)
     ranks.together(lambda: check_reports(recipe.training))
+    if recipe.training.push_to_hub:
+        ranks.on_main(lambda: make_repository(recipe.training))
     services = Services(os.path.join(recipe.training.output_dir, "logs"))
     with ranks.held_on_main(lambda: locked(recipe.training.output_dir)), services:
         if recipe.training.replay_paths is None:

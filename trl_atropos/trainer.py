@@ -36,7 +36,7 @@ from trl_atropos.measures import History, row_measures, sampling_measures, share
 from trl_atropos.output_lock import locked
 from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
-from trl_atropos.report.hub import model_only
+from trl_atropos.report.hub import model_only, repository_made
 from trl_atropos.report.page_log import RunLog
 from trl_atropos.report.progress import show_lines
 from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
@@ -563,8 +563,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         draw = self.hub_model_id is None or self.push_in_progress is None or self.push_in_progress.is_done()
         complete_card(self.args, self.state, model.config.name_or_path, adapters, self.environment_commands, draw)
 
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """As in [`~transformers.Trainer`]. Raises `PushError` in place of what the network or the Hub raises."""
+        with repository_made(self.args):
+            super().init_hf_repo(token)
+
     def push_to_hub(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        if self.hub_model_id is None:  # no repository yet: where none can be made, the model is saved all the same
+            self.save_model(_internal_call=True)
         with model_only():
             return super().push_to_hub(*args, **kwargs)
 

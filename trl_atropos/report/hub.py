@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import hf_api
@@ -64,6 +65,28 @@ def model_only() -> Iterator[None]:
         yield
     finally:
         del api.upload_folder
+
+
+@contextmanager
+def repository_made(args: Any) -> Iterator[None]:
+    """Within, a repository is made or found on the Hub. `args` are the run's `TrainingArguments`."""
+    try:
+        yield
+    except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
+        repository = args.hub_model_id or Path(args.output_dir).absolute().name
+        raise PushError(
+            f"The Hub did not take or confirm the repository {repository} for `push_to_hub` ({type(error).__name__}: "
+            f"{_short(error)}). What {args.output_dir} holds is whole. Correct what it says (the network, "
+            "HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with `push_to_hub: false` and upload the model "
+            "from where there is a network, with `hf upload`."
+        ) from error
+
+
+def make_repository(args: Any) -> None:
+    """As the trainer does when it is made. Raises `PushError` before anything that takes long has begun."""
+    with repository_made(args):
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        hf_api().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def _warn_of_failure(push: Future) -> None:

@@ -85,7 +85,7 @@ class Intake:
                 raise RolloutError(
                     f"Of the last {len(recent)} groups of environment {group.label}, {sum(recent)} had tokens that "
                     f"the model does not know (the last time, {rejection}): the environment's tokenizer is not the "
-                    "model's. Start the environment on the tokenizer of the model that is trained (`--env.tokenizer_name`)."
+                    "model's. Start the environment on the tokenizer of the trained model (`--env.tokenizer_name`)."
                 ) from rejection
             raise
         recent.append(False)
