@@ -101,9 +101,8 @@ class BatchPuller:
         known_as = self._client.trainer() or ""
         before = self._delivery.region
         self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
-        # Other programs register under one name always: theirs may be a new API all the same, whose step tells.
-        goes_on = known_as == before.registration and status.current_step >= before.step
-        if goes_on:
+        # Programs that always register under one name may have done so at a new API: its step tells.
+        if known_as == before.registration and status.current_step >= before.step:
             return []
         if known_as not in ours or known_as == before.registration:
             logger.info(
@@ -202,9 +201,12 @@ class BatchPuller:
             self._unsure = True
             return self.give_back()
         self._unsure = False
-        lost = self._rise(rise) if rise else []
+        lost = []
         if rise:
+            lost = self._rise(rise)
             self._losses = False
+        elif not self._delivery.left:  # of a burst that was assembled before this run joined
+            self._delivery.open(1, region.step)
         return lost + self.give_back()
 
     def give_back(self) -> list[Arrival]:
@@ -212,8 +214,8 @@ class BatchPuller:
         batch, self._held = self._held, None
         if batch is None:
             return []
-        if not self._delivery.left:  # of a burst that was there before this run joined, or the API is gone
-            self._delivery.open(1, self._delivery.region.step)
+        if not self._delivery.left:
+            self._delivery.open(1, self._delivery.region.step + 1)
         return [self._delivery.place(batch)]
 
     def _rise(self, batches: int) -> list[Arrival]:
