@@ -235,8 +235,12 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
     loop.join()
     loop.pull(3)
     assert len(list_environments(loop.client)) == 2
+    source = SupervisedSource(AtroposSource(loop.url), loop.services, lambda error: None)
+    names = source._names()
+    assert (set(names), set(names.values())) == ({0, 1}, {"one", "two"})
     kill_and_see_again(loop.services, "environment-two")
     until(lambda: (loop.pull(1), loop.client.environment(2))[1], "it registers again", 60)
+    until(lambda: source._names() == names | {2: "two"}, "its log shows the new number")
     until(lambda: loop.client.environment(2).env_weight == 0.5, "only the dead one's weight is gone")
     assert loop.client.environment(2).unallocated_fraction == 0.5
     loop.pull(3)

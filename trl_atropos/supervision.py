@@ -51,7 +51,8 @@ class SupervisedSource:
         self._closed = threading.Event()
 
     def start(self, run: RunInfo) -> None:
-        self._source.start(replace(run, explain=lambda told: run.explain(self._explain(told))))
+        told = {"explain": lambda told: run.explain(self._explain(told)), "environment_names": self._names}
+        self._source.start(replace(run, **told))
         threading.Thread(target=self._watch, name="environment-watch", daemon=True).start()
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
@@ -63,6 +64,17 @@ class SupervisedSource:
 
     def diagnose(self) -> str:
         return self._source.diagnose()
+
+    def _names(self) -> dict[int, str]:
+        """
+        Of the environments of this run, by the numbers that their logs show, of this life and of the one before it.
+        Where two show one number, the API was restarted in between: then it is that of the later one.
+        """
+        logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
+        numbers = [(log.former_number, service) for service, log in logs] + [
+            (log.number, service) for service, log in logs
+        ]
+        return {number: service.name.removeprefix(ENVIRONMENT) for number, service in numbers if number is not None}
 
     def state(self) -> dict:
         return self._source.state()

@@ -18,6 +18,7 @@ import traceback
 ATROPOS = os.path.join("atroposlib", "envs", "base.py")
 SUCCESS = "handle_env: Collected"
 NOTHING = "handle_env: No trajectories collected"
+REGISTERED = "Initialized env with id"
 LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LONGEST = 200  # characters of an exception's text
 
@@ -35,7 +36,7 @@ def _explained(*args, **kwargs):
     text, error = str(record.msg), sys.exc_info()[1]
     if text.startswith(SUCCESS):
         _succeeded = True
-    elif text.startswith(NOTHING):  # at the level DEBUG, which logs show or not, as it happens
+    elif text.startswith((NOTHING, REGISTERED)):  # at levels that logs show or not, as it happens
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     elif record.levelno >= logging.ERROR and error is not None:
         place = _place(error)

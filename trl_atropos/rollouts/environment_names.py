@@ -11,15 +11,15 @@ class EnvironmentNames:
 
     def __init__(self, look_up: Callable[[], Mapping[int, str]] = dict):
         self._look_up = look_up
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str | None] = {}  # of those that were asked for
 
     def name(self, env_id: int | None) -> str | None:
         """The name of an environment that has delivered something, `None` if it is not known."""
         if env_id is None:
             return None
         if env_id not in self._names:
-            self._names |= self._look_up()
-        return self._names.get(env_id)
+            self._names[env_id] = self._look_up().get(env_id)
+        return self._names[env_id]
 
     def label(self, env_id: int | None) -> str:
         """What follows the word "environment" in a message: its name, or its number at the API."""
