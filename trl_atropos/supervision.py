@@ -51,8 +51,8 @@ class SupervisedSource:
         self._closed = threading.Event()
 
     def start(self, run: RunInfo) -> None:
-        told = {"explain": lambda told: run.explain(self._explain(told)), "environment_names": self._names}
-        self._source.start(replace(run, **told))
+        ours = {"explain": lambda told: run.explain(self._explain(told)), "environment_names": self._names}
+        self._source.start(replace(run, **ours))
         threading.Thread(target=self._watch, name="environment-watch", daemon=True).start()
 
     def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
