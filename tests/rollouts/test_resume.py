@@ -436,7 +436,7 @@ def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     assert "masks[0] has 3 entries for 4 tokens (environment letters)" in caplog.text
     assert source.poll(4, SHORT) is None
     api.post("/register-env", {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2})
-    assert "Environment letters has delivered 2 groups of 2, the last" in source.diagnose().split(": ", 2)[2]
+    assert "Environment letters has delivered 2 groups of 2, the last" in source._puller.why_quiet()
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):
