@@ -96,6 +96,11 @@ def test_rows_of_like_length_leave_little_padding():
     assert budget < 1.1
 
 
+def test_a_further_micro_batch_must_save_more_padding_than_it_costs():
+    assert plan([100, 99, 98, 97], 1, 1, 1, max_tokens=1600).sizes == [[4]]
+    assert plan([400, 10, 10, 10], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
+
+
 def test_eight_ranks_have_as_many_tokens_each():
     generator = np.random.default_rng(0)
     excess = {"ours": [], "trl": []}

@@ -292,6 +292,28 @@ def test_a_resumed_source_is_told_where_the_run_is_and_what_each_batch_is_traine
     assert handed_out == [(version, scores[batch]) for version, batch in polled]
 
 
+def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is_due(tiny_model, tmp_path):
+    class Pausing(NullPublisher):
+        def begin(self, optimizer, policy_version):
+            super().begin(optimizer, policy_version)
+            step = optimizer.step
+            self._wrap_step(optimizer, lambda *args, **kwargs: (self.on_pause(), step(*args, **kwargs))[1])
+
+    class Asking(ReplaySource):
+        def start(self, run):
+            super().start(run)
+            self.asked = []
+            run.when_wanted_soon(lambda: self.asked.append(run.policy_version()))
+
+    batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
+    source = Asking(record(tmp_path / "rollouts.jsonl", *batches))
+    options = {"replay_paths": ["given"], "steps_per_generation": 2, "max_steps": 6}
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", **options))
+    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source, policy_publisher=Pausing())
+    trainer.train()
+    assert source.asked == [1, 3]  # before the steps to versions 2 and 4; after the step to 6 there is no batch
+
+
 def test_training_twice_counts_every_step_once(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(4)]
     trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=2)

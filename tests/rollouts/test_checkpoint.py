@@ -8,6 +8,7 @@ import pytest
 from tests.rollout_factory import arguments, uniform_batch
 from tests.rollouts.conftest import Api
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.rollouts.checkpoints import Checkpoints
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource
 
@@ -96,3 +97,12 @@ def test_a_run_that_restores_its_callbacks_from_the_checkpoint_goes_on_just_so(r
     run(max_steps=2)
     assert run(resume=2, restore_callback_states_from_checkpoint=True) == batches(2, 3)
     assert saved(tmp_path, 4)["source"]["cursor"] == 4 * ROWS
+
+
+def test_the_oldest_checkpoint_of_this_run_says_what_may_be_removed(tmp_path):
+    for step, spool, cursor in ((2, "another", 0), (4, "ours", 16), (6, "ours", 32)):
+        attributes = {"source": {"spool": spool, "cursor": cursor}, "unfinished_rows": 0}
+        state = {"stateful_callbacks": {"RolloutState": {"args": {}, "attributes": attributes}}}
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    assert Checkpoints(tmp_path, "ours").oldest_cursor() == 16

@@ -112,6 +112,16 @@ def test_what_was_pulled_ahead_and_never_polled_is_handed_out_after_a_resume(api
     assert scores(open_source(source.state()), 8) == [3, 3, 4, 4, 5, 5, 6, 6]
 
 
+def test_groups_of_two_lives_of_a_run_are_not_taken_for_one(api, open_source):
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    source.close()
+    resumed = open_source({})
+    api.deliver(*groups(3, 4))
+    assert len({row.group for row in resumed.poll(8, WAIT)}) == 4
+
+
 def test_a_run_without_a_checkpoint_resumes_at_the_first_row(api, open_source):
     source = open_source()
     api.deliver(*groups(1, 2))
@@ -411,6 +421,18 @@ def test_without_prefetch_nothing_is_pulled_while_nobody_polls(api, open_source)
     time.sleep(SHORT)
     assert api.get("/status")["queue_size"] == 2
     assert scores(source, 4) == [3, 3, 4, 4]
+
+
+def test_the_next_batch_is_pulled_when_the_run_says_that_it_is_wanted_soon(api, open_source):
+    given: list[Callable[[], None]] = []
+    source = open_source(None, {"when_wanted_soon": given.append}, prefetch_batches=0)
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    api.deliver(*groups(3, 4))
+    (wanted_soon,) = given
+    wanted_soon()
+    wait_for_rows(source, 4)
+    assert api.get("/status")["queue_size"] == 0
 
 
 def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):
