@@ -19,6 +19,8 @@ from tests.test_two_processes import PLAIN_STEPS, ROWS
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import AtroposTrainingError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},

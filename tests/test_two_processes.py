@@ -17,6 +17,8 @@ from tests.rollout_factory import arguments, make_group, mixed_batch, record, st
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import RolloutError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 ROWS = 16  # of a generation batch
 

@@ -368,6 +368,7 @@ def main(model: Path, folder: Path) -> None:
     torch.save({**told, "wrapped": told["wrapped"].__name__}, folder / f"rank{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_the_weights_of_one(tiny_model, tmp_path):
     launch_two(tmp_path, __name__, tiny_model)
     alone = make_trainer(tiny_model, tmp_path / "one", gradient_accumulation_steps=4, **SUM_OF_FOUR)

@@ -16,6 +16,7 @@ from trl_atropos import AtroposGRPOConfig
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="reads the kernel's accounts of memory on the CPU"),
 ]
 
