@@ -1,6 +1,6 @@
 """The modes, a running server of one, and trainers on it.
 
-`test_modes.py` and `test_equal_modes.py` share the servers, which the fixture `live` of `conftest.py` starts.
+The fixture `live` of `conftest.py` starts the servers, each once for all tests of `test_modes.py`.
 """
 
 from collections.abc import Iterator

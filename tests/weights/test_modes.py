@@ -5,12 +5,16 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests.launching import ROOT, free_urls
+from tests.rollout_factory import step_logs
+from tests.weights import trainers
 from tests.weights.live import ADAPTERS, FULL_WEIGHTS, MODES, Live, disturb, publish, snapshot
 from tests.weights.trainers import tolerance
 from tests.weights.watched import (
@@ -25,12 +29,13 @@ from tests.weights.watched import (
 )
 from trl_atropos import AtroposSource
 from trl_atropos.services import Services
+from trl_atropos.weights.publisher import NullPublisher
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"
-BATCHES = 20  # from the environment
-PUBLISHES = 50
+BATCHES = 10  # from the environment
+PUBLISHES = 50 if FULL else 20
 WHOLE_REQUESTS = 30  # of the clients, that are compared token by token
 LONG_PROMPT = [64, 65, 66, 28] * 40
 
@@ -79,12 +84,11 @@ def environment(live: Live, folder: Path) -> Iterator[str]:
 @pytest.mark.parametrize("live", MODES, indirect=True)
 def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_fails(live: Live, tmp_path):
     restarts = live.mode.vllm_mode == "restart"
-    steps = BATCHES if restarts and not FULL else PUBLISHES
     every = 1 if restarts and FULL else live.mode.sync_every_n_steps
     publisher = live.publisher(WatchedPublisher, sync_every_n_steps=every)
     # Adapters need more to move at all. With 1e-2, they make the residual stream of some tokens nearly cancel, where
     # float32 rounds off more than the tolerance.
-    settings = {"max_steps": steps, "learning_rate": 2e-3 if live.mode.lora else 5e-4, "temperature": 1.0}
+    settings = {"max_steps": PUBLISHES, "learning_rate": 2e-3 if live.mode.lora else 5e-4, "temperature": 1.0}
     settings |= {
         "per_device_train_batch_size": 64,
         "loss_type": "dr_grpo",
@@ -98,7 +102,7 @@ def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_f
             trainer.train()
         sampled = [request for request in clients.requests if request.sampled is not None]
         check_whole(publisher, trainer.model, [r.sampled for r in sampled if r.began > publisher.seen[0].ended])
-    assert [one.version for one in publisher.seen] == list(range(0, steps + 1, every))
+    assert [one.version for one in publisher.seen] == list(range(0, PUBLISHES + 1, every))
     compared = [one for one in publisher.seen if one.error is not None]
     assert {one.version for one in compared} >= set(range(0, BATCHES + 1, every))
     wrong = [(one.version, one.error) for one in compared if one.error > tolerance(publisher)]
@@ -209,3 +213,59 @@ def test_a_second_training_meets_nothing_that_the_first_one_cached_under_the_sam
         trainer.train()
     assert publisher.policy_version == 2
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
+
+
+# ------------------------------------------------------------------ the same rollouts give the same run in every mode
+
+EQUAL_STEPS = {"max_steps": 6, "learning_rate": 1e-3}
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]  # of the trained parameters
+
+
+@torch.no_grad()
+def train(trainer) -> Run:
+    """Trains from the same adapter, if there is one, whatever was drawn before."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    with torch.enable_grad():
+        trainer.train()
+    logs = step_logs(trainer)
+    trained = {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return Run([log["loss"] for log in logs], [log["grad_norm"] for log in logs], trained)
+
+
+@pytest.fixture(scope="module")
+def alone(server_model, recording, tmp_path_factory) -> dict[bool, Run]:
+    """The runs that publish nothing, without and with an adapter."""
+    runs = {}
+    for lora in (False, True):
+        folder: Path = tmp_path_factory.mktemp("alone")
+        peft_config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if lora else None
+        runs[lora] = train(
+            trainers.make_trainer(
+                NullPublisher(), recording, server_model, folder, peft_config=peft_config, **EQUAL_STEPS
+            )
+        )
+    return runs
+
+
+@pytest.mark.parametrize("live", MODES, indirect=True)
+def test_a_run_is_the_same_whatever_carries_its_weights(live: Live, alone):
+    publisher = live.publisher(sync_every_n_steps=3 if live.mode.vllm_mode == "restart" else 1)
+    with live.trainer(publisher, **EQUAL_STEPS) as trainer:
+        run = train(trainer)
+    expected = alone[live.mode.lora]
+    assert publisher.policy_version == len(run.losses) == 6
+    assert 0 < publisher.probe_max_abs_diff <= trainers.tolerance(publisher)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert run.weights.keys() == expected.weights.keys()
+    for name, weight in run.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-4, atol=1e-6)

@@ -21,7 +21,7 @@ from trl_atropos.weights.fence import ServerPublisher
 
 NUM_SEQUENCES = 32
 LONG_SEQUENCES = 8  # of them: longer than two KV blocks
-EVERY_VERSION_UNTIL = 20  # all of these are compared in full, then every fifth
+EVERY_VERSION_UNTIL = 10  # all of these are compared in full, then every fifth
 SAMPLING_TIMEOUT = 300.0  # seconds; a request waits while a server restarts
 
 
