@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 import yaml
@@ -285,15 +286,16 @@ def atropos(shared_atropos: str) -> str:
 
 
 @contextlib.contextmanager
-def delivering(atropos: str, *groups: dict[str, Any]) -> Iterator[None]:
+def delivering(atropos: str, *groups: dict[str, Any], then: Callable[[], Any] = lambda: None) -> Iterator[None]:
     """An environment that registers as soon as it may, and delivers these groups once."""
 
     def deliver() -> None:
-        size = len(groups[0]["tokens"])
+        size = len(groups[0]["tokens"]) if groups else 1
         about = {"max_token_length": 512, "desired_name": "fake", "weight": 1.0, "group_size": size}
         while not over.wait(0.1):
             if requests.post(f"{atropos}/register-env", json=about, timeout=10).json()["status"] == "success":
                 requests.post(f"{atropos}/scored_data_list", json=groups, timeout=10).raise_for_status()
+                then()
                 return
 
     over = threading.Event()
@@ -790,6 +792,24 @@ def test_groups_that_never_make_a_batch(groups, fragments, desk, vllm, atropos):
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)
+
+
+def test_a_server_that_hangs_while_the_run_waits_for_rollouts(desk, vllm, atropos):
+    (server,) = [one for one in psutil.process_iter() if vllm.rpartition(":")[2] in cmdline(one)]
+    (engine,) = [child for child in server.children() if "EngineCore" in " ".join(cmdline(child))]
+    try:
+        with delivering(atropos, then=engine.suspend):
+            outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos, publish_timeout=10)
+    finally:
+        engine.resume()
+    silent = rf"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\)\. The server at {vllm} did not sample one token"
+    assert_told(outcome, silent, "has an environment, but its queue is empty")
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 # What an environment sends, and what the message has to say.

@@ -254,6 +254,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             when_wanted_soon=self._when_wanted_soon,
             state=source,
             unfinished_rows=unfinished_rows,
+            explain=lambda told: f"{self.policy_publisher.why_silent()} {told}".lstrip(),
         )
         self._source_started = True
         ranks.on_main(lambda: self.rollout_source.start(run))

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import functools
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -51,6 +53,9 @@ logger = logging.getLogger("vllm.trl_atropos")
 
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and leaving all the same
 HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
+STOPS = (signal.SIGTERM, signal.SIGINT)
+REAPED = 1.0  # seconds between a process's end and its exit code, at most
+ANSWER_GRACE = 0.5  # seconds in which those who wait get the reason why the server leaves
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 RECOVERY = 30.0  # seconds to end what a trainer has begun that is gone; a worker may wait for it and never come back
 
@@ -62,6 +67,7 @@ class Control:
         self.instance = uuid.uuid4().hex
         self.sampling = Sampling()
         self.lease = Lease()
+        self.engines: list[multiprocessing.Process] | None = None  # known once vLLM has started them
         self.asleep = 0  # vLLM's sleep level
         self.torn = False  # the weights may be half written, or not those of the version that the server names
         self.changing = asyncio.Lock()  # held by each call of the trainer, and by the recovery after the last
@@ -91,6 +97,8 @@ class Control:
         request = Request(scope, receive)
         path, posts = scope["path"], scope["method"] == "POST"
         self.sampling.recorder(scope["app"].state.engine_client)  # before any route has sampled
+        if self.engines is None:
+            self._watch_engines()
         try:
             if path.startswith(ROUTE_PREFIX + "/"):
                 return await self._control(request, path.removeprefix(ROUTE_PREFIX), send)
@@ -103,7 +111,7 @@ class Control:
             if path == "/health" and (silence := await self._silence(request.app.state.engine_client)):
                 return await error(503, silence)(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
-            self._leave("vLLM's EngineCore process died")
+            self._engine_died()
             return await error(503, self.sampling.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
 
@@ -335,15 +343,49 @@ class Control:
             logger.exception("resuming failed")
             self._leave(f"the trainer left while the server was paused, and it cannot resume ({problem})")
 
-    def _leave(self, reason: str) -> None:
+    def _watch_engines(self) -> None:
+        """An engine that is killed is noticed at once, also while nobody asks for anything."""
+        self.engines = [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]
+        loop = asyncio.get_running_loop()
+
+        def watch() -> None:
+            multiprocessing.connection.wait([engine.sentinel for engine in self.engines])
+            if self._killed_engine() is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and so does this process
+                    loop.call_soon_threadsafe(self._engine_died)
+
+        threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+    def _killed_engine(self) -> multiprocessing.Process | None:
+        """One that a signal has ended, if there is one; not by SIGTERM, by which vLLM and the guard end it."""
+        for engine in self.engines:
+            if multiprocessing.connection.wait([engine.sentinel], timeout=0):
+                engine.join(REAPED)
+                if (engine.exitcode or 0) < 0 and -engine.exitcode not in STOPS:
+                    return engine
+        return None
+
+    def _engine_died(self) -> None:
+        """Where a signal ended it, this process ends with the exit code of that."""
+        engine = self._killed_engine()
+        if engine is None:
+            return self._leave("vLLM's EngineCore process died")
+        signum = signal.Signals(-engine.exitcode)
+        reason = f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {signum.name}"
+        self._leave(reason, exit_code=128 + signum)
+
+    def _leave(self, reason: str, exit_code: int | None = None) -> None:
         """Answers nothing from now on and ends the process, whatever connections are still open."""
         if self.sampling.broken is not None:
             return
         self.sampling.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.sampling.broken)
         self.sampling.let_go()  # those who wait get the reason
-        threading.Thread(target=_exit_within, args=(LEAVE_GRACE,), daemon=True).start()
-        os.kill(os.getpid(), signal.SIGTERM)
+        if exit_code is None:
+            threading.Thread(target=_exit_within, args=(LEAVE_GRACE, 1), daemon=True).start()
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:  # vLLM would end with a code of its own
+            threading.Thread(target=_exit_within, args=(ANSWER_GRACE, exit_code), daemon=True).start()
 
 
 def _slowest(replies: list[dict]) -> dict:
@@ -352,9 +394,9 @@ def _slowest(replies: list[dict]) -> dict:
     return max(parsed, key=lambda reply: reply.receive_ms + reply.apply_ms).model_dump()
 
 
-def _exit_within(seconds: float) -> None:
+def _exit_within(seconds: float, exit_code: int) -> None:
     """Frozen requests keep vLLM's shutdown waiting for ever, so there is an end to the patience."""
     time.sleep(seconds)
     for child in psutil.Process().children(recursive=True):
         child.kill()
-    os._exit(1)
+    os._exit(exit_code)

@@ -125,6 +125,10 @@ class ServerPublisher(PolicyPublisher):
     def server_max_length(self) -> int:
         return self.servers.info.max_model_len
 
+    def why_silent(self) -> str:
+        told = [] if self._paused or self._asleep else self.servers.silence()
+        return "" if self._paused or self._asleep else " ".join(told)  # it may have been paused since
+
     # -------------------------------------------------------------------------------------------------- each publish
 
     def hold(self) -> None:

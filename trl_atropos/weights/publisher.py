@@ -65,6 +65,10 @@ class PolicyPublisher(ABC):
         """Longest sequence of the server in tokens, or `None` if there is no server."""
         return None
 
+    def why_silent(self) -> str:
+        """What is wrong with servers that sample nothing now. Called on rank 0 where no rows come, from any thread."""
+        return ""
+
     def pop_metrics(self) -> dict[str, float]:
         """Mean of each metric since the last call."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}

@@ -6,10 +6,12 @@ from typing import Any
 
 from accelerate import PartialState
 
-from trl_atropos.errors import AttachError, ServerError
+from trl_atropos.errors import AttachError, ServerError, ServerTimeout
 from trl_atropos.protocol import ServerInfo
 from trl_atropos.weights import ranks
 from trl_atropos.weights.client import ServerClient
+
+TOKEN_TIMEOUT = 20.0  # seconds in which a server that is at work samples one token, behind many other requests too
 
 
 class Servers:
@@ -68,6 +70,12 @@ class Servers:
             calls = [pool.submit(call, client) for client in self.clients]
         return [done.result() for done in calls]
 
+    def silence(self) -> list[str]:
+        """Asks every server of the run for one token. Returns what is wrong with those that give none."""
+        clients = [self._client(url, min(self.timeout, TOKEN_TIMEOUT), self._token) for url in self.urls]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            return [told for told in pool.map(_why_silent, clients) if told]
+
     def hold_leases(self) -> None:
         """Also makes sure that the servers are still those of `connect`."""
         self.each(lambda client: client.hold_lease())
@@ -82,3 +90,18 @@ class Servers:
         """On this rank only: called where other ranks may not come along."""
         for client in self.clients:
             client.release_lease()
+
+
+def _why_silent(client: ServerClient) -> str:
+    """Why a server samples no token; empty if it does."""
+    try:
+        client.sample([0], 1, temperature=1.0, phase="sampling one token")
+    except ServerTimeout:
+        return (
+            f"The server at {client.url} did not sample one token within {client.timeout:g} s: it hangs or is "
+            "overloaded, and environments wait for it. Look at its log; if it hangs, end it, and resume the run from "
+            "its last checkpoint."
+        )
+    except ServerError as error:
+        return str(error)
+    return ""
