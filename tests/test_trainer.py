@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
 from tests.rollout_factory import (
@@ -26,6 +27,7 @@ from tests.weights.architectures import FAMILIES
 from tests.weights.architectures import make_model as save_family
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RolloutError
+from trl_atropos.trainer import silence
 from trl_atropos.weights.publisher import NullPublisher
 
 FIXES = {
@@ -443,3 +445,56 @@ def test_the_run_is_written_down_in_finite_numbers(tiny_model, tmp_path):
     trainer.save_state()
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert all(math.isfinite(value) for entry in history for value in entry.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- noise
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NOISY = {
+    "gpt2": ({"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "resid_dropout"),
+    "gpt_bigcode": ({"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "attn_pdrop"),
+    "opt": ({**TINY, "word_embed_proj_dim": 32, "ffn_dim": 64, "layerdrop": 0.5}, "layerdrop"),
+    "seed_oss": ({**TINY, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}, "residual_dropout"),
+    "falcon": ({**TINY, "hidden_dropout": 0.1, "attention_dropout": 0.1}, "hidden_dropout"),
+    "phimoe": (
+        {**TINY, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4},
+        "router_jitter_noise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_a_model_computes_the_same_in_training_as_where_it_is_sampled_from(name):
+    settings, named = NOISY[name]
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings, **ids)).train()
+    tokens = torch.randint(64, (4, 12))
+    before = model(tokens, use_cache=False).logits
+    assert not torch.equal(before, model(tokens, use_cache=False).logits)
+    assert named in silence(model)
+    trained = model(tokens, use_cache=False).logits
+    assert torch.equal(trained, model.eval()(tokens, use_cache=False).logits)
+
+
+def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path, caplog):
+    adapter = LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear")
+    with caplog.at_level("WARNING"):
+        args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
+        trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]), peft_config=adapter)
+    assert "set to 0 for training (lora_dropout 0.05): the server samples without" in caplog.text
+    assert all(module.p == 0 for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_a_class_that_names_its_backbone_wrongly_takes_a_step(tiny_model, tmp_path):
+    """Llama 4's; TRL would take the whole model for its backbone, which has no hidden states to score from."""
+    folder = tmp_path / "llama4"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    settings = {**TINY, "vocab_size": len(tokenizer), "intermediate_size": 32, "intermediate_size_mlp": 32}
+    settings |= {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+    settings |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **settings)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    trainer = make_trainer(folder, tmp_path, uniform_batch(tiny_model, 4, 2, seed=0))
+    trainer.train()
+    assert step_logs(trainer)[0]["grad_norm"] > 0
