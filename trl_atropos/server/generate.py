@@ -8,6 +8,7 @@ Response: `{"text": [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][t
 """
 
 import dataclasses
+import math
 import re
 import uuid
 from typing import Annotated, Any
@@ -39,6 +40,10 @@ class BadRequest(ValueError):
 
 class NotFinished(RuntimeError):
     """The engine ended the request without a result."""
+
+
+class NotANumber(RuntimeError):
+    """The model computed NaN, which JSON cannot hold."""
 
 
 def parse(body: bytes) -> tuple[dict, SamplingParams]:
@@ -130,8 +135,18 @@ async def generate(recorder: Recorder, body: bytes, adapter: LoRARequest | None 
 def _logprobs_entries(completion) -> list[list[dict[str, float]]]:
     """One entry per token, the sampled token first: the client reads nothing but the first key."""
     pairs = zip(completion.token_ids, sampled_logprobs(completion), strict=True)
-    return [[{str(token): logprob}] for token, logprob in pairs]
+    return [[{str(token): _number(logprob)}] for token, logprob in pairs]
 
 
 def _finite(logprob) -> float:
-    return max(float(logprob.logprob), LOWEST_LOGPROB)
+    return max(_number(float(logprob.logprob)), LOWEST_LOGPROB)
+
+
+def _number(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise NotANumber(
+            "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
+            "overflows (start the server with `--dtype float32`), or the sequence is longer than the model can take "
+            "(start it with a lower `--max-model-len`)"
+        )
+    return logprob

@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from trl_atropos.protocol import ADAPTER_NAME
 from trl_atropos.server import compat
-from trl_atropos.server.generate import BadRequest, NotFinished, generate
+from trl_atropos.server.generate import BadRequest, NotANumber, NotFinished, generate
 from trl_atropos.server.ledger import History, Ledger
 from trl_atropos.server.recorder import Recorder
 from trl_atropos.server.routes import disconnected, error
@@ -118,6 +118,9 @@ class Sampling:
             return error(400, str(problem))
         except NotFinished as problem:
             return error(503, str(problem))
+        except NotANumber as problem:
+            logger.error("a /generate request failed: %s", problem)
+            return error(500, str(problem))
         except compat.EngineDeadError:
             raise
         except Exception as problem:  # the boundary of the process: the client is told, and the log has the traceback
