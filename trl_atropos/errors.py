@@ -46,9 +46,11 @@ class ProbeError(AtroposTrainingError):
 
     Attributes:
         result (`ProbeResult`, *optional*): By how much, where tokens were compared.
+        seen (`str`): The same in words.
     """
 
     result = None
+    seen = ""
 
 
 class GatherError(AtroposTrainingError):

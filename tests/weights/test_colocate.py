@@ -1,6 +1,8 @@
 """Single-copy weights on a real server: one memory, fenced steps, and a probe that sees when either breaks."""
 
 import contextlib
+import math
+import re
 import threading
 import time
 
@@ -12,7 +14,8 @@ from transformers import TrainerCallback
 from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
-from trl_atropos.errors import AttachError, CheckpointError, ProbeError
+from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
+from trl_atropos.weights.probe import Tolerance
 
 pytestmark = pytest.mark.server
 
@@ -146,39 +149,141 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     assert probe(trainer) <= allowed(trainer)
 
 
-class Misround:
-    """Lets the trainer be wrong about one position of the probe's rows, the next `times` that it scores them."""
+class Wrong:
+    """
+    Lets the trainer be wrong by about `size` nats about the tokens `positions` of the first of the sampled rows, in
+    sequences of at least `beyond` tokens, the next `times` that it scores some.
+    """
 
-    def __init__(self, trainer, times: int) -> None:
-        self.times = times
-        self.prompt = len(trainer.policy_publisher._probe.prompt_ids)
-        trainer.model.register_forward_hook(self)
+    def __init__(self, trainer, size=5e-4, positions=slice(1, 2), times=math.inf, beyond=0) -> None:
+        self.size, self.positions, self.times, self.beyond = size, positions, times, beyond
+        self.lengths: list[int] = []  # of the sequences that were scored
+        trainer.model.register_forward_hook(self, with_kwargs=True)
 
-    def __call__(self, model, args, output):
-        if self.times:
-            self.times -= 1
-            logits = output.logits.clone()
-            logits[0, self.prompt, ::2] += 1e-3  # whichever token was sampled: half a thousandth of a nat
-            output.logits = logits
+    def __call__(self, model, args, kwargs, output):
+        if "logits_to_keep" in kwargs:  # no training, then
+            self.lengths.append(kwargs["input_ids"].size(1))
+            if self.times > 0 and self.lengths[-1] >= self.beyond:
+                self.times -= 1
+                logits = output.logits.clone()
+                logits[0, self.positions, ::2] += 2 * self.size  # whichever token was sampled: about half of it
+                output.logits = logits
         return output
 
 
 def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_trainer, caplog):
     trainer = make_trainer()
-    Misround(trainer, times=1)
+    Wrong(trainer, times=1)
     with caplog.at_level("WARNING"):
         difference = probe(trainer)
     assert allowed(trainer) < difference < 10 * allowed(trainer)
     assert trainer.policy_publisher.probe_max_abs_diff == difference  # nothing is hidden
-    assert "so this is rounding" in caplog.text
+    assert "One in thousands may, where rounding errors are multiplied" in caplog.text
+
+
+def test_tokens_that_differ_at_every_probe_are_not_called_rounding_and_warned_of_once(make_trainer, caplog):
+    trainer = make_trainer()
+    wrong = Wrong(trainer, times=0)
+    with caplog.at_level("WARNING"):
+        for _ in range(5):
+            wrong.times = 1
+            probe(trainer)
+    warnings = [record.message for record in caplog.records if "A token of the probe" in record.message]
+    assert len(warnings) == 3
+    assert "3 of 3 probes had such tokens, too many for rounding alone: vLLM and Transformers compute" in warnings[-1]
+    assert not any("too many for rounding" in warning for warning in warnings[:-1])
 
 
 def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
     trainer = make_trainer()
-    Misround(trainer, times=2)
+    probe(trainer)
+    Wrong(trainer, times=2)
     with pytest.raises(ProbeError, match="does not sample from the weights") as caught:
         probe(trainer)
     assert caught.value.result.mean_abs_diff < allowed(trainer) < caught.value.result.max_abs_diff
+
+
+def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of_weights(make_trainer):
+    trainer = make_trainer()
+    Wrong(trainer, size=0.05, positions=slice(None))
+    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*What has helped"
+    with pytest.raises(ProbeError, match=message) as caught:
+        trainer.train()
+    assert "do not trust rollouts" not in str(caught.value)
+    assert trainer.state.global_step == 0
+
+
+def test_a_model_that_computes_nan_in_the_trainer_is_told_so(make_trainer):
+    trainer = make_trainer()
+    probe(trainer)
+    Wrong(trainer, size=math.nan, positions=slice(None))
+    with pytest.raises(ProbeError, match="The trainer's own model computes NaN: its weights are not finite"):
+        probe(trainer)
+
+
+def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
+    """On a GPU in 16 bits the bounds are wide until the model has shown its own rounding."""
+    trainer = make_trainer()
+    looks = trainer.policy_publisher._probe
+    looks.tolerance = Tolerance.of("cuda", torch.bfloat16)
+    probe(trainer)
+    assert looks.tolerance == Tolerance(max_abs=0.2, mean_abs=5e-3)
+    Wrong(trainer, size=0.1, positions=slice(None))
+    with pytest.raises(ProbeError) as caught:
+        probe(trainer)
+    assert 5e-3 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
+
+
+def test_the_longest_sequences_are_looked_at_once_before_the_first_step(make_trainer, server):
+    trainer = make_trainer(max_steps=2)
+    scored = Wrong(trainer, times=0).lengths
+    trainer.train()
+    longest = trainer.policy_publisher.servers.info.max_model_len
+    usual = len(trainer.policy_publisher._probe.prompt_ids) + 8
+    assert (scored[0], scored[-3:]) == (usual, [longest, usual, usual])
+    trainer.train()
+    assert scored.count(longest) == 1
+
+
+def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(make_trainer, caplog):
+    trainer = make_trainer(max_steps=1)
+    Wrong(trainer, positions=slice(None), beyond=300)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    (warning,) = [record.message for record in caplog.records if "agree on sequences" in record.message]
+    agreed, beyond = map(int, re.search(r"up to (\d+) tokens, but not from (\d+)", warning).groups())
+    assert agreed < 300 <= beyond <= agreed + 32
+    assert f"Set `max_sequence_length: {agreed}`" in warning and f"`--max-model-len {agreed}`" in warning
+    assert trainer.state.global_step == 1
+
+
+def test_a_length_that_the_run_asks_for_is_refused_where_both_sides_differ(make_trainer):
+    trainer = make_trainer(max_sequence_length=400)
+    scored = Wrong(trainer, positions=slice(None), beyond=300).lengths
+    with pytest.raises(ProbeError, match=r"but not from 3\d\d tokens on \(at most 400 may come\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert max(scored) == 400
+
+
+def test_nan_on_the_server_is_named(make_trainer, server):
+    trainer = make_trainer()
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(math.nan)
+    reply = server.generate(prompt="abc", max_tokens=2)
+    assert (reply.status_code, reply.json()["error"][:42]) == (500, "the model computed NaN as a log-probability")
+    with pytest.raises(ServerError, match=r"while sampling the probe \(HTTP 500\): the model computed NaN"):
+        probe(trainer)
+
+
+def test_the_first_and_the_last_publish_of_a_run_are_probed_however_seldom_it_is(server, make_trainer, tmp_path):
+    publisher = make_publisher(server, tmp_path, probe_every_n_steps=1000)
+    trainer = make_trainer(publisher, max_steps=3)
+    lengths = Wrong(trainer, times=0).lengths
+    trainer.train()
+    usual = len(publisher._probe.prompt_ids) + 8
+    assert [length for length in lengths if length == usual] == [usual] * 2
+    assert lengths[-1] == usual
 
 
 def test_a_run_whose_caches_are_not_dropped_stops(make_trainer):

@@ -16,9 +16,9 @@ from trl_atropos.weights.servers import Servers
 def make_publisher(
     server: Server, folder: Path, mode: str = "colocate", transport: str = "auto", timeout: float = 30, **settings: Any
 ) -> ServerPublisher:
-    """The publisher of a mode to one server. `folder` is for the modes that write files."""
+    """The publisher of a mode to one server; probes every publish. `folder` is for the modes that write files."""
     servers = Servers([server.url], timeout, server.token)
-    return ServerPublisher(transfer_of(mode, servers, transport, str(folder)), **settings)
+    return ServerPublisher(transfer_of(mode, servers, transport, str(folder)), **{"probe_every_n_steps": 1} | settings)
 
 
 def make_trainer(

@@ -135,7 +135,7 @@ def _make_trainer(
     args = AtroposGRPOConfig(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=2,
-        max_steps=1,
+        max_steps=sys.maxsize,  # none of them is the last one, which is probed
         use_cpu=not torch.cuda.is_available(),
         vllm_mode=mode,
         model_init_kwargs={"dtype": dtype},

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trl_atropos.errors import AttachError, ServerError
+from trl_atropos.errors import AttachError, ProbeError, ServerError
 from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.signals import deferred
 from trl_atropos.timing import PUBLISH
 from trl_atropos.weights import ranks
-from trl_atropos.weights.probe import Probe, Tolerance
+from trl_atropos.weights.probe import Probe, Schedule, Tolerance, num_positions
 from trl_atropos.weights.publisher import PolicyPublisher
-from trl_atropos.weights.transfer import Moved, Transfer
+from trl_atropos.weights.transfer import Moved, Transfer, base_model
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class ServerPublisher(PolicyPublisher):
     """
     Args:
         transfer (`Transfer`): How the mode moves the bytes.
-        probe_every_n_steps (`int`): Publishes between two probes; 0 for none.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes; 0 for none. By default, every one on the
+            CPU, and on a GPU as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
 
@@ -52,7 +53,11 @@ class ServerPublisher(PolicyPublisher):
     """
 
     def __init__(
-        self, transfer: Transfer, probe_every_n_steps: int = 1, sync_every_n_steps: int = 1, sleep_level: int = 0
+        self,
+        transfer: Transfer,
+        probe_every_n_steps: int | None = None,
+        sync_every_n_steps: int = 1,
+        sleep_level: int = 0,
     ):
         super().__init__()
         self.transfer = transfer
@@ -64,9 +69,10 @@ class ServerPublisher(PolicyPublisher):
         self._steps = 0  # of the optimizer, from the beginning of the run: the version that the trainer has
         self._paused = False
         self._asleep = False
-        self._publishes = 0
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
+        self._schedule = Schedule(probe_every_n_steps)
+        self._looked_far = False
 
     # ------------------------------------------------------------------------------------------------------- attach
 
@@ -110,8 +116,9 @@ class ServerPublisher(PolicyPublisher):
         self.servers.hold_leases()
         self.transfer.attach(trainer)
         self._trainer = trainer
-        if self.probe_every_n_steps:
+        if self.probe_every_n_steps != 0:
             compute = torch.bfloat16 if trainer.args.bf16 or trainer.args.fp16 else torch.float32
+            base = base_model(trainer.model)
             dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
             self._probe = Probe(
                 self.servers,
@@ -120,7 +127,12 @@ class ServerPublisher(PolicyPublisher):
                 info.block_size,
                 info.max_model_len,
                 info.vocab_size,
+                base,
+                self.transfer.steps_in_place,
             )
+            self._schedule.device = info.device
+            asked, most = trainer.args.max_sequence_length, num_positions(base.config)
+            self._longest = int(min(asked or info.max_model_len, info.max_model_len, most))
 
     def server_max_length(self) -> int:
         return self.servers.info.max_model_len
@@ -140,7 +152,9 @@ class ServerPublisher(PolicyPublisher):
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._steps = policy_version
+        self._schedule.publishes = 0
         self._publish(lambda: None)
+        self._look_far()
         self._writes_when_held = None  # an optimizer's kernels may write what nothing counts
         step = optimizer.step
 
@@ -210,13 +224,31 @@ class ServerPublisher(PolicyPublisher):
         self.transfer.published(self._steps)
 
     def _run_probe(self) -> None:
-        due = self._probe is not None and self._publishes % self.probe_every_n_steps == 0
-        self._publishes += 1
-        if due:
-            started = time.perf_counter()
+        if self._probe is None:
+            return
+        args, done = self._trainer.args, self._trainer.state.global_step + 1
+        last = done + self.sync_every_n_steps > args.max_steps
+        if ranks.on_main(lambda: self._schedule.due(time.perf_counter(), last)):
+            began = time.perf_counter()
             result = self.probe()
+            self._schedule.ran(began, time.perf_counter())
             self._note("policy/probe_max_abs_diff", result)
-            self._note("time/probe", time.perf_counter() - started)
+            self._note("time/probe", self._schedule.seconds)
+
+    def _look_far(self) -> None:
+        """Once, before the first step: the run's longest sequences, as far as both sides can take them."""
+        if self._probe is None or self._looked_far:
+            return
+        self._looked_far = True
+        model, seconds = self._trainer.model, self._schedule.seconds
+        with self._trainer.accelerator.autocast():
+            wrong = self._probe.run_far(model, self.policy_version, self._longest, seconds)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
+        if wrong is not None and self._trainer.args.max_sequence_length is not None:  # such rollouts are wanted
+            raise ProbeError(wrong)
+        if wrong is not None:
+            logger.warning("%s", wrong)
 
     def probe(self) -> float:
         """

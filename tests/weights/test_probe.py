@@ -1,0 +1,94 @@
+"""When the probe runs, how far it looks, and what its first look changes. What it sees on a live server is in
+`test_colocate.py`."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from trl_atropos.weights.probe import MAX_SHARE, ProbeResult, Schedule, Tolerance, num_positions
+
+
+def probed(every: int | None, device: str, step: float, probe: float, steps: int) -> tuple[list[int], float]:
+    """Publishes that are probed in a run whose steps and probes take so many seconds, and the share of the probes."""
+    schedule, now, found = Schedule(every, device), 100.0, []
+    for publish in range(steps + 1):  # the first one is before the first step
+        now += step if publish else 0.0
+        if schedule.due(now, last=publish == steps):
+            schedule.ran(now, now + probe)
+            now += probe
+            found.append(publish)
+    return found, probe * (len(found) - 1) / (now - 100.0)  # nobody waits for a step at the first
+
+
+@pytest.mark.parametrize("step", [0.02, 0.6, 4.5, 30.0])
+def test_on_a_gpu_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step):
+    found, share = probed(None, "cuda", step, probe=0.107, steps=2000)
+    assert (found[0], found[-1]) == (0, 2000)
+    last_one = 0.107 / (2000 * step)  # which is run in any case
+    assert share <= MAX_SHARE + last_one
+    assert len(found) > 2 and (share > 0.5 * MAX_SHARE or len(found) == 2001)  # nor less often than they may
+
+
+def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
+    schedule = Schedule(None, "cuda")
+    assert schedule.due(0.0, last=False)
+    schedule.ran(0.0, 1.0)
+    assert not schedule.due(1.0 + 0.99 / MAX_SHARE, last=False)
+    assert schedule.due(1.0 + 1.01 / MAX_SHARE, last=False)
+
+
+def test_on_the_cpu_every_publish_is_probed():
+    assert probed(None, "cpu", step=0.01, probe=0.1, steps=20)[0] == list(range(21))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_number_of_publishes_is_kept_on_every_device(device):
+    assert probed(4, device, step=0.01, probe=0.1, steps=10)[0] == [0, 4, 8, 10]
+    assert probed(0, device, step=0.01, probe=0.1, steps=10)[0] == []
+
+
+def test_the_first_look_sets_the_bounds_of_the_next_ones_and_never_widens_them():
+    allowed = Tolerance.of("cuda", torch.bfloat16)
+    assert allowed.after(ProbeResult(0.07, 0.02)) == Tolerance(max_abs=3 * 0.07, mean_abs=3 * 0.02)
+    assert allowed.after(ProbeResult(0.01, 1e-4)) == Tolerance(max_abs=0.2, mean_abs=5e-3)
+    assert allowed.after(ProbeResult(0.59, 0.14)) == allowed
+    exact = Tolerance.of("cpu", torch.float32)
+    assert exact.after(ProbeResult(9e-5, 9e-5)) == exact
+
+
+def test_any_dtype_of_16_bits_widens_the_bounds():
+    assert Tolerance.of("cpu", torch.float32, torch.bfloat16) == Tolerance.of("cpu", torch.bfloat16)
+    assert Tolerance.of("cuda", torch.float16).max_abs > Tolerance.of("cuda", torch.float32).max_abs
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (AutoConfig.for_model("gpt2", n_positions=512), 512),
+        (AutoConfig.for_model("llama", max_position_embeddings=512), 512),
+        (
+            AutoConfig.for_model(
+                "llama",
+                max_position_embeddings=512,
+                rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+            ),
+            2048,
+        ),
+        (AutoConfig.for_model("bloom"), math.inf),
+        (AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 256}), 256),
+    ],
+    ids=["learned", "rotary", "stretched", "alibi", "text of a vision model"],
+)
+def test_a_model_has_so_many_positions(config, positions):
+    assert num_positions(config) == positions
+
+
+def test_the_first_publish_of_another_training_is_probed_again():
+    schedule = Schedule(None, "cuda")
+    assert schedule.due(0.0, last=False)
+    schedule.ran(0.0, 1.0)
+    schedule.publishes = 0  # as when a training begins
+    assert schedule.due(1.5, last=False)
+    assert not schedule.due(2.0, last=False)
