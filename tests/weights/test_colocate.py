@@ -227,11 +227,11 @@ def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
     looks = trainer.policy_publisher._probe
     looks.tolerance = Tolerance.of("cuda", torch.bfloat16)
     probe(trainer)
-    assert looks.tolerance == Tolerance(max_abs=0.2, mean_abs=5e-3)
+    assert looks.tolerance == Tolerance(max_abs=0.2, mean_abs=3e-2)
     Wrong(trainer, size=0.1, positions=slice(None))
     with pytest.raises(ProbeError) as caught:
         probe(trainer)
-    assert 5e-3 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
+    assert 3e-2 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
 
 
 def test_the_longest_sequences_are_looked_at_once_before_the_first_step(make_trainer, server):

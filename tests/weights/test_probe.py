@@ -52,7 +52,7 @@ def test_a_number_of_publishes_is_kept_on_every_device(device):
 def test_the_first_look_sets_the_bounds_of_the_next_ones_and_never_widens_them():
     allowed = Tolerance.of("cuda", torch.bfloat16)
     assert allowed.after(ProbeResult(0.07, 0.02)) == Tolerance(max_abs=3 * 0.07, mean_abs=3 * 0.02)
-    assert allowed.after(ProbeResult(0.01, 1e-4)) == Tolerance(max_abs=0.2, mean_abs=5e-3)
+    assert allowed.after(ProbeResult(0.01, 1e-4)) == Tolerance(max_abs=0.2, mean_abs=3e-2)
     assert allowed.after(ProbeResult(0.59, 0.14)) == allowed
     exact = Tolerance.of("cpu", torch.float32)
     assert exact.after(ProbeResult(9e-5, 9e-5)) == exact

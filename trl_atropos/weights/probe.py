@@ -63,16 +63,21 @@ class Tolerance:
         if any(dtype not in (torch.float32, torch.float64) for dtype in dtypes):
             # Other kernels round otherwise, in every layer. On a GPU, with random weights of Qwen3's shapes and 12
             # nats per token: 0.07 and 0.02 at 0.6B, 0.23 and 0.06 at 8B.
-            return cls(max_abs=0.2, mean_abs=5e-3) if device == "cpu" else cls(max_abs=0.6, mean_abs=0.15)
+            return cls(max_abs=0.2, mean_abs=3e-2) if device == "cpu" else cls(max_abs=0.6, mean_abs=0.15)
         if device == "cpu":
             return cls(max_abs=1e-4, mean_abs=1e-4)
         return cls(max_abs=2e-2, mean_abs=2e-3)  # vLLM's attention kernels multiply float32 in TF32 (2e-3 was seen)
 
     def after(self, first: ProbeResult) -> "Tolerance":
-        """The bounds for the probes after the first, which shows the model's own rounding: three times that."""
+        """
+        The bounds for the probes after the first, which shows the model's own rounding: three times that.
+
+        Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
+        nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
+        """
         return Tolerance(
             max_abs=min(self.max_abs, max(0.2, 3 * first.max_abs_diff)),
-            mean_abs=min(self.mean_abs, max(5e-3, 3 * first.mean_abs_diff)),
+            mean_abs=min(self.mean_abs, max(3e-2, 3 * first.mean_abs_diff)),
         )
 
 
