@@ -228,7 +228,7 @@ def test_the_bounds_are_tighter_after_the_first_look(make_trainer):
     looks.tolerance = Tolerance.of("cuda", torch.bfloat16)
     probe(trainer)
     assert looks.tolerance == Tolerance(max_abs=0.2, mean_abs=3e-2)
-    Wrong(trainer, size=0.1, positions=slice(None))
+    Wrong(trainer, size=0.16, positions=slice(None))
     with pytest.raises(ProbeError) as caught:
         probe(trainer)
     assert 3e-2 < caught.value.result.mean_abs_diff < 0.15 and caught.value.result.max_abs_diff < 0.6
@@ -271,7 +271,8 @@ def test_nan_on_the_server_is_named(make_trainer, server):
     with torch.no_grad():
         trainer.model.model.norm.weight.fill_(math.nan)
     reply = server.generate(prompt="abc", max_tokens=2)
-    assert (reply.status_code, reply.json()["error"][:42]) == (500, "the model computed NaN as a log-probability")
+    assert reply.status_code == 500
+    assert reply.json()["error"].startswith("the model computed NaN as a log-probability")
     with pytest.raises(ServerError, match=r"while sampling the probe \(HTTP 500\): the model computed NaN"):
         probe(trainer)
 
