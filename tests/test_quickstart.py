@@ -73,6 +73,7 @@ def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
     assert {int(entry["step"]) for entry in moments.values()} == {8}
     versions = [entry["policy/version"] for entry in state["log_history"] if "reward" in entry]
     assert versions == list(range(8))  # of the weights that each step began with
+    assert " INFO " in (run / "logs" / "vllm.log").read_text()  # or it would not say what it refuses to sample
 
 
 def test_an_environment_of_somebody_else_works_by_its_urls(tmp_path):

@@ -7,6 +7,8 @@ models where it enters.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -126,10 +128,67 @@ class VersionsQuery(Strict):
     keys: list[str]  # of `completion_key`, in hexadecimal
 
 
+Span = tuple[int, int]  # the policy versions at a completion's first and at its last token
+
+
+class SamplingSettings(NamedTuple):
+    """What a request's tokens are drawn with; by default, from the distribution that the trainer computes."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: of all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Note(NamedTuple):
+    """What is known of a completion."""
+
+    span: Span
+    settings: SamplingSettings
+
+    def merged(self, other: "Note") -> "Note":
+        """Of two equal completions: the older versions, since nothing tells which of the two is asked about."""
+        (begun, ended), (begun_too, ended_too) = self.span, other.span
+        return self._replace(span=(min(begun, begun_too), min(ended, ended_too)))
+
+
 class VersionsReply(Strict):
     """Answer of `POST /trl_atropos/versions`: for each key the policy versions at its first and at its last token."""
 
-    versions: list[tuple[int, int] | None]  # None: no such completion is known
+    versions: list[Span | None]  # None: no such completion is known
+    settings: list[SamplingSettings]  # each once
+    sampled_with: list[int | None]  # for each key, which of `settings`
+
+    @classmethod
+    def of(cls, notes: Iterable[Note | None]) -> "VersionsReply":
+        settings: dict[SamplingSettings, int] = {}
+        versions, sampled_with = [], []
+        for note in notes:
+            versions.append(note and note.span)
+            sampled_with.append(note and settings.setdefault(note.settings, len(settings)))
+        return cls(versions=versions, settings=list(settings), sampled_with=sampled_with)
+
+    def notes(self) -> list[Note | None]:
+        pairs = zip(self.versions, self.sampled_with, strict=True)
+        return [span and Note(span, self.settings[number]) for span, number in pairs]
+
+
+class Refusal(Strict):
+    """Requests that the server has answered with an error, of one reason."""
+
+    count: int
+    seconds_ago: float  # of the last of them
+    message: str  # of the last of them
+
+
+class RefusalsReply(Strict):
+    """Answer of `GET /trl_atropos/refusals`: since the server was started."""
+
+    total: int
+    latest: list[Refusal]  # by reason, the latest first
 
 
 def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:

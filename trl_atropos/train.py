@@ -17,6 +17,8 @@ from trl_atropos.signals import die_with_launcher, install_handlers, interrupt_m
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
+LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
+SERVER_ENVIRONMENT: dict[str, str] = {}  # what the servers get where TRL has set something else for this process
 LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
 
@@ -24,6 +26,8 @@ def main() -> None:
     die_with_launcher()
     install_handlers()
     apply_recipe_environment(sys.argv[1:])
+    # TRL sets it to ERROR when it is imported, and a server's log would not say which requests it refuses and why.
+    SERVER_ENVIRONMENT[LOGGING_LEVEL] = os.environ.get(LOGGING_LEVEL, "INFO")
     # TRL warns of every vLLM beyond 0.31, three times over; its own vLLM client is not used here.
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     warnings.showwarning = _show_warning
@@ -272,7 +276,7 @@ def start_services(recipe, services) -> None:
             command = [*_module("trl_atropos.server.launch", url, recipe.model.model_name_or_path), *flags]
             # With `colocate`, each process trains on its own device, and its server is there.
             shares = training.vllm_mode == "colocate" and len(servers) > 1
-            env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
+            env = SERVER_ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {})
             services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)

@@ -102,7 +102,7 @@ def source_of(args: AtroposGRPOConfig) -> RolloutSource:
         reset_api=args.reset_atropos,
         single_row_groups=args.single_row_groups,
         record_to=f"{args.output_dir}/rollouts.jsonl" if args.record_rollouts else None,
-        versions=VersionBook(args.vllm_server_urls, environment_token(), args.publish_timeout),
+        versions=VersionBook(args.vllm_server_urls, environment_token(), args.publish_timeout, args.temperature),
         prefetch_batches=args.prefetch_batches,
         max_staleness=args.max_staleness,
         max_spool_gb=args.max_spool_gb,

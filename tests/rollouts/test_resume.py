@@ -38,6 +38,9 @@ class Scores:
         for row in rows:
             row.policy_version = row.newest_version = int(row.score) if row.score >= 0 else None
 
+    def refusals(self) -> str:
+        return ""
+
 
 @pytest.fixture
 def open_source(api: Api, run_info: Callable[..., RunInfo]) -> Iterator[Callable[..., AtroposSource]]:

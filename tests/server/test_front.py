@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from trl_atropos.guard import members
-from trl_atropos.protocol import TOKEN_VARIABLE, completion_key
+from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
 from trl_atropos.services import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -222,8 +222,10 @@ def test_the_versions_of_completions_outlive_the_engine_that_sampled_them(publis
         keys.append(completion_key(PROMPT, tokens, logprobs).hex())
         versions.append([int(version) for version in reply.headers["x-policy-version"].split("-")])
     assert {tuple(span) for span in versions} == {(0, 0), (NEW_VERSION, NEW_VERSION)}
-    told = front.control("POST", "/versions", {"keys": [*keys, "00"]}).json()["versions"]
-    assert told == [*versions, None]
+    told = front.control("POST", "/versions", {"keys": [*keys, "00"]}).json()
+    assert told["versions"] == [*versions, None]
+    assert [SamplingSettings(*settings) for settings in told["settings"]] == [SamplingSettings()]
+    assert told["sampled_with"] == [0] * len(keys) + [None]
 
 
 def test_a_request_in_flight_at_the_pause_finishes_on_the_old_weights(publish, models, references):

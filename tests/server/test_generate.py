@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.probe import Tolerance
 
 pytestmark = pytest.mark.server
@@ -145,6 +146,23 @@ def _wait_for(condition, what: str, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
+
+
+def test_what_is_refused_is_counted_by_its_reason_and_told(server):
+    def refused() -> tuple[int, int]:
+        told = server.control("GET", "/refusals").json()
+        return told["total"], sum(reason["count"] for reason in told["latest"] if "512" in reason["message"])
+
+    total, too_long = refused()
+    for _ in range(20):
+        assert server.generate(prompt={"prompt_token_ids": [64] * 600}).status_code == 400
+    body = {"model": "any", "prompt": [64] * 601, "max_tokens": 4}
+    assert requests.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 400
+    assert refused() == (total + 21, too_long + 21)
+    told = VersionBook([server.url], server.token, timeout=10).refusals()
+    assert f"has refused {total + 21} requests since it was started (" in told
+    assert "times, the last time 0 s ago" in told
+    assert "601" in told
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from trl_atropos.protocol import completion_key
+from trl_atropos.protocol import Note, SamplingSettings, VersionsReply, completion_key
 from trl_atropos.server.ledger import History, Ledger
 
 
@@ -36,8 +36,9 @@ def test_a_ledger_forgets_the_oldest_completions_and_keeps_the_others():
     ledger = Ledger(capacity=100)
     keys = [bytes([i]) * 16 for i in range(150)]
     for version, key in enumerate(keys):
-        ledger.note(key, (version, version + 1))
-    assert ledger.find(keys) == [None] * 50 + [(i, i + 1) for i in range(50, 150)]
+        ledger.note(key, Note((version, version + 1), SamplingSettings(temperature=version)))
+    expected = [Note((i, i + 1), SamplingSettings(temperature=i)) for i in range(50, 150)]
+    assert ledger.find(keys) == [None] * 50 + expected
     assert ledger.keys() == [key.hex() for key in keys[50:]]
 
 
@@ -45,18 +46,27 @@ def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_ord
     for spans in ([(3, 5), (4, 4)], [(4, 4), (3, 5)]):
         ledger = Ledger()
         for span in spans:
-            ledger.note(b"key", span)
-        assert ledger.find([b"key"]) == [(3, 4)]
+            ledger.note(b"key", Note(span, SamplingSettings()))
+        assert ledger.find([b"key"]) == [Note((3, 4), SamplingSettings())]
 
 
 def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
     """Or a policy that has become deterministic would be as old as the first time that it was, for ever."""
     ledger = Ledger(capacity=10)
     for version in range(30):
-        ledger.note(b"always", (version, version))
-        ((begun, _),) = ledger.find([b"always"])
-        assert begun > version - 10
-        ledger.note(b"%d" % version, (version, version))
+        note = Note((version, version), SamplingSettings())
+        ledger.note(b"always", note)
+        (found,) = ledger.find([b"always"])
+        assert found.span[0] > version - 10
+        ledger.note(b"%d" % version, note)
+
+
+def test_what_a_ledger_knows_goes_through_json_and_back():
+    hot = SamplingSettings(temperature=1.5, top_k=3)
+    notes = [Note((0, 0), hot), None, Note((0, 2), SamplingSettings()), Note((3, 3), hot)]
+    reply = VersionsReply.of(notes)
+    assert len(reply.settings) == 2
+    assert VersionsReply.model_validate_json(reply.model_dump_json()).notes() == notes
 
 
 def test_a_version_is_that_of_the_model_or_of_the_adapter_at_its_time():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from peft import LoraConfig
 
@@ -269,3 +270,45 @@ def test_a_run_is_the_same_whatever_carries_its_weights(live: Live, alone):
     assert run.weights.keys() == expected.weights.keys()
     for name, weight in run.weights.items():
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-4, atol=1e-6)
+
+
+CHAT = [{"role": "user", "content": "say something"}]
+GREEDY = {"model": "any", "temperature": 0.0}
+
+
+def say(live: Live, route: str, **body) -> str:
+    """What the server says by one of vLLM's routes, most likely tokens only."""
+    reply = requests.post(f"{live.server.url}/v1/{route}", json=GREEDY | body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    said = reply.json()
+    return said["choices"][0]["message"]["content"] if "choices" in said else said["output"][-1]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("live", ADAPTERS, indirect=True)
+def test_every_route_samples_from_the_adapter_that_is_trained(live: Live):
+    with live.trainer(live.publisher(probe_every_n_steps=0)) as trainer:
+        trainer.policy_publisher.hold()
+        publish(trainer, lambda: None)
+        before = say(live, "chat/completions", messages=CHAT, max_tokens=40)
+        publish(trainer, lambda: disturb(trainer.model, 0.3))
+        after = say(live, "chat/completions", messages=CHAT, max_tokens=40)
+        assert after != before, "the publish changed too little"
+        assert say(live, "responses", input="say something", max_output_tokens=40) == after
+        base = {"model": live.server.model}  # what some routes take for the model without the adapter
+        assert say(live, "responses", input="say something", max_output_tokens=40, **base) == after
+
+
+@pytest.mark.parametrize("live", ["lora"], indirect=True)
+def test_only_who_has_the_token_loads_and_unloads_adapters(live: Live):
+    calls = [
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/tmp"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy"}),
+        ("POST", "/adapters", {"name": "policy", "src": "/tmp"}),
+        ("DELETE", "/adapters/policy", None),
+    ]
+    for method, route, body in calls:
+        reply = requests.request(method, live.server.url + route, json=body, timeout=10)
+        assert reply.status_code == 401, (route, reply.text)
+        token = {"authorization": f"Bearer {live.server.token}"}
+        known = requests.request(method, live.server.url + route, json=body, headers=token, timeout=10)
+        assert known.status_code in (400, 404), known.text  # vLLM's own answer

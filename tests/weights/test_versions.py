@@ -4,10 +4,12 @@ the middle of its requests. Each test leaves the policy at another version; none
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.rollouts.conftest import Api
 from tests.server_process import Server
 from tests.weights.versions import Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
+from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.schema import Row
@@ -80,8 +83,7 @@ def test_completions_that_waited_in_the_engines_queue_are_as_new_as_their_first_
     assert len({begun for begun, _ in assert_true(policy, book, call.result())}) > 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize(("route", "stream"), [("completions", True), ("chat/completions", False)])
 def test_completions_of_the_openai_routes_are_known_too(policy, book, server, route, stream):
     call = Call(lambda: openai(server, route, 400, n=8, stream=stream))
     policy.publish_during(call)
@@ -188,7 +190,8 @@ def test_the_versions_are_told_in_a_pause(policy, book, server):
 def test_only_who_has_the_token_is_told_and_only_about_keys(server):
     body = {"keys": [completion_key([1], [2], [-1.0]).hex()]}
     assert server.control("POST", "/versions", body, token="wrong").status_code == 401
-    assert server.control("POST", "/versions", body).json() == {"versions": [None]}
+    nothing = {"versions": [None], "settings": [], "sampled_with": [None]}
+    assert server.control("POST", "/versions", body).json() == nothing
     for wrong in ({"keys": ["xyz"]}, {"keys": "00"}, {}):
         assert server.control("POST", "/versions", wrong).status_code == 400
 
@@ -202,6 +205,42 @@ def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(poli
     wrong = VersionBook([server.url], "wrong", timeout=10)
     assert tagged(wrong, row_of(completion)) == [(None, None)]
     assert "it answered 401" in caplog.text
+
+
+# ---------------------------------------------------------------------------------- what rows were sampled with
+
+
+def test_a_temperature_that_is_not_the_trainers_ends_the_run(policy, server):
+    rows = [row_of(completion) for completion in generate(server, PROMPT, 8, n=4, temperature=0.8)]
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    with pytest.raises(
+        RolloutError, match=r"Environment 0 sampled at temperature 0\.8.*log-probabilities at temp.* 1\."
+    ):
+        book.tag(rows)
+    VersionBook([server.url], server.token, timeout=10, temperature=0.8).tag(rows)
+
+
+def test_other_settings_are_warned_about_once_for_each_environment(policy, server, caplog):
+    settings = {"top_p": 0.5, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    settings["frequency_penalty"] = 0.25
+    rows = [row_of(completion) for completion in generate(server, PROMPT, 8, n=4, **settings)]
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 8, n=4, top_k=-1)])
+    assert "sampled some rollouts with" not in caplog.text
+    book.tag(rows)
+    book.tag(rows)
+    assert caplog.text.count("Environment 0 sampled some rollouts with") == 1
+    assert all(f"{name} {value:g}" in caplog.text for name, value in settings.items())
+
+
+def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog):
+    """An environment may mean it, and a run of hours should not end for it."""
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 8)])
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 8, temperature=0.0)])
+    assert (
+        "Environment 0 sampled some rollouts with temperature 0, where the trainer scores every token" in caplog.text
+    )
 
 
 # ----------------------------------------------------------------------------------------------- rows that are too old
@@ -240,23 +279,42 @@ def completion_of(row: Row) -> Completion:
     return Completion(row.prompt_ids.tolist(), row.completion_ids.tolist(), row.logprobs.tolist())
 
 
-def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(policy, book, server, tmp_path):
-    run = RunInfo(
+def run_info(policy: MovingPolicy, folder: Path) -> RunInfo:
+    return RunInfo(
         batch_size=8,
         max_sequence_length=512,
         temperature=1.0,
         starting_step=policy.version,
         max_steps=1000,
-        output_dir=str(tmp_path),
+        output_dir=str(folder),
         save_steps=0,
         run_name="staleness",
         policy_version=lambda: policy.version,
     )
+
+
+def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, server, tmp_path):
+    for _ in range(3):
+        assert server.generate(prompt={"prompt_token_ids": [64] * 600}).status_code == 400
+    api = Api(free_port())
+    api.start()
+    source = AtroposSource(api.url, versions=book)
+    try:
+        source.start(run_info(policy, tmp_path))
+        assert re.search(
+            r"The server at http.* has refused \d+ requests .*\b512\b.*--max-model-len", source.diagnose()
+        )
+    finally:
+        source.close()
+        api.stop()
+
+
+def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(policy, book, server, tmp_path):
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, max_staleness=0, prefetch_batches=2)
     try:
-        source.start(run)
+        source.start(run_info(policy, tmp_path))
         with environment(server, api):
             for _ in range(6):
                 rows = source.poll(8, timeout=60)

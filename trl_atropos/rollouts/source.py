@@ -97,6 +97,9 @@ class Versions(Protocol):
     def tag(self, rows: list[Row]) -> None:
         """Sets `policy_version` and `newest_version` of each row."""
 
+    def refusals(self) -> str:
+        """What the inference servers refused to sample; empty if nothing was."""
+
 
 class AtroposSource:
     """
@@ -206,7 +209,7 @@ class AtroposSource:
             begin=cursor,
             poll_interval=self._poll_interval,
             api_down_timeout=self._api_down_timeout,
-            explain=run.explain,
+            explain=self._explain,
             names=names,
         )
         ahead = self._prefetch_batches * run.batch_size
@@ -325,7 +328,7 @@ class AtroposSource:
 
     def diagnose(self) -> str:
         """What was dropped here, if anything was; else what the API tells (see `BatchPuller.why_quiet`), explained."""
-        return self._run.explain(self._why_no_rows())
+        return self._explain(self._why_no_rows())
 
     def _why_no_rows(self) -> str:
         stale, constant, ahead = map(self._selection.dropped, (STALE, ZERO_VARIANCE, OVER_SHARE))
@@ -339,6 +342,11 @@ class AtroposSource:
                 "environment that delivers too little."
             )
         return self._intake.dropped() or self._puller.why_quiet()
+
+    def _explain(self, told: str) -> str:
+        """And what the inference servers refused to sample, which no environment tells."""
+        refused = "" if self._versions is None else self._versions.refusals()
+        return self._run.explain(f"{told} {refused}".rstrip())
 
     def state(self) -> dict[str, Any]:
         """The spool's name and end, the cursor into it, the books, and the path of the run's versions."""

@@ -10,7 +10,7 @@ import logging
 
 import aiohttp
 
-from trl_atropos.protocol import VersionsQuery, VersionsReply
+from trl_atropos.protocol import Note, VersionsQuery, VersionsReply
 from trl_atropos.server.engine import Engine
 from trl_atropos.server.ledger import Ledger
 
@@ -31,11 +31,12 @@ class CarriedLedger:
         for what was carried before."""
         try:
             keys = (await self._engine.ask("GET", "/versions", ASK_TIMEOUT))["keys"]
+            notes = await self._ask_engine(VersionsQuery(keys=keys))
         except (aiohttp.ClientError, TimeoutError) as problem:
             logger.warning("the versions of the last rollouts are lost: the engine did not tell them (%s)", problem)
             return
-        for key in keys:
-            self._ledger.note(bytes.fromhex(key), (version, version))
+        for key, note in zip(keys, notes, strict=True):
+            self._ledger.note(bytes.fromhex(key), note._replace(span=(version, version)))
 
     async def answer(self, body: dict, version: int) -> dict:
         """`POST /trl_atropos/versions`. `version` is what is sampled from at the time of the call."""
@@ -44,7 +45,12 @@ class CarriedLedger:
         if self._engine.model is not None:
             # It may be going away just now; then what it knew has been carried over.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                asked = (await self._engine.ask("POST", "/versions", ASK_TIMEOUT, query.model_dump()))["versions"]
+                asked = await self._ask_engine(query)
         carried = self._ledger.find(bytes.fromhex(key) for key in query.keys)  # later, so that nothing slips between
-        spans = [old or ((version, version) if new else None) for old, new in zip(carried, asked, strict=True)]
-        return VersionsReply(versions=spans).model_dump()
+        pairs = zip(carried, asked, strict=True)
+        notes = [old or (new and new._replace(span=(version, version))) for old, new in pairs]
+        return VersionsReply.of(notes).model_dump()
+
+    async def _ask_engine(self, query: VersionsQuery) -> list[Note | None]:
+        reply = await self._engine.ask("POST", "/versions", ASK_TIMEOUT, query.model_dump())
+        return VersionsReply.model_validate(reply).notes()

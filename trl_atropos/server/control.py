@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import threading
 import time
@@ -46,6 +47,7 @@ from trl_atropos.protocol import (
 )
 from trl_atropos.server import compat
 from trl_atropos.server.ready import say_when_started
+from trl_atropos.server.refusals import Refusals
 from trl_atropos.server.routes import ControlError, Lease, answer, error, has_token
 from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
 
@@ -56,6 +58,12 @@ HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 REAPED = 1.0  # seconds between a process's end and its exit code, at most
 ANSWER_GRACE = 0.5  # seconds in which those who wait get the reason why the server leaves
+# vLLM's, each under two names, which the mode `lora` opens.
+ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
+NEEDS_TOKEN = (
+    "this route changes what is sampled, so it needs the control token: send `Authorization: Bearer TOKEN` with that "
+    f"in {TOKEN_VARIABLE}"
+)
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 RECOVERY = 30.0  # seconds to end what a trainer has begun that is gone; a worker may wait for it and never come back
 
@@ -66,6 +74,7 @@ class Control:
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
         self.sampling = Sampling()
+        self.refusals = Refusals()
         self.lease = Lease()
         self.engines: list[multiprocessing.Process] | None = None  # known once vLLM has started them
         self.asleep = 0  # vLLM's sleep level
@@ -89,6 +98,7 @@ class Control:
             ("POST", "/wake"): self.wake,
             ("POST", "/versions"): self.versions,
             ("GET", "/versions"): self.noted,
+            ("GET", "/refusals"): self.refused,
         }
 
     async def __call__(self, scope, receive, send):
@@ -105,9 +115,11 @@ class Control:
             if self.sampling.broken is not None:
                 return await error(503, self.sampling.broken)(scope, receive, send)
             if path == "/generate" and posts:
-                return await self.sampling.generate(request, send)
+                return await self.sampling.generate(request, self.refusals.watched(send))
             if path in OPENAI_ROUTES and posts:
-                return await self.sampling.openai(request, send, self.app)
+                return await self.sampling.openai(request, self.refusals.watched(send), self.app)
+            if ADAPTER_ROUTES.search(path) and not has_token(request, self.token):
+                return await error(401, NEEDS_TOKEN)(scope, receive, send)
             if path == "/health" and (silence := await self._silence(request.app.state.engine_client)):
                 return await error(503, silence)(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
@@ -318,6 +330,10 @@ class Control:
     async def noted(self, app, body: dict) -> dict:
         """The keys of all completions that `versions` knows, for who will outlive this server."""
         return {"keys": self.sampling.ledger.keys()}
+
+    async def refused(self, app, body: dict) -> dict:
+        """What environments have asked for in vain, for a trainer that waits for their rollouts."""
+        return self.refusals.told()
 
     def _require_lease(self, what: str) -> None:
         if not self.lease.held:

@@ -24,6 +24,7 @@ NAME = "engine"
 HOST = "127.0.0.1"
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+SILENCE_TIMEOUT = aiohttp.ClientTimeout(total=15.0)  # the engine's server itself gives its engine 10 s
 DESCRIBE_TIMEOUT = aiohttp.ClientTimeout(total=120.0)  # hashes the whole vocabulary
 POLL = 0.2
 
@@ -96,6 +97,16 @@ class Engine:
         async with self._session.request(method, url, json=body, headers=headers, timeout=timeout) as reply:
             reply.raise_for_status()
             return await reply.json()
+
+    async def silence(self) -> str | None:
+        """What is wrong with an engine that is served from, by its own health check; `None` if nothing is."""
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=SILENCE_TIMEOUT) as reply:
+                return None if reply.status == 200 else (await reply.text())[:500]
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            if self.model is None:  # it has been stopped since, for a restart
+                return None
+            return f"the engine's server does not answer ({type(problem).__name__}: {problem})"
 
     async def _describe(self) -> dict:
         try:

@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 import msgspec
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from trl_atropos.protocol import Span
 from trl_atropos.server.compat import CLIENT_ERRORS
-from trl_atropos.server.ledger import Span
 from trl_atropos.server.recorder import LOWEST_LOGPROB, Recorder, sampled_logprobs
 
 # Fields of the OpenAI protocol that environments send along and that mean nothing here.
@@ -96,9 +95,9 @@ def _convert(fields: dict[str, Any], kind: Any) -> Any:
         raise BadRequest(str(error)) from error
 
 
-async def generate(recorder: Recorder, body: bytes, adapter: LoRARequest | None = None) -> tuple[dict, list[Span]]:
+async def generate(recorder: Recorder, body: bytes) -> tuple[dict, list[Span]]:
     """
-    Samples, from `adapter` if there is one. Cancelling the task aborts the request.
+    Samples. Cancelling the task aborts the request.
 
     Returns the response, and the policy versions of each completion.
     """
@@ -106,7 +105,7 @@ async def generate(recorder: Recorder, body: bytes, adapter: LoRARequest | None 
     result, spans = None, []
     request_id = f"trl-atropos-{uuid.uuid4().hex}"
     try:
-        async for output in recorder.stream(prompt, params, request_id, lora_request=adapter):
+        async for output in recorder.stream(prompt, params, request_id):
             result, spans = output
     except CLIENT_ERRORS as error:
         raise BadRequest(str(error)) from error

@@ -1,4 +1,4 @@
-"""Which policy versions sampled each completion: written below the server's routes, read by the trainer.
+"""Which policy versions sampled each completion, with which settings: written below the routes, read by the trainer.
 
 `recorder.py` (or `front.py`, for an engine that is restarted) notes completions in a `Ledger`; what a token's version
 is, it takes from a `History`. Runs without vLLM.
@@ -8,45 +8,45 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-from trl_atropos.protocol import VersionsQuery, VersionsReply
+from trl_atropos.protocol import Note, VersionsQuery, VersionsReply
 
-CAPACITY = 262_144  # completions; about 40 MB
-Span = tuple[int, int]  # the policy versions at a completion's first and at its last token
+CAPACITY = 262_144  # completions; about 50 MB
 
 
 class Ledger:
     """
-    The versions of the last `capacity` completions, by `protocol.completion_key`.
+    What sampled the last `capacity` completions, by `protocol.completion_key`.
 
-    A key that is noted again keeps the oldest of its versions. Equal keys are rare (they have equal log-probabilities
-    to the last bit: greedy repeats on the same weights, or tokens of probability one), and nothing tells which of them
-    a rollout came from: some never come, and one may be in several rollouts. So the answer may be too old, but never
-    too new. A key is forgotten by when it came first, so that an old version does not stick to it for ever.
+    A key that is noted again keeps the oldest of its versions, and has the settings that it came with last. Equal keys
+    are rare (they have equal log-probabilities to the last bit: greedy repeats on the same weights, or tokens of
+    probability one), and nothing tells which of them a rollout came from: some never come, and one may be in several
+    rollouts. So the answer may be too old, but never too new. A key is forgotten by when it came first, so that an old
+    version does not stick to it for ever.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self._spans: dict[bytes, Span] = {}  # in the order in which they were noted first
+        self._notes: dict[bytes, Note] = {}  # in the order in which they were noted first
 
-    def note(self, key: bytes, span: Span) -> None:
-        known = self._spans.get(key)
+    def note(self, key: bytes, note: Note) -> None:
+        known = self._notes.get(key)
         if known is not None:
-            span = (min(known[0], span[0]), min(known[1], span[1]))
-        elif len(self._spans) >= self.capacity:
-            del self._spans[next(iter(self._spans))]
-        self._spans[key] = span
+            note = note.merged(known)
+        elif len(self._notes) >= self.capacity:
+            del self._notes[next(iter(self._notes))]
+        self._notes[key] = note
 
-    def find(self, keys: Iterable[bytes]) -> list[Span | None]:
-        return [self._spans.get(key) for key in keys]
+    def find(self, keys: Iterable[bytes]) -> list[Note | None]:
+        return [self._notes.get(key) for key in keys]
 
     def answer(self, body: dict) -> dict:
         """`POST /trl_atropos/versions`. Raises `ValueError` if the body is not a `VersionsQuery`."""
         keys = [bytes.fromhex(key) for key in VersionsQuery.model_validate(body).keys]
-        return VersionsReply(versions=self.find(keys)).model_dump()
+        return VersionsReply.of(self.find(keys)).model_dump()
 
     def keys(self) -> list[str]:
         """All of them, in hexadecimal, in the order in which they came."""
-        return [key.hex() for key in self._spans]
+        return [key.hex() for key in self._notes]
 
 
 class History:

@@ -23,9 +23,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.protocol import ROUTE_PREFIX, ServerInfo, Strict
+from trl_atropos.protocol import ROUTE_PREFIX, RefusalsReply, ServerInfo, Strict
 from trl_atropos.server.carried import CarriedLedger
-from trl_atropos.server.engine import Engine
+from trl_atropos.server.engine import HEALTH_TIMEOUT, Engine
 from trl_atropos.server.forward import Forwarder
 from trl_atropos.server.routes import ControlError, Lease, answer, error, has_token
 
@@ -78,12 +78,13 @@ class Front:
             ("POST", "/restart"): self.restart,
             ("POST", "/resume"): self.resume,
             ("POST", "/versions"): self.versions,
+            ("GET", "/refusals"): self.refused,
         }
 
     async def __call__(self, scope, receive, send) -> None:
         request, path = Request(scope, receive), scope["path"]
         if path == "/health":
-            response = self._health()
+            response = await self._health()
         elif not path.startswith(f"{ROUTE_PREFIX}/"):
             return await self.requests(request, send)
         elif not has_token(request, self.token):
@@ -96,11 +97,14 @@ class Front:
             response = await answer(request, path.removeprefix(ROUTE_PREFIX), self.routes)
         await response(scope, receive, send)
 
-    def _health(self) -> JSONResponse:
+    async def _health(self) -> JSONResponse:
         """Healthy in a restart too, lest a supervisor take the server for dead."""
         if self.ended.done():
             return error(503, self.ended.result())
-        return JSONResponse({}) if self.engine.description else error(503, "the engine is starting")
+        if not self.engine.description:
+            return error(503, "the engine is starting")
+        silence = None if self.engine.model is None else await self.engine.silence()
+        return JSONResponse({}) if silence is None else error(503, silence)
 
     # ----------------------------------------------------------------------------------------------- for the trainer
 
@@ -170,6 +174,12 @@ class Front:
     async def versions(self, body: dict) -> dict:
         """Answers at any time, also while the engine is away."""
         return await self.ledger.answer(body, self.requests.policy_version)
+
+    async def refused(self, body: dict) -> dict:
+        """Those since the last restart; none while the engine is away."""
+        if self.engine.model is None:
+            return RefusalsReply(total=0, latest=[]).model_dump()
+        return await self.engine.ask("GET", "/refusals", HEALTH_TIMEOUT)
 
     def _resume(self, policy_version: int) -> None:
         assert self.engine.model is not None, "requests would go to an engine that is away"

@@ -1,8 +1,8 @@
 """What environments ask of the inference server: requests go through to the engine, and are held while it is paused.
 
 A request that arrives during a pause begins with the next policy version. Each is counted with the version and the
-adapter that it began with, because an adapter's place may be overwritten only when no request uses it. Which versions
-have sampled what, the `recorder` notes in the `ledger`.
+adapter that it began with, because an adapter's place may be overwritten only when no request uses it. The `recorder`
+does both for every route of the server, and notes in the `ledger` which versions have sampled what.
 """
 
 import asyncio
@@ -25,7 +25,13 @@ from trl_atropos.server.routes import disconnected, error
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
+# Of vLLM's routes that sample, those that take any model name here. The others want one that vLLM knows; what they
+# sample from is the policy, too.
+OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+
+
+class Broken(RuntimeError):
+    """Nothing may be sampled any more."""
 
 
 class Sampling:
@@ -63,7 +69,7 @@ class Sampling:
     def recorder(self, engine) -> Recorder:
         """The one below every route of the server; put there at the first call."""
         if self._recorder is None:
-            self._recorder = Recorder(engine, self.history, self.ledger, self.until_open)
+            self._recorder = Recorder(engine, self.history, self.ledger, self.until_open, self._policy)
         return self._recorder
 
     def hold(self) -> None:
@@ -76,6 +82,8 @@ class Sampling:
     async def until_open(self) -> None:
         while self.paused:  # it may be held again between the event and this task's turn
             await self._open.wait()
+        if self.broken is not None:
+            raise Broken(self.broken)
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
         """What requests sample from once they are let go."""
@@ -92,20 +100,15 @@ class Sampling:
     async def generate(self, request: Request, send) -> None:
         """`POST /generate`. Raises what a handler of the whole server must know: that the engine is dead."""
         scope, receive = request.scope, request.receive
-        body = await request.body()
-        await self.until_open()
-        if self.broken is not None:
-            return await error(503, self.broken)(scope, receive, send)
         recorder = self.recorder(scope["app"].state.engine_client)
-        with self._counted():
-            task = asyncio.create_task(generate(recorder, body, self.adapter))
-            gone = asyncio.create_task(disconnected(receive))
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            gone.cancel()
-            if not task.done():  # the client went away: let the engine stop working for it
-                task.cancel()
-                await asyncio.wait({task})
-                return None
+        task = asyncio.create_task(generate(recorder, await request.body()))
+        gone = asyncio.create_task(disconnected(receive))
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not task.done():  # the client went away: let the engine stop working for it
+            task.cancel()
+            await asyncio.wait({task})
+            return None
         await self._answer(task)(scope, receive, send)
 
     def _answer(self, task: asyncio.Task) -> Response:
@@ -116,7 +119,7 @@ class Sampling:
         except BadRequest as problem:
             logger.warning("refused a /generate request: %s", problem)
             return error(400, str(problem))
-        except NotFinished as problem:
+        except (Broken, NotFinished) as problem:
             return error(503, str(problem))
         except NotANumber as problem:
             logger.error("a /generate request failed: %s", problem)
@@ -129,26 +132,23 @@ class Sampling:
             return error(500, f"{type(cause).__name__}: {cause}")
 
     async def openai(self, request: Request, send, app) -> None:
-        """vLLM's own routes, which look up the adapter by its name: only once the pause is over."""
+        """vLLM's own routes, under any model name."""
         body = await request.body()
-        await self.until_open()
-        if self.broken is not None:
-            return await error(503, self.broken)(request.scope, request.receive, send)
-        # A trainer that died in the middle of a swap left no adapter under the name, or one that was not published.
-        self.register(request.scope["app"].state.openai_serving_models.lora_requests)
-        receive = _with_model_name(request, body)
-        with self._counted():
-            return await app(request.scope, receive, send)
+        try:
+            await self.until_open()  # as the recorder does, whose errors these routes would tell as their own
+        except Broken as problem:
+            return await error(503, str(problem))(request.scope, request.receive, send)
+        return await app(request.scope, _with_model_name(request, body), send)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts a request as in flight."""
+    def _policy(self) -> Iterator[LoRARequest | None]:
+        """The adapter that is sampled from, if it is one. Counts a request as in flight."""
         version, adapter = self.policy_version, self.adapter
         self._versions_in_flight[version] += 1
         if adapter is not None:
             self.in_flight[adapter.lora_int_id] += 1
         try:
-            yield
+            yield adapter
         finally:
             self._versions_in_flight[version] -= 1
             if adapter is not None:
@@ -157,11 +157,9 @@ class Sampling:
 
 def _with_model_name(request: Request, body: bytes):
     """Environments keep one model name whatever is served, so any name means the policy of this server."""
-    models = request.scope["app"].state.openai_serving_models
-    served = ADAPTER_NAME in models.lora_requests
     try:
         parsed = json.loads(body)
-        parsed["model"] = ADAPTER_NAME if served else models.base_model_paths[0].name
+        parsed["model"] = request.scope["app"].state.openai_serving_models.base_model_paths[0].name
         body = json.dumps(parsed).encode()
     except (ValueError, TypeError):
         pass  # not a JSON object: vLLM answers with its own message
