@@ -61,16 +61,16 @@ class VersionBook:
         """
         turns = [turn_keys(row) for row in rows]
         notes = self._notes({key for keys in turns for key in keys or ()})
-        sampled: dict[int | None, set[SamplingSettings]] = defaultdict(set)  # by environment
+        sampled: dict[str | int | None, set[SamplingSettings]] = defaultdict(set)  # by environment, named or not
         for row, keys in zip(rows, turns, strict=True):
             found = [notes[key] for key in keys if key in notes] if keys else []
             known = bool(keys) and len(found) == len(keys)
             row.policy_version = min(note.span[0] for note in found) if known else None
             row.newest_version = found[-1].span[1] if known else None
-            sampled[row.env_id].update(note.settings for note in found)
+            sampled[row.environment or row.env_id].update(note.settings for note in found)
         if self._settings is not None:
-            for env_id, settings in sampled.items():
-                self._settings.check(env_id, settings)
+            for environment, settings in sampled.items():
+                self._settings.check(environment, settings)
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
@@ -154,19 +154,19 @@ class SettingsCheck:
 
     def __init__(self, trainer: SamplingSettings):
         self._trainer = trainer
-        self._agreed: set[int | None] = set()  # environments that have sampled at the trainer's temperature
-        self._warned: set[int | None] = set()
+        self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
+        self._warned: set[str | int | None] = set()
 
-    def check(self, env_id: int | None, sampled: set[SamplingSettings]) -> None:
+    def check(self, environment: str | int | None, sampled: set[SamplingSettings]) -> None:
         """Raises `RolloutError` for another temperature. `sampled`: of all rows of this environment in a batch."""
         others = sorted(settings for settings in sampled if self._differences(settings))
         if any("temperature" not in self._differences(settings) for settings in sampled):
-            self._agreed.add(env_id)
+            self._agreed.add(environment)
         if not others:
             return
-        name = "An environment" if env_id is None else f"Environment {env_id}"
+        name = "An environment" if environment is None else f"Environment {environment}"
         ours = self._trainer.temperature
-        if env_id not in self._agreed:
+        if environment not in self._agreed:
             seen = others[0].temperature
             remedy = f"Set `temperature: {seen:g}` in the recipe, or have" if seen > 0 else "Have"
             raise RolloutError(
@@ -174,8 +174,8 @@ class SettingsCheck:
                 f"the trainer computes log-probabilities at temperature {ours:g}. {remedy} the environment sample at "
                 f"{ours:g}: where its configuration says so, its code may ask for another one in each request."
             )
-        if env_id not in self._warned:
-            self._warned.add(env_id)
+        if environment not in self._warned:
+            self._warned.add(environment)
             told = " or ".join(_told(self._differences(settings)) for settings in others[:3])
             logger.warning(
                 "%s sampled some rollouts with %s, where the trainer scores every token at %s. The log-probabilities "
