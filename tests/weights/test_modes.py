@@ -301,10 +301,10 @@ def test_every_route_samples_from_the_adapter_that_is_trained(live: Live):
 @pytest.mark.parametrize("live", ["lora"], indirect=True)
 def test_only_who_has_the_token_loads_and_unloads_adapters(live: Live):
     calls = [
-        ("POST", "/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/tmp"}),
-        ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy"}),
-        ("POST", "/adapters", {"name": "policy", "src": "/tmp"}),
-        ("DELETE", "/adapters/policy", None),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "nobody", "lora_path": "/tmp"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "nobody"}),
+        ("POST", "/adapters", {"name": "nobody", "src": "/tmp"}),
+        ("DELETE", "/adapters/nobody", None),
     ]
     for method, route, body in calls:
         reply = requests.request(method, live.server.url + route, json=body, timeout=10)
