@@ -83,6 +83,10 @@ ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by the
 ALSO_LISTS = ("vllm_server_base_url",)  # one word by its type, but several servers are understood
 NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
+HOW_TO_QUOTE = (
+    " Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
+    '"--max-model-len 512 --dtype bfloat16"`.'
+)
 
 
 @dataclass
@@ -172,13 +176,16 @@ def parse(argv: list[str]) -> Recipe:
         named_flag = any(f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv))
         raise RecipeError(str(error) if named_flag or not read else f"{read}: {error}") from error
     if rest:
-        raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{_suggest(rest[0].lstrip('-').split('=')[0], known)}")
+        hint = HOW_TO_QUOTE if "--vllm_args" in argv else _suggest(rest[0].lstrip("-").split("=")[0], known)
+        raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{hint}")
     try:
         if isinstance(services.vllm_args, str):
             services.vllm_args = shlex.split(services.vllm_args)
         services.vllm_args = [flag for word in services.vllm_args or [] for flag in _flags_in(str(word))]
     except ValueError as error:
         raise RecipeError(f"`vllm_args` cannot be split into flags: {error}. Correct its quotes.") from error
+    if services.vllm_args and not services.vllm_args[0].startswith("-"):  # vLLM would ignore it without a word
+        raise RecipeError(f"`vllm_args` begins with {services.vllm_args[0]!r}, which is no flag.{HOW_TO_QUOTE}")
     recipe = Recipe(services, training, model, _environments(services))
     _check(recipe)
     return recipe
