@@ -253,7 +253,7 @@ FAMILIES = {
             "interleave_moe_layer_step": 1,
             "attention_chunk_size": 128,
         },
-        "refused",
+        "copied",
         **BARE_LOSS,
     ),
 }
