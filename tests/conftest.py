@@ -16,6 +16,14 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TRL_ATROPOS_FULL") != "1":
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="needs TRL_ATROPOS_FULL=1"))
+    order(items)
+
+
+def order(items: list[pytest.Item]) -> None:
     """The files that take longest come first: a worker that begins with one at the end would leave the others idle."""
     seconds: Counter[Path] = Counter()
     for item in items:

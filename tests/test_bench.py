@@ -166,7 +166,7 @@ def looped(tmp_path_factory) -> tuple[dict, Path, Path]:
     return json.loads(done.stdout), output, folder
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make bench` measures it
 def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped):
     """Loose bounds, because the machine is busy and the steps are few: one after the other takes twice as long."""
     at_once, as_long = looped[0]["rows"]
@@ -175,14 +175,14 @@ def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped
     assert 0.9 < at_once["strict_ratio"] < 1.5 and 0.9 < as_long["strict_ratio"] < 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make bench` measures it
 def test_the_default_is_at_most_one_version_stale_and_0_is_0(looped):
     for row in looped[0]["rows"]:
         assert row["staleness_max"] == 1
         assert row["strict_staleness_max"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make bench` measures it
 def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
     result, output, folder = looped
     assert json.loads(output.read_text()) == result

@@ -37,11 +37,9 @@ STAGES = {
 }
 WAYS = ["Ctrl-C", "SIGINT to the launcher", "SIGTERM to the launcher", "kill the launcher", "kill the trainer"]
 COVERING = {
-    ("starting the API", "SIGTERM to the launcher"),
     ("starting the server", "Ctrl-C"),
     ("waiting for rollouts", "SIGINT to the launcher"),
     ("training", "kill the launcher"),
-    ("inside a pause", "Ctrl-C"),
     ("inside a pause", "kill the trainer"),
     ("saving", "SIGTERM to the launcher"),
 }
@@ -50,9 +48,7 @@ CASES = [
         stage,
         way,
         id=f"{stage}-{way}".replace(" ", "_"),
-        marks=()
-        if (stage, way) in COVERING
-        else pytest.mark.skipif(os.environ.get("TRL_ATROPOS_FULL") != "1", reason="needs TRL_ATROPOS_FULL=1"),
+        marks=() if (stage, way) in COVERING else pytest.mark.full,
     )
     for stage in STAGES
     for way in WAYS

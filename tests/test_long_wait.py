@@ -86,7 +86,7 @@ def test_a_wait_twice_the_process_groups_timeout_trips_nothing(restartable_api, 
         assert told["refusal"].startswith("2 services may take 900 s each to become healthy (`service_timeout`), but")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_source_that_blocked_rank_0_would_trip_it(restartable_api, tiny_model, tmp_path):  # noqa: F811
     with pytest.raises(AssertionError, match=r"(?i)time.?out|timed out|connection"):
         train(restartable_api, tiny_model, tmp_path, "BlockingSource")

@@ -387,6 +387,8 @@ OVERLAID = {
 }
 # Its environment is that of `cpu.yaml`, and in miniature the rest of it is `recipes/gsm8k/colocate.yaml`.
 NOT_RUN = "recipes/own_environment/colocate.yaml"
+# In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the environment of the others.
+SEEN_ELSEWHERE = ("recipes/gsm8k/colocate_8gpu.yaml", "recipes/gsm8k/lora.yaml", "recipes/gsm8k/restart.yaml")
 
 
 def test_every_overlay_is_run():
@@ -398,7 +400,10 @@ def test_every_overlay_is_run():
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(path, marks=[needs_reasoning_gym] * ("reasoning_gym" in path))
+        pytest.param(
+            path,
+            marks=[needs_reasoning_gym] * ("reasoning_gym" in path) + [pytest.mark.full] * (path in SEEN_ELSEWHERE),
+        )
         for path in LAYOUTS
         if path != NOT_RUN
     ],

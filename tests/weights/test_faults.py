@@ -70,12 +70,9 @@ COVERING = [
     ("lora", "in /v1/load_lora_adapter", "freeze engine"),
     ("lora", "in /resume", "freeze both"),
     ("nccl_lora", "in /adapter/load", "kill api"),
-    ("nccl_lora", "in /generate", "kill engine"),
     ("server over gloo", "after /weights/load", "kill engine"),
-    ("server over gloo", "in /weights/finish", "freeze both"),
     ("server over memory", "in /resume", "freeze engine"),
     ("colocate", "step", "kill api"),
-    ("colocate", "in /resume", "freeze both"),
 ]
 POINTS = {mode: [f"{when} {call}" for call in calls for when in ("in", "after")] for mode, calls in CALLS.items()}
 POINTS = {mode: points[:-1] + ["step"] * (mode == "colocate") for mode, points in POINTS.items()}
