@@ -240,7 +240,8 @@ class ServerPublisher(PolicyPublisher):
         if self._probe is None or self._looked_far:
             return
         self._looked_far = True
-        model, seconds = self._trainer.model, self._schedule.seconds
+        model = self._trainer.model
+        seconds = ranks.on_main(lambda: self._schedule.seconds)  # all must look at the same lengths
         with self._trainer.accelerator.autocast():
             wrong = self._probe.run_far(model, self.policy_version, self._longest, seconds)
         if torch.cuda.is_available():
