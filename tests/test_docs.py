@@ -58,7 +58,7 @@ def desk(tiny_model, run_dir, tmp_path, monkeypatch):
 
 # The one trains, in a process of its own.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "docs/resume.md" else name for name in PAGES]
+    "name", [pytest.param(name, marks=pytest.mark.full) if name == "docs/resume.md" else name for name in PAGES]
 )
 def test_every_command_of_a_page_is_run_or_says_what_it_needs(name, desk):
     for block in Page(name).blocks_of("bash"):

@@ -145,12 +145,14 @@ def test_the_checkpoints_of_modes_that_share_and_that_send_have_one_form(saved):
     assert forms[0] == forms[1]
 
 
+@pytest.mark.full  # what is loaded is proven equal above
 def test_a_checkpoint_is_served_by_a_stock_server_and_computes_what_the_trainer_computed(saved, tmp_path):
     checkpoint = saved["colocate"]
     with stock_server(checkpoint.folder, tmp_path) as url:
         assert difference(served_logprobs(url, str(checkpoint.folder)), checkpoint.logprobs) <= EXACT
 
 
+@pytest.mark.full
 def test_adapters_are_served_by_a_stock_server_and_compute_what_the_trainer_computed(
     saved, before, server_model, tmp_path
 ):

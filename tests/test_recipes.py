@@ -388,7 +388,10 @@ OVERLAID = {
 # Its environment is that of `cpu.yaml`, and in miniature the rest of it is `recipes/gsm8k/colocate.yaml`.
 NOT_RUN = "recipes/own_environment/colocate.yaml"
 # In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the environment of the others.
-SEEN_ELSEWHERE = ("recipes/gsm8k/colocate_8gpu.yaml", "recipes/gsm8k/lora.yaml", "recipes/gsm8k/restart.yaml")
+SEEN_ELSEWHERE = (
+    *("recipes/gsm8k/colocate_8gpu.yaml", "recipes/gsm8k/lora.yaml", "recipes/gsm8k/restart.yaml"),
+    "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
+)
 
 
 def test_every_overlay_is_run():

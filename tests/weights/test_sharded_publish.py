@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.server_process import Server, running_server
-from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
+from tests.sharded import forget_sharding, launch, sharding_arguments
 from tests.weights.live import snapshot
 from tests.weights.trainers import make_trainer
 from tests.weights.watched import largest_difference, sample
@@ -195,7 +195,7 @@ def run(
 
 
 # ZeRO 2 leaves parameters whole, as DDP does; what is gathered of it is in `test_gather.py`.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.full), "zero3", "fsdp2"])
 def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(kind, pair, recording, tmp_path):
     ranks = run(kind, "take turns", pair, recording, tmp_path)
     for case, (mode, adapted) in CASES.items():
