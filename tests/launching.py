@@ -212,7 +212,8 @@ class Run:
         while not (result := condition()):
             assert time.monotonic() < deadline, f"late: {what}\n{self.output[-6000:]}"
             if time.monotonic() > look_at:
-                assert self._lives(), f"the run ended: {what}\n{self.output[-6000:]}"
+                # Asked again: it may have come true, and the run have ended, since it was asked.
+                assert self._lives() or condition(), f"the run ended: {what}\n{self.output[-6000:]}"
                 look_at = time.monotonic() + 1
             time.sleep(0.02)
         return result
