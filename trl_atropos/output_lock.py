@@ -5,8 +5,9 @@ trainer by itself; both on rank 0.
 
 The kernel knows best whether the process that locked a file still lives, but only of its own machine. A network file
 system may carry the lock to other machines, keep it on one, or not know locks. So the holder also writes its name into
-the file every `BEAT` seconds. A lock that is refused is held. One that is granted is free if the last holder was on
-this machine; else its writing tells: after `DEAD` seconds without, that process is dead and its lock is taken over.
+the file, and refreshes the file's time every `BEAT` seconds. A lock that is refused is held. One that is granted is
+free if the last holder was on this machine; else the file's time tells: when it is `DEAD` seconds old, that process is
+dead and its lock is taken over.
 """
 
 import contextlib

@@ -180,18 +180,10 @@ def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(a
     assert books(resumed) == {"trained": 16, "dropped": {}, "lost_with_api": 0}
 
 
-def test_a_batch_that_was_popped_and_never_spooled_is_counted_as_lost_in_delivery(api, open_source):
-    open_source().close()
-    api.deliver(*groups(1, 2, 3, 4))
-    api.get("/batch")  # as by a trainer that was killed when the reply had come
-    resumed = open_source({})
-    api.deliver(*groups(5, 6))
-    assert scores(resumed, 8) == [1, 1, 2, 2, 5, 5, 6, 6]
-    assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
-
-
-def test_on_an_api_that_holds_an_earlier_run_what_was_popped_between_two_lives_is_counted(api, open_source):
-    register_another_trainer(api)
+@pytest.mark.parametrize("api_had_an_earlier_run", [False, True])
+def test_what_was_popped_between_two_lives_is_counted_as_lost_in_delivery(api_had_an_earlier_run, api, open_source):
+    if api_had_an_earlier_run:
+        register_another_trainer(api)
     open_source().close()
     api.deliver(*groups(1, 2, 3, 4))
     api.get("/batch")  # as by a trainer that was killed when the reply had come
