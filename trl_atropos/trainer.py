@@ -13,7 +13,6 @@ of their own. What this file touches of TRL without a promise: `_generate_and_sc
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
-from trl_atropos.attention import keep_soft_cap
 from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
+from trl_atropos.forward import keep_soft_cap, prepare_model
 from trl_atropos.gradients import accumulate_gradients
 from trl_atropos.health import Health
 from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
@@ -70,8 +69,6 @@ from trl_atropos.weights.transfer import base_model
 
 logger = logging.getLogger(__name__)
 
-NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
-NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 POLL_SECONDS = 1.0  # how often waiting ranks hear from rank 0, well below any process group's timeout
 
@@ -109,27 +106,6 @@ def source_of(args: AtroposGRPOConfig) -> RolloutSource:
         replace_zero_variance_groups=args.replace_zero_variance_groups,
         enforce_environment_weights=args.enforce_environment_weights,
     )
-
-
-def silence(model: torch.nn.Module) -> dict[str, float]:
-    """
-    Sets every probability of dropout, of the model and of its adapters, and all noise of a router to 0. Returns those
-    that were not, by name.
-
-    The server samples without: with them, training would compute other log-probabilities than any policy has.
-    """
-    found: dict[str, float] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p:
-            found[path.removesuffix(".default").rpartition(".")[2]] = module.p  # an adapter's has its name at the end
-            module.p = 0.0
-    configs = [model.config, model.config.get_text_config()]  # some forwards read them
-    for place in [*model.modules(), *configs]:
-        for name, value in list(vars(place).items()):
-            if isinstance(value, float) and value and NOISE.search(name) and not NO_NOISE.search(name):
-                found[name] = value
-                setattr(place, name, 0.0)
-    return found
 
 
 class AtroposGRPOTrainer(GRPOTrainer):
@@ -208,7 +184,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     f"TRL cannot compute the load-balancing loss of {base_model(self.model).config.model_type}, whose "
                     "configuration names its number of experts otherwise: set `router_aux_loss_coef: 0`."
                 )
-            self._prepare_model()
+            prepare_model(self.model, warn=self.accelerator.is_main_process)
             self._regroups = regroups(args, self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
@@ -235,19 +211,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.add_callback(self.run_log)
         self.add_callback(_rollout_state(self))
         self.add_callback(StepTimes(self.stopwatch, self._metrics["train"]))
-
-    def _prepare_model(self) -> None:
-        policy = base_model(self.model)
-        if policy.base_model is policy:  # Llama 4 names a backbone that it does not have; TRL scores from its states
-            policy.base_model_prefix = "model"
-        found = silence(self.model)
-        if found and self.accelerator.is_main_process:
-            shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
-            logger.warning(
-                "Dropout and noise are set to 0 for training (%s): the server samples without, so that they would "
-                "make trainer and sampler differ.",
-                shown,
-            )
 
     def _set_up_masters(self) -> None:
         """Float32 masters for what is trained in 16 bits. DeepSpeed and FSDP have their own."""

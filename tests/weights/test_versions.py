@@ -59,7 +59,8 @@ def assert_true(policy: MovingPolicy, book: VersionBook, completions: list[Compl
         assert all(samplers), "a token has the log-probability of no version"
         assert (tag[0] in samplers[0], tag[1] in samplers[-1]) == (True, True), (tag, samplers[0], samplers[-1])
         ambiguous += (len(samplers[0]) > 1) + (len(samplers[-1]) > 1)
-    assert ambiguous <= 0.1 * 2 * len(completions), "the versions are too much alike to tell them apart"
+    # Of a few completions one may be ambiguous by chance.
+    assert ambiguous <= 2 + 0.1 * 2 * len(completions), "the versions are too much alike to tell them apart"
     return tags
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.attention import drops_soft_cap
 from trl_atropos.flags import server_flags as flags_of
+from trl_atropos.forward import drops_soft_cap
 from trl_atropos.memory.plan import Plan
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments

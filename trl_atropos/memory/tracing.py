@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
+from trl_atropos.forward import silence
+
 ACTIVATIONS, HEAD, GRADIENTS = "activations", "log-probabilities", "gradients"
 
 
@@ -36,7 +38,7 @@ class Setup:
         autocast: Dtype that operators compute in, if another one.
         exact_gradients: Gradients are fp32 whatever the parameters are (`weights/masters.py`).
         accumulates: There are gradients already, of the micro-batches before.
-        kernels: CUDA's: dropout is fused, and TRL's Triton kernel folds the log-probabilities in place.
+        kernels: CUDA's: TRL's Triton kernel folds the log-probabilities in place.
         plain_attention: Attention keeps its weights: torch's kernels without them take none of the inputs.
         distills: There is one more forward, for logits over the whole vocabulary (`distillation.py`).
     """
@@ -127,6 +129,7 @@ def shadow_model(config: PretrainedConfig, dtype: torch.dtype, peft_config: Any 
         trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))  # as `GRPOTrainer` does
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
+        silence(model)
     mode = FakeTensorMode()
     with mode:
         _take_from_meta(model)
@@ -172,7 +175,6 @@ def trace_backward(model: torch.nn.Module, mode: FakeTensorMode, setup: Setup) -
             live,
             _autocast(setup),
             _attention(setup),
-            _dropout(setup),
             _traced_head(live, setup.kernels, model.config),
         ):
             _score(model, setup).backward()
@@ -214,17 +216,6 @@ def _autocast(setup: Setup):
 
 def _attention(setup: Setup):
     return sdpa_kernel(SDPBackend.MATH) if setup.plain_attention else nullcontext()
-
-
-def _dropout(setup: Setup):
-    """CUDA keeps one byte of each element for the way back, the CPU's operator a float."""
-    if not setup.kernels:
-        return nullcontext()
-    return patch.object(torch.nn.functional, "dropout", _fused_dropout)
-
-
-def _fused_dropout(input, p=0.5, training=True, inplace=False):
-    return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 @contextmanager
