@@ -60,6 +60,7 @@ from trl_atropos.weights.checkpoint import (
     require_same_optimizer,
     require_same_weights,
     require_whole,
+    warn_without_optimizer,
     weight_errors,
 )
 from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
@@ -343,6 +344,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         with optimizer_errors(checkpoint, self.args.optim.value):
             super()._load_optimizer_and_scheduler(checkpoint)
+            if self.is_world_process_zero():
+                warn_without_optimizer(checkpoint)
             within = self.optimizer.optimizer  # of accelerate's
             loaded = within.inner if isinstance(within, MasterOptimizer) else within
             require_same_optimizer(self._fresh_groups, groups_of(loaded))

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -190,6 +191,12 @@ def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
     (checkpoint / name).unlink()
     with pytest.raises(CheckpointError, match=rf"but no {name}: it was damaged\. Resume from another"):
         resume(run(checkpoint.parent), checkpoint)
+
+
+def test_a_checkpoint_of_the_model_alone_says_that_the_optimizer_begins_anew(run, tmp_path, caplog):
+    run(tmp_path, max_steps=1, save_only_model=True).train()
+    assert resume(run(tmp_path, max_steps=2), tmp_path / "checkpoint-1").state.global_step == 2
+    assert re.search(r"checkpoint-1 holds no state of the optimizer .* begin anew", caplog.text)
 
 
 def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
