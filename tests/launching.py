@@ -22,7 +22,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from tests.sharded import run_ranks
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.services import free_port
 
@@ -55,14 +57,8 @@ def free_urls(number: int) -> list[str]:
 
 def launch_two(folder: Path, module: str, model: Path) -> None:
     """Runs `module` in two processes with gloo between them, on `model` and `folder`. It must succeed."""
-    # Neither `--cpu` nor `MULTI_CPU` would start two.
-    config = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "use_cpu": True}
-    (folder / "two.yaml").write_text(json.dumps(config))  # which is YAML, too
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "two.yaml")]
-    command += ["--main_process_port", "0", "-m", module, str(model), str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="no"):
+        run_ranks(["-m", module, str(model), str(folder)], 2, timeout=600)
 
 
 def ask(url: str, token: str = "") -> Any:

@@ -12,12 +12,15 @@ import contextlib
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.forge import Forked, fork
+from trl_atropos.services import free_port
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("ddp", "zero2", "zero3", "fsdp2")
@@ -52,37 +55,35 @@ def launch(kind: str, processes: int, module: str, *arguments: str, timeout: flo
     Raises `AssertionError` with what they wrote if one fails, which ends the others, or if they take longer than
     `timeout` seconds.
     """
-    from tests.launching import free_urls
+    run_ranks(["-m", "tests.sharded", kind, module, *arguments], processes, timeout)
 
-    port = free_urls(1)[0].rpartition(":")[2]
+
+def run_ranks(argv: Sequence[str], processes: int, timeout: float) -> None:
+    """Runs `python *argv` as every rank of a group of processes on the CPU, as `launch` says."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.sharded", kind, module, *arguments]
+    what = f"{processes} processes of {' '.join(argv)}"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         outputs = [Path(folder, f"rank{rank}") for rank in range(processes)]
         children = []
         for rank, output in enumerate(outputs):
-            env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with output.open("wb") as file:
-                child = subprocess.Popen(
-                    command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-                )
+            child = fork(argv, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
             children.append(child)
             stack.callback(_end, child)
         ended = _wait(children, time.monotonic() + timeout)
         codes = [child.poll() for child in children]  # None: was still running
         told = "\n".join(f"--- rank {i}\n{o.read_text(errors='replace')[-SHOWN:]}" for i, o in enumerate(outputs))
-        assert ended, f"{kind} x {processes} of {module} took more than {timeout} s\n{told}"
-        assert not any(codes) and None not in codes, f"{kind} of {module} ended with {codes}\n{told}"
+        assert ended, f"{what} took more than {timeout} s\n{told}"
+        assert not any(codes) and None not in codes, f"{what} ended with {codes}\n{told}"
 
 
-def _wait(children: list[subprocess.Popen], deadline: float) -> bool:
+def _wait(children: list[Forked], deadline: float) -> bool:
     """Until all have ended, or one has failed. False at the deadline."""
     while time.monotonic() < deadline:
         codes = [child.poll() for child in children]
@@ -92,7 +93,7 @@ def _wait(children: list[subprocess.Popen], deadline: float) -> bool:
     return False
 
 
-def _end(child: subprocess.Popen) -> None:
+def _end(child: Forked) -> None:
     if child.poll() is None:  # its group is its own for as long as it is not waited for
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -29,6 +28,7 @@ import requests
 import yaml
 
 from recipes.quickstart.make_model import byte_tokenizer, make_model
+from tests.forge import fork
 from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
@@ -100,72 +100,18 @@ def run_command(command: list[str], env: dict[str, str], log: Path) -> Outcome:
     return Outcome(code, log.read_text(), time.monotonic() - began, marked(marker))
 
 
-class Forge:
-    """A process that has imported what the main job needs, and forks one main job per call of `run`."""
-
-    # fmt: off
-    PROGRAM = """
-import json, os, sys
-import trl_atropos.recipe, trl_atropos.trainer, trl_atropos.report.summary, trl_atropos.report.progress
-import transformers.models.qwen3.modeling_qwen3, peft
-from trl_atropos.train import main
-print("ready", flush=True)
-for line in sys.stdin:
-    job = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        for target, flags, path in ((0, os.O_RDONLY, os.devnull), (1, os.O_WRONLY, job["log"]), (2, 1, job["log"])):
-            os.dup2(os.open(path, flags | os.O_APPEND), target)
-        os.environ.update(job["env"])
-        sys.argv[1:] = job["argv"]
-        main()
-        sys.exit(0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-    # fmt: on
-
-    def __enter__(self) -> "Forge":
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self.PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            env={**os.environ, **SERVER_ENVIRONMENT},
-        )
-        self.line()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        self.process.wait(PATIENCE)
-
-    def line(self) -> str:
-        assert select.select([self.process.stdout], [], [], PATIENCE)[0], "no answer"
-        return self.process.stdout.readline().decode().strip()
-
-    def run(self, argv: list[str], env: dict[str, str], log: Path) -> Outcome:
-        marker = uuid.uuid4().hex
-        log.touch()
-        job = {"argv": argv, "env": {**env, MARKER: marker}, "log": str(log)}
-        began = time.monotonic()
-        self.process.stdin.write(json.dumps(job).encode() + b"\n")
-        self.process.stdin.flush()
-        pid = int(self.line())
-        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
-            os.killpg(pid, signal.SIGKILL)
-            self.line()
-            pytest.fail(f"still running after {PATIENCE:.0f} s:\n{log.read_text()}")
-        # The marker of a fork is not in its /proc/PID/environ, but in that of every program it starts.
-        return Outcome(int(self.line()), log.read_text(), time.monotonic() - began, marked(marker))
-
-
-@pytest.fixture(scope="module")
-def forge() -> Iterator[Forge]:
-    with Forge() as forge:
-        yield forge
+def run_forked(argv: list[str], env: dict[str, str], log: Path) -> Outcome:
+    """The main job, with the imports done."""
+    marker = uuid.uuid4().hex
+    began = time.monotonic()
+    job = fork(["-m", "trl_atropos.train", *argv], {**os.environ, **SERVER_ENVIRONMENT, **env, MARKER: marker}, log)
+    try:
+        code = job.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        pytest.fail(f"still running after {PATIENCE:.0f} s:\n{log.read_text()}")
+    # The marker of a fork is not in its /proc/PID/environ, but in that of every program it starts.
+    return Outcome(code, log.read_text(), time.monotonic() - began, marked(marker))
 
 
 @contextlib.contextmanager
@@ -327,7 +273,6 @@ def group(size: int, last_token: int = 70, **fields: Any) -> dict[str, Any]:
 class Desk:
     """Where a newcomer sits: writes a recipe and starts it."""
 
-    forge: Forge
     models: Path
     folder: Path
 
@@ -352,7 +297,7 @@ class Desk:
     def run(self, env: dict[str, str] | None = None, **changes: Any) -> Outcome:
         """Starts the main job as `accelerate launch` starts it, but with the imports done."""
         launched = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", TOKEN_VARIABLE: TOKEN}
-        return self.forge.run(self.recipe(**changes), {**launched, **(env or {})}, self.folder / "output")
+        return run_forked(self.recipe(**changes), {**launched, **(env or {})}, self.folder / "output")
 
     def launch(self, *argv: str) -> Outcome:
         """Starts the main job by the command in the README."""
@@ -367,8 +312,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(forge: Forge, models: Path, tmp_path: Path) -> Desk:
-    return Desk(forge, models, tmp_path)
+def desk(models: Path, tmp_path: Path) -> Desk:
+    return Desk(models, tmp_path)
 
 
 def assert_told(outcome: Outcome, *fragments: str, log_shown: bool = False) -> None:
