@@ -37,7 +37,8 @@ quickstart: $(VENV)/.installed-cpu
 		--config recipes/quickstart/colocate.yaml --seed $(SEED)
 
 test: $(VENV)/.installed-test $(VENV)/.installed-browser
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 \
+		$(PYTEST_ARGS)
 
 test-all:
 	TRL_ATROPOS_FULL=1 $(MAKE) test
