@@ -67,6 +67,14 @@ def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
         assert reason == "stop" or "a" not in text
 
 
+def test_a_completion_that_is_ended_because_it_repeats_itself_has_stopped(server):
+    detection = {"max_pattern_size": 2, "min_count": 2}
+    always = {"temperature": 0, "logit_bias": {"5": 100.0}, "repetition_detection": detection}
+    reply = server.generate(prompt={"prompt_token_ids": [64, 65, 66]}, max_tokens=20, **always).json()
+    assert reply["finish_reasons"] == ["stop"]
+    assert set(reply["token_ids"][0]) == {5} and len(reply["token_ids"][0]) < 20
+
+
 def test_prompt_log_probabilities_are_flat_floats(server, reference, tolerance):
     reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1, prompt_logprobs=1).json()
     assert reply["prompt_logprobs"][0] is None
@@ -101,6 +109,7 @@ def test_atroposlibs_own_client_gets_tokens_and_log_probabilities(server, server
     [
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": "a", "temprature": 1.0}, "temprature"),
+        ({"prompt": "a", "trace_decode_token_ids": [5]}, "trace_decode_token_ids"),  # tokens that nothing samples
         ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": {"prompt_token_ids": [1] * 600}}, "512"),
     ],

@@ -25,7 +25,10 @@ from trl_atropos.server.recorder import LOWEST_LOGPROB, Recorder, sampled_logpro
 IGNORED_FIELDS = ("model", "stream", "user")
 # Those that vLLM sets itself. It marks further ones, and some of the structured outputs', by an underscore.
 INTERNAL_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone"}
-FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - INTERNAL_FIELDS
+# It replays tokens that no policy has sampled.
+REPLAYING_FIELDS = {"trace_decode_token_ids"}
+FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+FIELDS -= INTERNAL_FIELDS | REPLAYING_FIELDS
 STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
 
 
@@ -35,6 +38,11 @@ class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
 
 class BadRequest(ValueError):
     """The request itself is at fault; the message goes to the client."""
+
+
+# The engine's reason to end a completion, and what the environments' client is told, which knows two of them. One that
+# repeats itself is stopped if the request asks for it (`repetition_detection`).
+FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 class NotFinished(RuntimeError):
@@ -111,13 +119,12 @@ async def generate(recorder: Recorder, body: bytes) -> tuple[dict, list[Span]]:
         raise BadRequest(str(error)) from error
     completions = sorted(result.outputs, key=lambda completion: completion.index)
     for completion in completions:
-        # The environments' client accepts nothing but these two.
-        if completion.finish_reason not in ("stop", "length"):
+        if completion.finish_reason not in FINISHED:
             raise NotFinished(f"the engine ended the request with {completion.finish_reason!r}")
     response = {
         "text": [completion.text for completion in completions],
         "prompt": result.prompt or "",
-        "finish_reasons": [completion.finish_reason for completion in completions],
+        "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": [list(completion.token_ids) for completion in completions],
     }
