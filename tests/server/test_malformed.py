@@ -109,7 +109,10 @@ def bodies(count: int) -> list[bytes]:
 
 def contradicts_itself(body: bytes) -> bool:
     """Whether it may leave no token to sample, which the engine finds out when it samples."""
-    return sum(f'"{name}"'.encode() in body for name in CONSTRAINTS) > 1
+    given = [name for name in (*CONSTRAINTS, "min_tokens", "stop_token_ids") if f'"{name}"'.encode() in body]
+    constraints = [name for name in given if name in CONSTRAINTS]
+    # Before `min_tokens`, no stop token may be sampled.
+    return len(constraints) + ({"min_tokens", "stop_token_ids"} <= set(given)) > 1
 
 
 def answer(server: Server, body: bytes) -> tuple[int, str]:
