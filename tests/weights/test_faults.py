@@ -233,7 +233,7 @@ RESUMES = [
 ]
 LEAVES = [
     ("server over gloo", "after /weights/load"),
-    ("server over gloo", "after /weights/finish"),
+    pytest.param("server over gloo", "after /weights/finish", marks=pytest.mark.full),
     ("colocate", "step"),
 ]
 
