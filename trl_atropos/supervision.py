@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from trl_atropos.environment_log import SITE, EnvironmentLog
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, ReplyLost
-from trl_atropos.rollouts.diagnosis import disconnect_command, list_environments
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
+from trl_atropos.rollouts.diagnosis import disconnect_command
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import RolloutSource, RunInfo
 from trl_atropos.services import ATROPOS, ENVIRONMENT, Service, Services
 
@@ -150,7 +150,7 @@ class Disconnector:
         if not service.name.startswith(ENVIRONMENT):
             return
         try:
-            count = len(list_environments(self._client))
+            count = len(self._client.environments())
         except (ApiUnreachable, ReplyLost):
             return  # an API that comes back knows no environment
         numbers = self._numbers_of(service, count)

@@ -2,10 +2,16 @@
 
 import time
 
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
+from trl_atropos.rollouts.api import (
+    ApiUnreachable,
+    AtroposClient,
+    EnvironmentNames,
+    Registration,
+    ReplyLost,
+    join,
+)
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.registration import join
+from trl_atropos.rollouts.wire import Rejected, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
 
@@ -34,7 +40,7 @@ class BareTrainer:
         self.restarts = 0
         self._join()
 
-    def pull(self) -> list[dict] | None:
+    def pull(self) -> list[ScoredGroup | Rejected] | None:
         """One request: a batch of groups, or None. Registers again with an API that was restarted."""
         try:
             reply = self.client.batch()
@@ -49,7 +55,7 @@ class BareTrainer:
             self.diagnosis.note(reply.batch)
         return reply.batch or None
 
-    def pull_batch(self, seconds: float = 5.0) -> list[dict]:
+    def pull_batch(self, seconds: float = 5.0) -> list[ScoredGroup | Rejected]:
         """The next batch."""
         deadline = time.monotonic() + seconds
         while (batch := self.pull()) is None:

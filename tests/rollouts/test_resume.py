@@ -15,7 +15,7 @@ from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import pull
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
 WAIT = 30.0  # seconds, for what is already on its way
@@ -460,7 +460,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(a
     source = open_source()
     api.deliver(make_group(1), make_group(2), make_group(3), make_group(4))
     for _ in range(2):
-        with pytest.raises(RolloutError, match="group of 1 sequence"):
+        with pytest.raises(RolloutError, match="group of 1 rollout"):
             source.poll(4, WAIT)
 
 
@@ -549,6 +549,6 @@ def test_replayed_rows_must_fit_the_run(api, open_source, run_info, caplog):
         replay.poll(1, 0.0)
     replay = ReplaySource(folder)
     replay.start(run_info(max_sequence_length=3))
-    with pytest.raises(RolloutError, match="has no row that can be trained on"):
+    with pytest.raises(RolloutError, match="has no rollout that can be trained on"):
         replay.poll(1, 0.0)
-    assert "Left out 4 rows" in caplog.text
+    assert "Left out 4 rollouts" in caplog.text

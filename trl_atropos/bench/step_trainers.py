@@ -17,9 +17,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batching import plan
 from trl_atropos.bench.models import dtype, make_model
-from trl_atropos.rollouts.columns import columns
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row, columns
 from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks

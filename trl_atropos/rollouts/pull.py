@@ -1,25 +1,100 @@
 """Batches off a live Atropos API, each with its place in the order of the run: `AtroposSource` calls `BatchPuller`.
 
-The API delivers each batch at most once and forgets it before it answers, so `GET /batch` is never repeated unless it
-surely never left this machine. What was lost is counted, to the row, from the API's own step (see `delivery.py`).
+The API cuts its whole queue into batches at once (a *region*), raises its step by their number, and hands them out
+newest first; it assembles new ones only when it holds none. It delivers each batch at most once and forgets it before
+it answers, so `GET /batch` is never repeated unless it surely never left this machine. A batch that the API has popped
+and nobody received leaves its place open, which is found out, to the rollout, as soon as the API is known to hold
+none: when it says so, or when its step rises.
 """
 
 import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
-from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, Arrival, Batch, Delivery
+from trl_atropos.rollouts.api import (
+    RETRY_PAUSE,
+    UNREGISTERED,
+    ApiUnreachable,
+    AtroposClient,
+    EnvironmentNames,
+    Registration,
+    ReplyLost,
+    join,
+)
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.registration import RETRY_PAUSE, UNREGISTERED, join
 from trl_atropos.rollouts.spool import Region, Spool
+from trl_atropos.rollouts.wire import Rejected, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
+LOST_IN_DELIVERY = "lost_in_delivery"
+LOST_WITH_API = "lost_with_api"
+
+Batch = list[ScoredGroup | Rejected]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A batch and its place, or (`batch` None) rollouts of which it is now known that they will never come."""
+
+    start: int
+    size: int
+    region: Region  # after it
+    batch: Batch | None = None
+    reason: str = ""
+
+
+class Delivery:
+    """
+    Where the next batch belongs.
+
+    Args:
+        batch_size: rollouts of every batch to come. A run that resumes may have had another.
+        region: the one being delivered; `region.step` is the API's step when it was last asked.
+        begin: index of the next rollout, where that is beyond the region, as when files of the spool were deleted.
+    """
+
+    def __init__(self, batch_size: int, region: Region, begin: int):
+        self._batch_size = batch_size
+        self.region = region
+        if not region.left and region.end < begin:
+            self.region = replace(region, base=begin, batches=0)
+
+    @property
+    def complete_until(self) -> int:
+        """Below this index, nothing more will come."""
+        return self.region.base if self.region.left else self.region.end
+
+    def place(self, batch: Batch) -> Arrival:
+        """`batch` is the newest that is left."""
+        size, left = self.region.batch_size, self.region.left - 1
+        self.region = replace(self.region, left=left)
+        return Arrival(self.region.base + left * size, size, self.region, batch)
+
+    def open(self, batches: int, step: int) -> list[Arrival]:
+        """The API, at `step`, had nothing left of the region so far, and has `batches` new ones."""
+        lost = self.settle(LOST_IN_DELIVERY)
+        self.region = Region(self.region.registration, step, self.region.end, self._batch_size, batches, batches)
+        return lost
+
+    def settle(self, reason: str) -> list[Arrival]:
+        """The API holds nothing: what is left was lost."""
+        if not self.region.left:
+            return []
+        size, self.region = self.region.left * self.region.batch_size, replace(self.region, left=0)
+        return [Arrival(self.region.base, size, self.region, reason=reason)]
+
+    def join(self, registration: str, step: int) -> list[Arrival]:
+        """From now on, rollouts come from an API that knows this run as `registration`, and is at `step`."""
+        lost = self.settle(LOST_WITH_API)
+        self.region = Region(registration, step, self.region.end, self._batch_size, 0, 0)
+        return lost
 
 
 class BatchPuller:
@@ -28,14 +103,13 @@ class BatchPuller:
         client: of the API.
         registration: to join with. Its `wandb_group` gets a suffix that tells this run's registrations apart.
         spool: knows the registrations of this run's earlier life, and how far they had been delivered.
-        begin: index of the first row, where the spool holds none.
+        begin: index of the first rollout, where the spool holds none.
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
         explain: puts what the API tells of a silence together with what else is known.
         names: of environments. An API that was restarted numbers them anew.
 
-    `pause` is how many seconds to wait before the next pull; `api_restarts` counts up for ever. Below the index
-    `complete_until` nothing more will come.
+    `pause` is how many seconds to wait before the next pull; `api_restarts` counts them so far.
     """
 
     def __init__(
@@ -48,7 +122,7 @@ class BatchPuller:
         poll_interval: float,
         api_down_timeout: float,
         names: EnvironmentNames,
-        explain: Callable[[str], str] = lambda told: told,
+        explain: Callable[[str], str],
     ):
         self.pause = 0.0
         self.api_restarts = 0
@@ -62,6 +136,7 @@ class BatchPuller:
         self._delivery = Delivery(registration.batch_size, last, begin)
         self._names = names
         self._diagnosis = Diagnosis(client, registration, names)
+        self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
         self._unsure = False  # whether the API is still the same, and at which step
         self._losses = False  # whether a reply was lost since the API was known to hold nothing
@@ -73,6 +148,7 @@ class BatchPuller:
 
     @property
     def complete_until(self) -> int:
+        """Below this index, nothing more will come."""
         return self._delivery.complete_until
 
     # --------------------------------------------------------------------------------------------------------- joining
@@ -87,20 +163,20 @@ class BatchPuller:
 
         Raises:
             ApiUnreachable, ReplyLost: the API does not answer; call again.
-            RolloutError: see `registration.join`.
+            RolloutError: see `api.join`.
         """
         ours, held = self._spool.registrations, self._client.trainer()
         anew = reset or held not in ours
-        # Environments go on from the API's step, which counts batches: those of this run's earlier APIs, too.
-        step = max(self._registration.starting_step, -(-self._delivery.end // self._registration.batch_size))
+        # Environments go on from the API's step, which counts batches, those of this run's earlier APIs included.
+        step = max(self._registration.starting_step, -(-self._delivery.region.end // self._registration.batch_size))
         if anew:
             held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
             self._spool.note_registration(held, step)
-        asked = self._registration.model_copy(update={"wandb_group": held, "starting_step": step})
+        asked = msgspec.structs.replace(self._registration, wandb_group=held, starting_step=step)
         status = join(self._client, asked, reset=reset)
         known_as = self._client.trainer() or ""
         before = self._delivery.region
-        self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
+        self._unsure = self._losses = not anew  # a batch may have been popped that the spool does not have
         # Programs that always register under one name may have done so at a new API: its step tells.
         if known_as == before.registration and status.current_step >= before.step:
             return []
@@ -153,12 +229,9 @@ class BatchPuller:
                 return self._look()
             self._open_since = time.monotonic()
             reply = self._client.batch()
-        except ApiUnreachable as error:
+        except (ApiUnreachable, ReplyLost) as error:
             self._unsure = True
-            self._note_failure(error)
-            return []
-        except ReplyLost as error:
-            self._unsure = self._losses = True
+            self._losses |= isinstance(error, ReplyLost)
             self._note_failure(error)
             return []
         finally:
@@ -179,10 +252,7 @@ class BatchPuller:
 
     def _look(self) -> list[Arrival]:
         """Ask whether the API is still the one that this trainer registered at, and what it has assembled."""
-        region = self._delivery.region
-        if self._client.trainer() != region.registration:
-            return self._rejoin()
-        rise = self._client.status().current_step - region.step
+        rise = self._rise()
         if rise < 0:
             return self._rejoin()
         self._unsure = False
@@ -190,38 +260,41 @@ class BatchPuller:
             return []
         # A request was lost that made it assemble these, so at least one of them is gone.
         self._failing_since, self._losses = None, True
-        return self._rise(rise)
+        return self._open(rise)
 
     def _place_held(self) -> list[Arrival]:
-        """The API's step tells whether the batch begins a burst: only a pull that finds nothing left raises it."""
-        region = self._delivery.region
-        same = not self._unsure or self._client.trainer() == region.registration
-        rise = self._client.status().current_step - region.step if same else -1
-        if rise < 0:  # that API is gone
-            self._unsure = True
-            return self.give_back()
-        self._unsure = False
+        """Only a pull that finds nothing left makes the API assemble batches and raise its step: the held one's."""
+        rise = self._rise()
+        self._unsure = rise < 0  # that API is gone
         lost = []
-        if rise:
-            lost = self._rise(rise)
+        if rise > 0:
+            lost = self._open(rise)
             self._losses = False
-        elif not self._delivery.left:  # of a burst that was assembled before this run joined
-            self._delivery.open(1, region.step)
+        elif rise == 0 and not self._delivery.region.left:  # assembled before this run joined
+            self._delivery.open(1, self._delivery.region.step)
         return lost + self.give_back()
+
+    def _rise(self) -> int:
+        """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
+        region = self._delivery.region
+        if self._unsure and self._client.trainer() != region.registration:
+            return -1
+        return max(-1, self._client.status().current_step - region.step)
 
     def give_back(self) -> list[Arrival]:
         """What was received and has no place yet gets one: nothing more is asked."""
         batch, self._held = self._held, None
         if batch is None:
             return []
-        if not self._delivery.left:
+        if not self._delivery.region.left:
             self._delivery.open(1, self._delivery.region.step + 1)
         return [self._delivery.place(batch)]
 
-    def _rise(self, batches: int) -> list[Arrival]:
+    def _open(self, batches: int) -> list[Arrival]:
         return self._told(self._delivery.open(batches, self._delivery.region.step + batches))
 
     def _told(self, lost: list[Arrival]) -> list[Arrival]:
+        """`lost`, after a warning."""
         for arrival in lost:
             if self._losses:
                 logger.warning(
@@ -241,8 +314,10 @@ class BatchPuller:
                 )
         return lost
 
-    def say_if_hung(self) -> None:
-        """Called while somebody waits for rollouts: once a minute, tell of a request that is not answered."""
+    # --------------------------------------------------------------------------------------------------------- failing
+
+    def warn_if_hung(self) -> None:
+        """Called while somebody waits for rollouts: warns once a minute of a request that is not answered."""
         now, since = time.monotonic(), self._open_since
         if since is None or now - max(since, self._hang_told) < QUIET_WARNING:
             return
@@ -255,8 +330,6 @@ class BatchPuller:
             now - since,
             self._client.batch_timeout,
         )
-
-    # --------------------------------------------------------------------------------------------------------- failing
 
     def _note_failure(self, error: RolloutError) -> None:
         now = time.monotonic()
@@ -286,7 +359,3 @@ class BatchPuller:
             return []  # the next pull finds out what is wrong
         logger.warning("No batch for %g s. %s", QUIET_WARNING, self._explain(self.why_quiet()))
         return []
-
-    def why_quiet(self) -> str:
-        """Why no batch comes, as far as the API tells, and what to do about it."""
-        return self._diagnosis.why_quiet()
