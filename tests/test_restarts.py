@@ -21,7 +21,7 @@ from trl_atropos.guard import members
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.services import ATROPOS, Services
 from trl_atropos.services import SETTLED as SETTLED_BY_DEFAULT
-from trl_atropos.supervision import HOPELESS, Disconnector, SupervisedSource, variables_of_environment
+from trl_atropos.supervision import HOPELESS, Disconnector, Supervisor, variables_of_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -234,12 +234,12 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
     loop.join()
     loop.pull(3)
     assert len(loop.client.environments()) == 2
-    source = SupervisedSource(AtroposSource(loop.url), loop.services, lambda error: None)
-    names = source._names()
+    supervisor = Supervisor(loop.services, lambda error: None)
+    names = supervisor.names()
     assert (set(names), set(names.values())) == ({0, 1}, {"one", "two"})
     kill_and_see_again(loop.services, "environment-two")
     until(lambda: (loop.pull(1), loop.client.environment(2))[1], "it registers again", 60)
-    until(lambda: source._names() == names | {2: "two"}, "its log shows the new number")
+    until(lambda: supervisor.names() == names | {2: "two"}, "its log shows the new number")
     until(lambda: loop.client.environment(2).env_weight == 0.5, "only the dead one's weight is gone")
     assert loop.client.environment(2).unallocated_fraction == 0.5
     loop.pull(3)
@@ -269,7 +269,7 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
         run_name="test",
     )
     failures = []
-    source = SupervisedSource(AtroposSource(loop.url), loop.services, failures.append)
+    source = AtroposSource(loop.url, environments=Supervisor(loop.services, failures.append))
     source.start(run)
     try:
         source.poll(4, 0.1)  # lets environments in

@@ -40,10 +40,15 @@ from trl_atropos.protocol import environment_token
 from trl_atropos.report.hub import model_only, repository_made
 from trl_atropos.report.page_log import RunLog
 from trl_atropos.report.progress import show_lines
-from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
+from trl_atropos.rollouts.advantages import (
+    advantage_tensor,
+    columns,
+    logged_advantages,
+    share_zero_variance,
+)
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.row import Row, columns
-from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import source_state
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.rollouts.versions import VersionBook
@@ -89,8 +94,8 @@ def atropos_score(prompts, completions, score, log_extra, messages=None, **kwarg
     return score
 
 
-def source_of(args: AtroposGRPOConfig) -> RolloutSource:
-    """The rollout source that the configuration names."""
+def source_of(args: AtroposGRPOConfig, environments: Environments | None = None) -> RolloutSource:
+    """The rollout source that the configuration names; `environments` are those that the run started."""
     if args.replay_paths is not None:
         return ReplaySource(args.replay_paths, single_row_groups=args.single_row_groups)
     return AtroposSource(
@@ -98,6 +103,7 @@ def source_of(args: AtroposGRPOConfig) -> RolloutSource:
         reset_api=args.reset_atropos,
         single_row_groups=args.single_row_groups,
         versions=VersionBook(args.vllm_server_urls, environment_token(), args.publish_timeout, args.temperature),
+        environments=environments,
         prefetch_batches=args.prefetch_batches,
         max_staleness=args.max_staleness,
         max_spool_gb=args.max_spool_gb,

@@ -5,13 +5,12 @@ import time
 from trl_atropos.rollouts.api import (
     ApiUnreachable,
     AtroposClient,
-    EnvironmentNames,
     Registration,
     ReplyLost,
     join,
 )
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.wire import Rejected, ScoredGroup
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
 
@@ -36,11 +35,11 @@ class BareTrainer:
             starting_step=0,
             num_steps=10**6,
         )
-        self.diagnosis = Diagnosis(self.client, self.registration, EnvironmentNames())
+        self.diagnosis = Diagnosis(self.client, self.registration, dict)
         self.restarts = 0
         self._join()
 
-    def pull(self) -> list[ScoredGroup | Rejected] | None:
+    def pull(self) -> list[ScoredGroup | RejectedGroup] | None:
         """One request: a batch of groups, or None. Registers again with an API that was restarted."""
         try:
             reply = self.client.batch()
@@ -55,7 +54,7 @@ class BareTrainer:
             self.diagnosis.note(reply.batch)
         return reply.batch or None
 
-    def pull_batch(self, seconds: float = 5.0) -> list[ScoredGroup | Rejected]:
+    def pull_batch(self, seconds: float = 5.0) -> list[ScoredGroup | RejectedGroup]:
         """The next batch."""
         deadline = time.monotonic() + seconds
         while (batch := self.pull()) is None:

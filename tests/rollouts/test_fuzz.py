@@ -23,7 +23,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.row import Row
-from trl_atropos.rollouts.wire import Rejected, decode_reply
+from trl_atropos.rollouts.wire import RejectedGroup, decode_reply
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same
@@ -52,8 +52,8 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
         assert expected is None or not is_strict(body), f"refused ({error}), but it is a batch"
         return
     if expected is None:  # a group that cannot be read must not cost the others of its batch
-        assert any(isinstance(group, Rejected) for group in groups), "it is no batch, but was taken for one"
-        assert door().admit([group for group in groups if isinstance(group, Rejected)]) == []
+        assert any(isinstance(group, RejectedGroup) for group in groups), "it is no batch, but was taken for one"
+        assert door().admit([group for group in groups if isinstance(group, RejectedGroup)]) == []
         return
     assert (groups is None) == (expected == [None])
     for group, as_json in zip(groups or [], expected, strict=groups is not None):

@@ -42,6 +42,23 @@ class Scores:
         return ""
 
 
+class Named:
+    """Environments that the run started, of which it knows nothing but their names."""
+
+    def __init__(self, names: dict[int, str]):
+        self.names = lambda: names
+
+    def start(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def explain(self, told: str) -> str:
+        return told
+
+    def close(self) -> None: ...
+
+
 @pytest.fixture
 def open_source(api: Api, run_info: Callable[..., RunInfo]) -> Iterator[Callable[..., AtroposSource]]:
     """Starts sources in one output folder, each the next life of one run; `state` is that of its checkpoint."""
@@ -432,7 +449,7 @@ def test_the_next_batch_is_pulled_when_the_run_says_that_it_is_wanted_soon(api, 
 
 def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):
     names = {0: "letters", 7: "letters"}  # it was started again
-    source = open_source(None, {"environment_names": lambda: names})
+    source = open_source(environments=Named(names))
     api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=5))
     source.poll(2, WAIT)
     time.sleep(SHORT)
@@ -447,7 +464,7 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
 
 
 def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
-    source = open_source(None, {"environment_names": lambda: {0: "letters"}})
+    source = open_source(environments=Named({0: "letters"}))
     api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
     assert scores(source, 2) == [3, 4]
     assert "masks[0] has 3 entries for 4 tokens (environment letters)" in caplog.text

@@ -124,9 +124,9 @@ def _ingest(url: str) -> tuple[Callable[[], Sequence], Callable[[Sequence], dict
     import torch
     from trl.trainer.utils import pad
 
+    from trl_atropos.rollouts.advantages import columns
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.rollouts.intake import Intake
-    from trl_atropos.rollouts.row import columns
 
     client = AtroposClient(url, request_timeout=60.0, batch_timeout=60.0)
     intake = Intake(2**31 - 1, 1.0, "refuse", vocab_size=VOCABULARY)

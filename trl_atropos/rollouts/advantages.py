@@ -1,4 +1,4 @@
-"""Advantages: TRL's group-relative normalisation, over the groups that the environments really sent.
+"""What TRL gets of rollouts: columns, and advantages over the groups that the environments really sent.
 
 TRL derives groups from their position in the batch, all of one size. Here every rollout carries the mean and standard
 deviation of its own group, so groups may differ in size and may be split between ranks. The trainer calls these on the
@@ -6,6 +6,7 @@ rollouts of all ranks and slices its own part. torch is imported where it is use
 `normalised`, takes longer to import it than to read a run.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
 ScaleRewards = Literal["group", "batch", "none"]
 EPSILON = np.float32(1e-4)  # TRL's
 ZERO_STD = 1e-8  # what `torch.isclose` calls zero
+
+
+def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
+    """
+    What TRL's `rollout_func` hook takes: `prompt_ids`, `completion_ids` and `env_mask` (TRL's tool mask), int64
+    arrays; `logprobs`, `array`s; `score`.
+
+    TRL makes a tensor of every array in the array's own type. Of `logprobs` it makes lists first: `array` gives it
+    plain numbers for that, where NumPy would give scalars, which take several times as long.
+    """
+    return {
+        "prompt_ids": [one.prompt_ids.astype(np.int64) for one in rollouts],
+        "completion_ids": [one.completion_ids.astype(np.int64) for one in rollouts],
+        "logprobs": [array("f", one.logprobs.tobytes()) for one in rollouts],
+        "env_mask": [one.mask.astype(np.int64) for one in rollouts],
+        "score": [one.score for one in rollouts],
+    }
 
 
 def group_statistics(scores: Sequence[float]) -> tuple[float, float]:

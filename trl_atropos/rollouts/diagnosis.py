@@ -6,19 +6,20 @@ a message says what is known, what cannot be known from here, and what to look f
 """
 
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trl_atropos.rollouts.api import (
     UNREGISTERED,
     ApiUnreachable,
     AtroposClient,
-    EnvironmentNames,
     EnvironmentStatus,
     Registration,
     ReplyLost,
     Status,
+    label_of,
 )
-from trl_atropos.rollouts.wire import Rejected, ScoredGroup
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 NEARLY = 0.95  # of the length limit: what follows will have been dropped by its environment
 
@@ -38,10 +39,10 @@ class Diagnosis:
     Args:
         client: of the API.
         registration: this trainer's, for the batch size and the length limit.
-        names: of environments.
+        names: gives the names of environments by their numbers at the API.
     """
 
-    def __init__(self, client: AtroposClient, registration: Registration, names: EnvironmentNames):
+    def __init__(self, client: AtroposClient, registration: Registration, names: Callable[[], Mapping[int, str]]):
         self._client = client
         self._names = names
         self._batch_size = registration.batch_size
@@ -49,7 +50,7 @@ class Diagnosis:
         self._deliveries: dict[int, Deliveries] = {}
         self._restarted: float | None = None
 
-    def note(self, batch: list[ScoredGroup | Rejected]) -> None:
+    def note(self, batch: list[ScoredGroup | RejectedGroup]) -> None:
         """A batch came: remember who sent what."""
         now, longest = time.monotonic(), {}
         for group in batch:
@@ -166,8 +167,9 @@ class Diagnosis:
             f'that have a rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
         )
 
-    def _named(self, env_ids: list[int]) -> str:
-        return f"environment{'s' if len(env_ids) > 1 else ''} {_list(map(self._names.label, sorted(env_ids)))}"
+    def _named(self, env_ids: Iterable[int]) -> str:
+        labels = [label_of(env_id, self._names()) for env_id in sorted(env_ids)]
+        return f"environment{'s' if len(labels) > 1 else ''} {_list(labels)}"
 
     def _last_heard(self, env_ids) -> str:
         """Per environment, what it delivered to this run, and how long ago."""

@@ -9,16 +9,16 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.advantages import group_statistics
-from trl_atropos.rollouts.api import EnvironmentNames
+from trl_atropos.rollouts.api import label_of
 from trl_atropos.rollouts.row import Rollout
-from trl_atropos.rollouts.wire import Rejected, RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Intake:
         single_row_groups: SingleRowGroups,
         *,
         vocab_size: int | None = None,
-        names: EnvironmentNames | None = None,
+        names: Callable[[], Mapping[int, str]] = dict,
     ):
         self.total_dropped: Counter[str] = Counter()
         self.next_group = 0
@@ -59,14 +59,15 @@ class Intake:
             "vocab_size": vocab_size,
         }
         self._max_sequence_length = max_sequence_length
-        self._names = names or EnvironmentNames()
+        self._look_up = names
+        self._names: Mapping[int, str] = {}  # of environments, by number, when the batch came in
         # By environment, of the last groups: whether they had tokens that the model does not know.
         self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
         self._counts: Counter[str] = Counter()  # since the last `metrics()`
         self._counting = threading.Lock()
 
-    def admit(self, groups: Iterable[ScoredGroup | Rejected]) -> list[Rollout]:
+    def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
         """
         The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
 
@@ -75,20 +76,18 @@ class Intake:
                 an environment have tokens that the model does not know.
         """
         rollouts: list[Rollout] = []
+        self._names = self._look_up()
         for group in groups:
-            if isinstance(group, Rejected):
-                self._reject(group.env_id, group.size, "malformed", group.reason)
-                continue
             try:
+                if isinstance(group, RejectedGroup):
+                    raise group
                 rollouts += self._known(group)
             except RejectedGroup as rejection:
-                self._reject(group.env_id, len(group.tokens), rejection.kind, rejection)
+                size = len(group.tokens) if isinstance(group, ScoredGroup) else group.size
+                self._count({"groups": 1}, {REJECTED: size})
+                message = "Dropped a group that cannot be trained on: %s (environment %s)."
+                self._warn_once(rejection.kind, message, rejection, label_of(group.env_id, self._names))
         return rollouts
-
-    def _reject(self, env_id: int | None, size: int, kind: str, reason: object) -> None:
-        self._count({"groups": 1}, {REJECTED: size})
-        label = self._names.label(env_id)
-        self._warn_once(kind, "Dropped a group that cannot be trained on: %s (environment %s).", reason, label)
 
     def _known(self, group: ScoredGroup) -> list[Rollout]:
         """One group with tokens that the model does not know is a slip; most of them are another tokenizer."""
@@ -99,7 +98,7 @@ class Intake:
             recent.append(rejection.kind == UNKNOWN_TOKENS)
             if len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
                 raise RolloutError(
-                    f"Of the last {len(recent)} groups of environment {self._names.label(group.env_id)}, "
+                    f"Of the last {len(recent)} groups of environment {label_of(group.env_id, self._names)}, "
                     f"{sum(recent)} had tokens that the model does not know (the last time, {rejection}): the "
                     "environment's tokenizer is not the model's. Start the environment on the tokenizer of the "
                     "trained model (`--env.tokenizer_name`)."
@@ -109,22 +108,26 @@ class Intake:
         return rollouts
 
     def _rollouts(self, group: ScoredGroup) -> list[Rollout]:
-        label = self._names.label(group.env_id)
-        rollouts = rollouts_of(group, label, **self._settings)
+        name = label_of(group.env_id, self._names)
+        rollouts = rollouts_of(group, name, **self._settings)
         too_long = sum(len(tokens) > self._max_sequence_length for tokens in group.tokens)
         untrained = len(group.tokens) - len(rollouts) - too_long
         if too_long:
             message = "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample shorter ones."
-            self._warn_once("too long", message, max(map(len, group.tokens)), label, self._max_sequence_length)
+            self._warn_once("too long", message, max(map(len, group.tokens)), name, self._max_sequence_length)
         if untrained:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
-            self._warn_once("untrained", message, label)
+            self._warn_once("untrained", message, name)
         if group.has_ref_logprobs:
-            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", label)
-        arrived, name = time.monotonic(), self._names.name(group.env_id)
+            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", name)
+        arrived = time.monotonic()
         tokens = unknown = 0
         for rollout in rollouts:
-            rollout.group, rollout.arrived, rollout.environment = self.next_group, arrived, name
+            rollout.group, rollout.arrived, rollout.environment = (
+                self.next_group,
+                arrived,
+                self._names.get(group.env_id),
+            )
             if not rollout.sft:
                 tokens += int(rollout.mask.sum())
                 unknown += int(np.isnan(rollout.logprobs[rollout.mask]).sum())
@@ -218,7 +221,7 @@ def rollouts_of(
     mean, std = group_statistics(group.scores)
     if not np.isfinite([mean, std]).all():
         extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
-        raise RejectedGroup("malformed", f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
+        raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
     fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= max_sequence_length]
     rollouts = [one for one in (_rollout(group, i, mean, std) for i in fitting) if one is not None]
     if single:
@@ -299,7 +302,7 @@ def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | Non
     highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
     if vocab_size is not None and highest >= vocab_size:
         known = f"the model knows {vocab_size} ids (0 to {vocab_size - 1})"
-        raise RejectedGroup(UNKNOWN_TOKENS, f"environment {label} sent token id {highest}, and {known}")
+        raise RejectedGroup(f"environment {label} sent token id {highest}, and {known}", UNKNOWN_TOKENS)
 
 
 def _refuse_other_temperature(group: ScoredGroup, label: str, ours: float) -> None:
@@ -311,7 +314,7 @@ def _refuse_other_temperature(group: ScoredGroup, label: str, ours: float) -> No
         trainer = f"and the trainer computes log-probabilities at temperature {ours}"
         if by_override:
             reason = f"environment {label} sampled at temperature {seen} (an override), {trainer}"
-            raise RejectedGroup("temperature", reason)
+            raise RejectedGroup(reason, "temperature")
         raise RolloutError(
             f"Environment {label} sampled at temperature {seen}, {trainer}. Set `temperature: {seen}` in the recipe, "
             f"or sample at {ours} in the environment."

@@ -10,7 +10,7 @@ none: when it says so, or when its step rises.
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,14 +21,13 @@ from trl_atropos.rollouts.api import (
     UNREGISTERED,
     ApiUnreachable,
     AtroposClient,
-    EnvironmentNames,
     Registration,
     ReplyLost,
     join,
 )
 from trl_atropos.rollouts.diagnosis import Diagnosis
 from trl_atropos.rollouts.spool import Region, Spool
-from trl_atropos.rollouts.wire import Rejected, ScoredGroup
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ QUIET_WARNING = 60.0  # seconds without a batch after which the log says what ma
 LOST_IN_DELIVERY = "lost_in_delivery"
 LOST_WITH_API = "lost_with_api"
 
-Batch = list[ScoredGroup | Rejected]
+Batch = list[ScoredGroup | RejectedGroup]
 
 
 @dataclass(frozen=True)
@@ -50,53 +49,6 @@ class Arrival:
     reason: str = ""
 
 
-class Delivery:
-    """
-    Where the next batch belongs.
-
-    Args:
-        batch_size: rollouts of every batch to come. A run that resumes may have had another.
-        region: the one being delivered; `region.step` is the API's step when it was last asked.
-        begin: index of the next rollout, where that is beyond the region, as when files of the spool were deleted.
-    """
-
-    def __init__(self, batch_size: int, region: Region, begin: int):
-        self._batch_size = batch_size
-        self.region = region
-        if not region.left and region.end < begin:
-            self.region = replace(region, base=begin, batches=0)
-
-    @property
-    def complete_until(self) -> int:
-        """Below this index, nothing more will come."""
-        return self.region.base if self.region.left else self.region.end
-
-    def place(self, batch: Batch) -> Arrival:
-        """`batch` is the newest that is left."""
-        size, left = self.region.batch_size, self.region.left - 1
-        self.region = replace(self.region, left=left)
-        return Arrival(self.region.base + left * size, size, self.region, batch)
-
-    def open(self, batches: int, step: int) -> list[Arrival]:
-        """The API, at `step`, had nothing left of the region so far, and has `batches` new ones."""
-        lost = self.settle(LOST_IN_DELIVERY)
-        self.region = Region(self.region.registration, step, self.region.end, self._batch_size, batches, batches)
-        return lost
-
-    def settle(self, reason: str) -> list[Arrival]:
-        """The API holds nothing: what is left was lost."""
-        if not self.region.left:
-            return []
-        size, self.region = self.region.left * self.region.batch_size, replace(self.region, left=0)
-        return [Arrival(self.region.base, size, self.region, reason=reason)]
-
-    def join(self, registration: str, step: int) -> list[Arrival]:
-        """From now on, rollouts come from an API that knows this run as `registration`, and is at `step`."""
-        lost = self.settle(LOST_WITH_API)
-        self.region = Region(registration, step, self.region.end, self._batch_size, 0, 0)
-        return lost
-
-
 class BatchPuller:
     """
     Args:
@@ -107,7 +59,7 @@ class BatchPuller:
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
         explain: puts what the API tells of a silence together with what else is known.
-        names: of environments. An API that was restarted numbers them anew.
+        names: gives the names of environments by their numbers at the API.
 
     `pause` is how many seconds to wait before the next pull; `api_restarts` counts them so far.
     """
@@ -121,7 +73,7 @@ class BatchPuller:
         begin: int,
         poll_interval: float,
         api_down_timeout: float,
-        names: EnvironmentNames,
+        names: Callable[[], Mapping[int, str]],
         explain: Callable[[str], str],
     ):
         self.pause = 0.0
@@ -132,9 +84,10 @@ class BatchPuller:
         self._poll_interval = poll_interval
         self._api_down_timeout = api_down_timeout
         self._explain = explain
-        last = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
-        self._delivery = Delivery(registration.batch_size, last, begin)
-        self._names = names
+        # The one being delivered; its step is the API's when it was last asked.
+        self._region = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
+        if not self._region.left and self._region.end < begin:  # files of the spool were deleted
+            self._region = replace(self._region, base=begin, batches=0)
         self._diagnosis = Diagnosis(client, registration, names)
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
@@ -149,7 +102,7 @@ class BatchPuller:
     @property
     def complete_until(self) -> int:
         """Below this index, nothing more will come."""
-        return self._delivery.complete_until
+        return self._region.base if self._region.left else self._region.end
 
     # --------------------------------------------------------------------------------------------------------- joining
 
@@ -168,14 +121,14 @@ class BatchPuller:
         ours, held = self._spool.registrations, self._client.trainer()
         anew = reset or held not in ours
         # Environments go on from the API's step, which counts batches, those of this run's earlier APIs included.
-        step = max(self._registration.starting_step, -(-self._delivery.region.end // self._registration.batch_size))
+        step = max(self._registration.starting_step, -(-self._region.end // self._registration.batch_size))
         if anew:
             held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
             self._spool.note_registration(held, step)
         asked = msgspec.structs.replace(self._registration, wandb_group=held, starting_step=step)
         status = join(self._client, asked, reset=reset)
         known_as = self._client.trainer() or ""
-        before = self._delivery.region
+        before = self._region
         self._unsure = self._losses = not anew  # a batch may have been popped that the spool does not have
         # Programs that always register under one name may have done so at a new API: its step tells.
         if known_as == before.registration and status.current_step >= before.step:
@@ -190,7 +143,9 @@ class BatchPuller:
                 status.current_step,
             )
             self._spool.note_registration(known_as, status.current_step)
-        return self._delivery.join(known_as, self._spool.registrations[known_as])
+        lost = self._settle(LOST_WITH_API)
+        self._region = self._next_region(known_as, self._spool.registrations[known_as], 0)
+        return lost
 
     def _rejoin(self) -> list[Arrival]:
         """The API holds no trainer, or another: it was restarted, or reset by somebody else."""
@@ -206,7 +161,6 @@ class BatchPuller:
             self._client.url,
         )
         self.api_restarts += 1
-        self._names.forget()
         self._diagnosis.note_restart()
         self.pause = self._poll_interval
         self._failing_since = None
@@ -241,7 +195,7 @@ class BatchPuller:
         self._failing_since = None
         if not reply.batch:
             self.pause = self._poll_interval
-            lost = self._told(self._delivery.settle(LOST_IN_DELIVERY))
+            lost = self._told(self._settle(LOST_IN_DELIVERY))
             self._losses = False
             return lost + self._look_if_quiet()
         self.pause = 0.0
@@ -270,28 +224,43 @@ class BatchPuller:
         if rise > 0:
             lost = self._open(rise)
             self._losses = False
-        elif rise == 0 and not self._delivery.region.left:  # assembled before this run joined
-            self._delivery.open(1, self._delivery.region.step)
+        elif rise == 0 and not self._region.left:  # assembled before this run joined
+            self._region = self._next_region(self._region.registration, self._region.step, 1)
         return lost + self.give_back()
 
     def _rise(self) -> int:
         """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
-        region = self._delivery.region
-        if self._unsure and self._client.trainer() != region.registration:
+        if self._unsure and self._client.trainer() != self._region.registration:
             return -1
-        return max(-1, self._client.status().current_step - region.step)
+        return max(-1, self._client.status().current_step - self._region.step)
 
     def give_back(self) -> list[Arrival]:
         """What was received and has no place yet gets one: nothing more is asked."""
         batch, self._held = self._held, None
         if batch is None:
             return []
-        if not self._delivery.region.left:
-            self._delivery.open(1, self._delivery.region.step + 1)
-        return [self._delivery.place(batch)]
+        if not self._region.left:
+            self._region = self._next_region(self._region.registration, self._region.step + 1, 1)
+        size, left = self._region.batch_size, self._region.left - 1  # it is the newest that is left
+        self._region = replace(self._region, left=left)
+        return [Arrival(self._region.base + left * size, size, self._region, batch)]
 
     def _open(self, batches: int) -> list[Arrival]:
-        return self._told(self._delivery.open(batches, self._delivery.region.step + batches))
+        """The API had nothing left of the region, and has assembled `batches` new ones."""
+        lost = self._told(self._settle(LOST_IN_DELIVERY))
+        self._region = self._next_region(self._region.registration, self._region.step + batches, batches)
+        return lost
+
+    def _settle(self, reason: str) -> list[Arrival]:
+        """The API holds nothing: what is left of the region was lost."""
+        if not self._region.left:
+            return []
+        size, self._region = self._region.left * self._region.batch_size, replace(self._region, left=0)
+        return [Arrival(self._region.base, size, self._region, reason=reason)]
+
+    def _next_region(self, registration: str, step: int, batches: int) -> Region:
+        """A run that resumes may have had batches of another size before."""
+        return Region(registration, step, self._region.end, self._registration.batch_size, batches, batches)
 
     def _told(self, lost: list[Arrival]) -> list[Arrival]:
         """`lost`, after a warning."""

@@ -1,10 +1,9 @@
-"""A rollout: in memory, as TRL takes it, and as a row of an Arrow table.
+"""A rollout in memory, and as a row of an Arrow table.
 
-`intake.py` makes rollouts, `spool.py` keeps them as tables that `datasets` or pandas can read, and the trainer hands
-`columns` to TRL. This file imports neither torch nor TRL, so the report's page can read rollouts quickly.
+`intake.py` makes rollouts, and `spool.py` keeps them as tables that `datasets` or pandas can read. This file imports
+neither torch nor TRL, so the report's page can read rollouts quickly.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,23 +40,6 @@ class Rollout:
 
 
 Row = Rollout  # its former name
-
-
-def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
-    """
-    What TRL's `rollout_func` hook takes: `prompt_ids`, `completion_ids` and `env_mask` (TRL's tool mask), int64
-    arrays; `logprobs`, `array`s; `score`.
-
-    TRL makes a tensor of every array in the array's own type. Of `logprobs` it makes lists first: `array` gives it
-    plain numbers for that, where NumPy would give scalars, which take several times as long.
-    """
-    return {
-        "prompt_ids": [one.prompt_ids.astype(np.int64) for one in rollouts],
-        "completion_ids": [one.completion_ids.astype(np.int64) for one in rollouts],
-        "logprobs": [array("f", one.logprobs.tobytes()) for one in rollouts],
-        "env_mask": [one.mask.astype(np.int64) for one in rollouts],
-        "score": [one.score for one in rollouts],
-    }
 
 
 # ------------------------------------------------------------------------------------------------------- Arrow tables

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trl_atropos.rollouts.api import AtroposClient, EnvironmentNames, Registration, wait_for_api
+from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
 from trl_atropos.rollouts.intake import REJECTED, Intake, SingleRowGroups
 from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, LOST_WITH_API, Arrival, BatchPuller
 from trl_atropos.rollouts.row import Rollout
 from trl_atropos.rollouts.selection import OVER_SHARE, STALE, ZERO_VARIANCE, Books, Feed, Rules, Selection, Shares
 from trl_atropos.rollouts.spool import Part, new_branch, oldest_cursor, open_spool
+from trl_atropos.rollouts.versions import VersionBook
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,8 @@ class RunInfo:
     state: dict[str, Any] | None = None
     # Of the rollouts handed out before that checkpoint, how many it has not been trained on: it was written mid-batch.
     unfinished_rows: int = 0
-    # Takes why no batch comes, as far as the source knows, and returns it with what its servers and environments tell.
+    # Takes why no batch comes, as far as the source knows, and returns it with what the publisher tells.
     explain: Callable[[str], str] = lambda told: told
-    # Of the environments that the run started, by their numbers at the API.
-    environment_names: Callable[[], Mapping[int, str]] = dict
 
 
 class RolloutSource(Protocol):
@@ -84,14 +83,23 @@ class RolloutSource(Protocol):
         """Let go of connections and files. May be called more than once."""
 
 
-class Versions(Protocol):
-    """Knows which policy versions sampled a rollout: `versions.VersionBook`."""
+class Environments(Protocol):
+    """What the run knows of the environments that it started: `supervision.Supervisor`."""
 
-    def tag(self, rollouts: list[Rollout]) -> None:
-        """Sets `policy_version` and `newest_version` of each rollout."""
+    def start(self) -> None:
+        """Called when the source has registered."""
 
-    def refusals(self) -> str:
-        """What the inference servers refused to sample; empty if nothing was."""
+    def names(self) -> Mapping[int, str]:
+        """By their numbers at the API."""
+
+    def explain(self, told: str) -> str:
+        """Why no batch comes, with what the environments' logs say."""
+
+    def metrics(self) -> dict[str, float]:
+        """To be logged with those of the source."""
+
+    def close(self) -> None:
+        """The source is closed."""
 
 
 class AtroposSource:
@@ -111,6 +119,7 @@ class AtroposSource:
         start_timeout: seconds that `start` waits for the API to answer.
         api_down_timeout: seconds that the API may fail in mid-run before `poll` raises.
         versions: tells which policy versions sampled a rollout; without, they are unknown.
+        environments: those that the run started, by which messages and metrics call them by their names.
         prefetch_batches: generation batches that are pulled ahead while nobody polls, each of which makes what is
             handed out one version older.
         max_staleness: optimizer steps between the oldest version that sampled a rollout and the version that it would
@@ -134,7 +143,8 @@ class AtroposSource:
         poll_interval: float = 0.03,
         start_timeout: float = 30.0,
         api_down_timeout: float = 60.0,
-        versions: Versions | None = None,
+        versions: VersionBook | None = None,
+        environments: Environments | None = None,
         prefetch_batches: int = 0,
         max_staleness: int | None = None,
         max_spool_gb: float = 10.0,
@@ -148,6 +158,7 @@ class AtroposSource:
         self._start_timeout = start_timeout
         self._api_down_timeout = api_down_timeout
         self._versions = versions
+        self._environments = environments
         self._prefetch_batches = prefetch_batches
         self._max_staleness = max_staleness
         self._max_spool_gb = max_spool_gb
@@ -169,11 +180,15 @@ class AtroposSource:
             "`start_atropos: true`.",
         )
         self._run = run
+        names = dict if self._environments is None else self._environments.names
         self._spool = open_spool(Path(run.output_dir, "rollouts"), run.state, self._max_spool_gb * 1e9)
         cursor, books = self._resume(run)
-        names = EnvironmentNames(run.environment_names)
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size, names=names
+            run.max_sequence_length,
+            run.temperature,
+            self._single_row_groups,
+            vocab_size=run.vocab_size,
+            names=names,
         )
         self._puller = BatchPuller(
             self._client,
@@ -202,6 +217,8 @@ class AtroposSource:
             self._keep(arrival)
         self._feed = feed
         run.when_wanted_soon(self._pull_ahead)
+        if self._environments is not None:
+            self._environments.start()
 
     def _resume(self, run: RunInfo) -> tuple[int, Books]:
         """Where the run goes on, and what is in its books. Begins the path of its versions, or goes on with it."""
@@ -294,7 +311,7 @@ class AtroposSource:
         `rollouts/share_dropped`. Of those handed out: `rollouts/staleness_mean` and `_max` (optimizer steps),
         `rollouts/share_unknown_version`, `rollouts/queue_seconds` (mean, from the pull on) and
         `rollouts/rows_env_NAME` (the number at the API of an environment that the run did not start).
-        And `rollouts/waiting_rows`: pulled, and not yet handed out.
+        And `rollouts/waiting_rows`: pulled, and not yet handed out; and what `environments` tell.
         """
         seen = Counter(lost=self._lost, restarts=self._puller.api_restarts)
         new = {name: count - self._reported[name] for name, count in seen.items()}
@@ -303,6 +320,7 @@ class AtroposSource:
         dropped = {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
         return (
             dropped
+            | ({} if self._environments is None else self._environments.metrics())
             | self._selection.metrics()
             | self._intake.metrics()
             | {
@@ -329,7 +347,8 @@ class AtroposSource:
     def _explain(self, told: str) -> str:
         """With what the inference servers refused to sample, which no environment tells."""
         refused = "" if self._versions is None else self._versions.refusals()
-        return self._run.explain(f"{told} {refused}".rstrip())
+        told = f"{told} {refused}".rstrip()
+        return self._run.explain(told if self._environments is None else self._environments.explain(told))
 
     def state(self) -> dict[str, Any]:
         """The spool's name and end, the cursor into it, the books, and the path of the run's versions."""
@@ -339,6 +358,8 @@ class AtroposSource:
         return {"spool": self._spool.name, "pulled": max(self._spool.end, state["cursor"]), **state}
 
     def close(self) -> None:
+        if self._environments is not None:
+            self._environments.close()
         if self._feed is not None:
             self._feed.stop(CLOSE_GRACE, self._client.abort)
 

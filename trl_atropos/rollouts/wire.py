@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal, NoReturn
@@ -90,20 +91,16 @@ WRONG = {  # field -> how many lists deep its values are, and what a wrong one i
 
 
 class RejectedGroup(ValueError):
-    """One group cannot be used. `kind` is a short constant to count by; the message has the values seen."""
+    """
+    One group cannot be used: it is dropped, counted, and the run goes on. The message has the values seen. It also
+    stands for the group in its batch, with what is known of it.
+    """
 
-    def __init__(self, kind: str, reason: str):
+    def __init__(self, reason: str, kind: str = "malformed"):
         super().__init__(reason)
-        self.kind = kind
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Stands for a group that cannot be read: why, and what is known of it."""
-
-    reason: str
-    env_id: int | None = None
-    size: int = 0  # rollouts
+        self.kind = kind  # to warn by, once
+        self.env_id: int | None = None
+        self.size = 0  # rollouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +160,7 @@ class ScoredGroup:
 class BatchReply:
     """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
 
-    batch: list[ScoredGroup | Rejected] | None
+    batch: list[ScoredGroup | RejectedGroup] | None
     status: Literal["error"] | None
 
 
@@ -197,18 +194,19 @@ def decode_reply(body: bytes) -> BatchReply:
     return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
 
 
-def read_group(raw: object) -> ScoredGroup | Rejected:
-    """As `parse_group`, with a `Rejected` for a group that cannot be used."""
+def read_group(raw: object) -> ScoredGroup | RejectedGroup:
+    """As `parse_group`, but gives the error in place of a group that cannot be used."""
     try:
         return parse_group(raw)
-    except RejectedGroup as rejection:
-        reason = str(rejection)
-    try:
+    except RejectedGroup as error:
+        rejected = RejectedGroup(str(error))
+    with suppress(RejectedGroup):
         sent = _plain(raw)
-    except RejectedGroup:
-        return Rejected(reason)
-    env_id, tokens = (sent.get("env_id"), sent.get("tokens")) if isinstance(sent, dict) else (None, None)
-    return Rejected(reason, env_id if type(env_id) is int else None, len(tokens) if isinstance(tokens, list) else 0)
+        if isinstance(sent, dict):
+            env_id, tokens = sent.get("env_id"), sent.get("tokens")
+            rejected.env_id = env_id if type(env_id) is int else None
+            rejected.size = len(tokens) if isinstance(tokens, list) else 0
+    return rejected
 
 
 def parse_group(raw: object) -> ScoredGroup:
@@ -259,7 +257,7 @@ def _explained(sent: Any, error: str) -> str:
 
 
 def _reject(reason: str) -> NoReturn:
-    raise RejectedGroup("malformed", reason)
+    raise RejectedGroup(reason)
 
 
 def _short(value: Any) -> str:
