@@ -1,7 +1,8 @@
 """What a run does about the services that it started, besides restarting them.
 
-`trl_atropos.train` gives the rollout source a `Supervisor`, by which its metrics and diagnosis also tell of the services,
-and has `Services.watch` report ends to `Disconnector`, which has the Atropos API forget environments that died.
+`trl_atropos.train` gives the rollout source a `Supervisor`, so that its metrics and diagnosis also tell of
+the services, and has `Services.watch` report ends to `Disconnector`, which has the Atropos API forget environments
+that died.
 """
 
 import logging

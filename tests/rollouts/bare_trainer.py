@@ -63,7 +63,7 @@ class BareTrainer:
         return batch
 
     def close(self) -> None:
-        self.client.close()
+        self.client.abort()
 
     def _join(self) -> None:
         join(self.client, self.registration, reset=False)

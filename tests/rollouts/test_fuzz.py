@@ -159,7 +159,6 @@ def answering(body: bytes) -> Iterator[AtroposClient]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = AtroposClient(f"http://127.0.0.1:{server.server_address[1]}", 10.0, 60.0)
         yield client
-        client.close()
         server.shutdown()
 
 

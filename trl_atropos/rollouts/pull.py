@@ -52,7 +52,6 @@ class Arrival:
 class BatchPuller:
     """
     Args:
-        client: of the API.
         registration: to join with. Its `wandb_group` gets a suffix that tells this run's registrations apart.
         spool: knows the registrations of this run's earlier life, and how far they had been delivered.
         begin: index of the first rollout, where the spool holds none.
@@ -61,7 +60,7 @@ class BatchPuller:
         explain: puts what the API tells of a silence together with what else is known.
         names: gives the names of environments by their numbers at the API.
 
-    `pause` is how many seconds to wait before the next pull; `api_restarts` counts them so far.
+    `pause` is how many seconds to wait before the next pull.
     """
 
     def __init__(

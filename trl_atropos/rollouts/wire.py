@@ -8,10 +8,11 @@ the way: `true` is not a token, `5.0` is not one either, and `"5"` is not a scor
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -37,7 +38,7 @@ Empty = Annotated[list[Any], Meta(max_length=0)] | None
 class Sampling(Struct):
     """How the group was sampled, as far as the environment says."""
 
-    temperature: float | None = None
+    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None  # finite
 
 
 class Overrides(Sampling):
@@ -174,7 +175,8 @@ class _Reply(Struct):
 
 DECODE_REPLY, DECODE_GROUP = msgspec.json.Decoder(_Reply).decode, msgspec.json.Decoder(Group).decode
 # Of a reply as atroposlib 0.4 writes it.
-HEAD, BETWEEN, TAIL = b'{"batch":[{"tokens":', b'},{"tokens":', b"}]}"
+HEAD, BETWEEN, TAIL = b'{"batch":[', re.compile(rb'\},(?=\{"tokens":)'), b"]}"
+UNREADABLE = "unreadable"
 
 
 def decode_reply(body: bytes) -> BatchReply:
@@ -184,13 +186,19 @@ def decode_reply(body: bytes) -> BatchReply:
     Raises:
         ValueError: the body is not the JSON of such a reply.
     """
+    groups = None
+    if body.startswith(HEAD) and body.endswith(TAIL):
+        # Looked for, not read. What is between commas are the groups if each of them is JSON by itself.
+        edges = [len(HEAD), *(found.end() for found in BETWEEN.finditer(body)), len(body) - len(TAIL) + 1]
+        groups = [read_group(Raw(body[start : end - 1])) for start, end in pairwise(edges)]
+        if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
+            return BatchReply(groups, None)
     try:
         reply = DECODE_REPLY(body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        if not (body.startswith(HEAD) and body.endswith(TAIL)):
+        if groups is None or all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
-        groups = body[len(HEAD) : -len(TAIL)].split(BETWEEN)
-        reply = _Reply([Raw(b'{"tokens":%b}' % group) for group in groups])
+        return BatchReply(groups, None)
     return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
 
 
@@ -199,7 +207,7 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
     try:
         return parse_group(raw)
     except RejectedGroup as error:
-        rejected = RejectedGroup(str(error))
+        rejected = RejectedGroup(str(error), error.kind)
     with suppress(RejectedGroup):
         sent = _plain(raw)
         if isinstance(sent, dict):
@@ -238,7 +246,8 @@ def _plain(raw: object) -> Any:
     try:
         return json.loads(bytes(raw))
     except (ValueError, RecursionError) as error:  # also for text that is not UTF-8, and integers of 4301 digits
-        _reject(f"the group is not JSON that can be read ({type(error).__name__}: {error})")
+        reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
+        raise RejectedGroup(reason, UNREADABLE) from None
 
 
 def _explained(sent: Any, error: str) -> str:
@@ -281,13 +290,6 @@ def _checked(group: Group) -> ScoredGroup:
     if not size:
         _reject("tokens is empty: a group has at least 1 rollout")
     tokens = [np.array(ids, dtype=np.int32) for ids in group.tokens]
-    of_group, params = group.group_overrides or Overrides(), group.generation_params or Sampling()
-    overrides = [one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)]
-    for name, one in [("group_overrides", of_group), ("generation_params", params)] + [
-        (f"overrides[{i}]", one) for i, one in enumerate(overrides)
-    ]:
-        if one.temperature is not None and not math.isfinite(one.temperature):
-            _reject(f"{name}.temperature is {one.temperature}, {WRONG['temperature'][1]}")
     return ScoredGroup(
         tokens=tokens,
         trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))],
@@ -295,9 +297,9 @@ def _checked(group: Group) -> ScoredGroup:
         logprobs=_per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs),
         advantages=_per_token("advantages", group.advantages, tokens, _finite),
         teachers=_teachers(group, [len(ids) for ids in tokens]),
-        overrides=overrides,
-        group_overrides=of_group,
-        generation_params=params,
+        overrides=[one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)],
+        group_overrides=group.group_overrides or Overrides(),
+        generation_params=group.generation_params or Sampling(),
         messages=_messages(group.messages, size),
         images=group.images,
         env_id=group.env_id,
