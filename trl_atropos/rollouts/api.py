@@ -7,7 +7,6 @@ answers 200 either way, and cannot be asked to forget just the registration.
 
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -104,7 +103,7 @@ class AtroposClient:
         self.url = url.rstrip("/")
         self.batch_timeout = batch_timeout
         self._request_timeout = request_timeout
-        self._open: set[HTTPConnection] = set()
+        self._sockets: set[socket.socket] = set()  # of requests under way
 
     def greet(self) -> None:
         """Raises `RolloutError` if something other than an Atropos API answers at the URL."""
@@ -165,9 +164,9 @@ class AtroposClient:
 
     def abort(self) -> None:
         """Ends the requests of other threads, which fail with `ReplyLost`."""
-        for connection in list(self._open):
-            with suppress(OSError, AttributeError):  # it is closed already
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        for open_socket in list(self._sockets):
+            with suppress(OSError):  # it is closed already
+                open_socket.shutdown(socket.SHUT_RDWR)
 
     def _get(self, path: str, reply: type[T], body: Any = None) -> T:
         _, content = self._request("GET", path, body)
@@ -183,9 +182,10 @@ class AtroposClient:
         connection = kind(url.hostname, url.port, timeout=timeout)
         try:
             connection.connect()
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:
             raise ApiUnreachable(f"{asked} failed: {error}") from error
-        self._open.add(connection)
+        own_socket = connection.sock  # which the connection lets go of when the reply begins
+        self._sockets.add(own_socket)
         try:
             content = None if body is None else msgspec.json.encode(body)
             headers = {"Connection": "close", "Content-Type": "application/json"}
@@ -193,10 +193,10 @@ class AtroposClient:
             response = connection.getresponse()
             status, answer = response.status, response.read()
         except (OSError, HTTPException) as error:
-            why = f"within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
-            raise ReplyLost(f"{asked} failed {why}") from error
+            why = f" within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
+            raise ReplyLost(f"{asked} failed{why}") from error
         finally:
-            self._open.discard(connection)
+            self._sockets.discard(own_socket)
             connection.close()
         if status >= 500:
             raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
