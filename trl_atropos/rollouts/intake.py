@@ -192,7 +192,6 @@ def rollouts_of(
     count in the group's mean and standard deviation, as the environment meant them to.
 
     Args:
-        group: what `parse_group` returned.
         label: what messages call the environment.
         max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
         temperature: the sampling temperature that the trainer divides its logits by.
@@ -206,10 +205,7 @@ def rollouts_of(
         RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one under
             `"refuse"`.
     """
-    _refuse_images(group, label)
-    _refuse_placeholder_tokens(group, label)
-    _refuse_unknown_tokens(group, label, vocab_size)
-    _refuse_other_temperature(group, label, temperature)
+    _refuse(group, label, temperature, vocab_size)
     # Token-level advantages are final, and supervised rollouts have none, so a group of one with them needs no mean.
     single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
     if single and single_row_groups == "refuse":
@@ -263,6 +259,42 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
     )
 
 
+def _refuse(group: ScoredGroup, label: str, ours: float, vocab_size: int | None) -> None:
+    """What a well-formed group may ask for that this trainer does not do; `ours` is the trainer's temperature."""
+    if _has_content(group.images):
+        raise RolloutError(
+            f"Environment {label} sent `images`, and training is text only: the policy would be trained on "
+            "prompts without the pictures they were sampled with. Use an environment that sends no images."
+        )
+    # Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids.
+    length = len(group.tokens[0])
+    placeholder = np.arange(length)
+    if len(group.tokens) > 1 and length > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
+        raise RolloutError(
+            f"Environment {label} sent placeholder tokens (0 to {length - 1} in each of {len(group.tokens)} rollouts) "
+            "instead of what was sampled: its inference server gives no token ids. Sample through a managed server "
+            "with `--openai.server_type vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that this cannot "
+            "happen unseen."
+        )
+    of_teachers = [teacher.ids for teacher in group.teachers if teacher is not None]
+    highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
+    if vocab_size is not None and highest >= vocab_size:  # beyond the embedding, it would end the trainer inside torch
+        known = f"the model knows {vocab_size} ids (0 to {vocab_size - 1})"
+        raise RejectedGroup(f"environment {label} sent token id {highest}, and {known}", UNKNOWN_TOKENS)
+    # The ratio between trainer and sampler is only right if both divide their logits by the same temperature.
+    trainer = f"and the trainer computes log-probabilities at temperature {ours}"
+    for seen in (one.temperature for one in (group.group_overrides, *group.overrides)):
+        if seen is not None and abs(seen - ours) > TEMPERATURE_TOLERANCE:
+            reason = f"environment {label} sampled at temperature {seen} (an override), {trainer}"
+            raise RejectedGroup(reason, "temperature")
+    seen = group.generation_params.temperature
+    if seen is not None and abs(seen - ours) > TEMPERATURE_TOLERANCE:
+        raise RolloutError(
+            f"Environment {label} sampled at temperature {seen}, {trainer}. Set `temperature: {seen}` in the recipe, "
+            f"or sample at {ours} in the environment."
+        )
+
+
 def _has_content(images: Any) -> bool:
     """Whether anything but empty lists is in `images`, to any depth."""
     left = [images]
@@ -273,49 +305,3 @@ def _has_content(images: Any) -> bool:
         elif value:
             return True
     return False
-
-
-def _refuse_images(group: ScoredGroup, label: str) -> None:
-    if _has_content(group.images):
-        raise RolloutError(
-            f"Environment {label} sent `images`, and training is text only: the policy would be trained on "
-            "prompts without the pictures they were sampled with. Use an environment that sends no images."
-        )
-
-
-def _refuse_placeholder_tokens(group: ScoredGroup, label: str) -> None:
-    """Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids."""
-    first = group.tokens[0]
-    placeholder = np.arange(len(first))
-    if len(group.tokens) > 1 and len(first) > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
-        raise RolloutError(
-            f"Environment {label} sent placeholder tokens (0 to {len(first) - 1} in each of {len(group.tokens)} "
-            "rollouts) instead of what was sampled: its inference server gives no token ids. Sample through a "
-            "managed server with `--openai.server_type vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that "
-            "this cannot happen unseen."
-        )
-
-
-def _refuse_unknown_tokens(group: ScoredGroup, label: str, vocab_size: int | None) -> None:
-    """An id beyond the embedding would end the trainer inside torch."""
-    of_teachers = [teacher.ids for teacher in group.teachers if teacher is not None]
-    highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
-    if vocab_size is not None and highest >= vocab_size:
-        known = f"the model knows {vocab_size} ids (0 to {vocab_size - 1})"
-        raise RejectedGroup(f"environment {label} sent token id {highest}, and {known}", UNKNOWN_TOKENS)
-
-
-def _refuse_other_temperature(group: ScoredGroup, label: str, ours: float) -> None:
-    """The ratio between trainer and sampler is only right if both divide their logits by the same temperature."""
-    overridden = [one.temperature for one in (group.group_overrides, *group.overrides)]
-    for seen, by_override in [*((one, True) for one in overridden), (group.generation_params.temperature, False)]:
-        if seen is None or abs(seen - ours) <= TEMPERATURE_TOLERANCE:
-            continue
-        trainer = f"and the trainer computes log-probabilities at temperature {ours}"
-        if by_override:
-            reason = f"environment {label} sampled at temperature {seen} (an override), {trainer}"
-            raise RejectedGroup(reason, "temperature")
-        raise RolloutError(
-            f"Environment {label} sampled at temperature {seen}, {trainer}. Set `temperature: {seen}` in the recipe, "
-            f"or sample at {ours} in the environment."
-        )

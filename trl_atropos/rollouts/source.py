@@ -86,20 +86,15 @@ class RolloutSource(Protocol):
 class Environments(Protocol):
     """What the run knows of the environments that it started: `supervision.Supervisor`."""
 
-    def start(self) -> None:
-        """Called when the source has registered."""
+    def start(self) -> None: ...
 
-    def names(self) -> Mapping[int, str]:
-        """By their numbers at the API."""
+    def names(self) -> Mapping[int, str]: ...  # by their numbers at the API
 
-    def explain(self, told: str) -> str:
-        """Why no batch comes, with what the environments' logs say."""
+    def explain(self, told: str) -> str: ...  # why no batch comes, with what their logs say
 
-    def metrics(self) -> dict[str, float]:
-        """To be logged with those of the source."""
+    def metrics(self) -> dict[str, float]: ...
 
-    def close(self) -> None:
-        """The source is closed."""
+    def close(self) -> None: ...
 
 
 class AtroposSource:
@@ -113,21 +108,14 @@ class AtroposSource:
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
         reset_api: throw away what the API holds from an earlier run (queued rollouts, environments) at the start.
-        single_row_groups: what a group of one means, see `intake.rollouts_of`.
         request_timeout: seconds for one request other than `GET /batch`.
         poll_interval: seconds between two pulls while the API has no batch.
         start_timeout: seconds that `start` waits for the API to answer.
         api_down_timeout: seconds that the API may fail in mid-run before `poll` raises.
         versions: tells which policy versions sampled a rollout; without, they are unknown.
         environments: those that the run started, by which messages and metrics call them by their names.
-        prefetch_batches: generation batches that are pulled ahead while nobody polls, each of which makes what is
-            handed out one version older.
-        max_staleness: optimizer steps between the oldest version that sampled a rollout and the version that it would
-            be trained at, above which it is dropped. Rollouts of unknown version are kept.
-        max_spool_gb: size of `<output_dir>/rollouts` above which the oldest files are removed that no checkpoint
-            needs.
-        replace_zero_variance_groups: drop groups whose scores are all alike, and hand out the next ones instead.
-        enforce_environment_weights: drop rollouts of an environment that is ahead of its weight's share.
+        single_row_groups, prefetch_batches, max_staleness, max_spool_gb, replace_zero_variance_groups,
+            enforce_environment_weights: as the settings of these names in `AtroposGRPOConfig`.
 
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
