@@ -54,10 +54,10 @@ class Group(Struct):
     tokens: list[list[TokenId]]
     masks: list[list[int]]
     scores: list[Number]
-    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
+    inference_logprobs: list[list[float | None] | Nothing] | Nothing = None
     advantages: list[list[Number] | Nothing] | Nothing = None
     distill_token_ids: list[list[list[TokenId] | Nothing] | Nothing] | Nothing = None
-    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
+    distill_logprobs: list[list[list[float | None] | Nothing] | Nothing] | Nothing = None
     overrides: list[Overrides | Empty] | Nothing = None
     group_overrides: Overrides | Empty = None
     generation_params: Sampling | Empty = None
@@ -65,6 +65,13 @@ class Group(Struct):
     messages: Any = None
     images: Any = None
     ref_logprobs: Any = None
+
+
+class GroupOfObjects(Group):
+    """As `json` reads it: log-probabilities may be integers that no float can hold, which are unknown ones."""
+
+    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
+    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
 
 
 NOT_A_TOKEN = f"not a token id from 0 to {INT32_MAX}"
@@ -175,7 +182,7 @@ class _Reply(Struct):
 
 DECODE_REPLY, DECODE_GROUP = msgspec.json.Decoder(_Reply).decode, msgspec.json.Decoder(Group).decode
 # Of a reply as atroposlib 0.4 writes it.
-HEAD, BETWEEN, TAIL = b'{"batch":[', re.compile(rb'\},(?=\{"tokens":)'), b"]}"
+HEAD, BETWEEN, TAIL = b'{"batch":[', b'},{"tokens":', b"]}"
 UNREADABLE = "unreadable"
 
 
@@ -189,8 +196,11 @@ def decode_reply(body: bytes) -> BatchReply:
     groups = None
     if body.startswith(HEAD) and body.endswith(TAIL):
         # Looked for, not read. What is between commas are the groups if each of them is JSON by itself.
-        edges = [len(HEAD), *(found.end() for found in BETWEEN.finditer(body)), len(body) - len(TAIL) + 1]
-        groups = [read_group(Raw(body[start : end - 1])) for start, end in pairwise(edges)]
+        commas = [len(HEAD) - 1]
+        while (found := body.find(BETWEEN, commas[-1] + 1)) > 0:
+            commas.append(found + 1)
+        commas.append(len(body) - len(TAIL))
+        groups = [read_group(body[before + 1 : after]) for before, after in pairwise(commas)]
         if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
             return BatchReply(groups, None)
     try:
@@ -199,7 +209,7 @@ def decode_reply(body: bytes) -> BatchReply:
         if groups is None or all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
         return BatchReply(groups, None)
-    return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
+    return BatchReply(None if reply.batch is None else [read_group(bytes(text)) for text in reply.batch], reply.status)
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
@@ -220,20 +230,20 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
 def parse_group(raw: object) -> ScoredGroup:
     """
     Args:
-        raw: the text of a group (`msgspec.Raw`), or the Python objects that `json` reads from it.
+        raw: the text of a group (`bytes`), or the Python objects that `json` reads from it.
 
     Raises:
         RejectedGroup: with what is wrong, where, and the value seen.
     """
     try:
-        if isinstance(raw, Raw):
-            bytes(raw).decode()  # msgspec does not look at the text of fields that it leaves out
-        group = DECODE_GROUP(raw) if isinstance(raw, Raw) else msgspec.convert(raw, Group)
+        if isinstance(raw, bytes) and not raw.isascii():
+            raw.decode()  # msgspec does not look at the text of fields that it leaves out
+        group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, GroupOfObjects)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
         sent = _plain(raw)
         try:
-            group = msgspec.convert(sent, Group)
+            group = msgspec.convert(sent, GroupOfObjects)
         except msgspec.ValidationError as error:
             _reject(_explained(sent, str(error)))
     return _checked(group)
@@ -241,10 +251,10 @@ def parse_group(raw: object) -> ScoredGroup:
 
 def _plain(raw: object) -> Any:
     """The group as Python objects."""
-    if not isinstance(raw, Raw):
+    if not isinstance(raw, bytes):
         return raw
     try:
-        return json.loads(bytes(raw))
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:  # also for text that is not UTF-8, and integers of 4301 digits
         reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
         raise RejectedGroup(reason, UNREADABLE) from None
@@ -317,7 +327,7 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     """Which tokens the mask marks. An entry is -100, or the token itself."""
     _sized(f"masks[{i}]", mask, len(tokens), "tokens")
     try:
-        entries = np.array(mask, dtype=np.int64)
+        entries = np.array(mask, dtype=np.int32)
     except OverflowError:
         entries = np.array(mask, dtype=object)
     trained = entries != MASKED
