@@ -147,7 +147,7 @@ def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards)
     append(folder.spool, 0, *usual, *special, size=8)
     folder.begin()
     folder.take(1, *range(8))
-    expected = scalar_advantages(usual + special, scale_rewards).numpy()
+    expected = scalar_advantages(usual + special, scale_rewards)
     np.testing.assert_allclose(advantages(folder.rows(), scale_rewards), expected, rtol=1e-5)
 
 
