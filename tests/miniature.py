@@ -115,7 +115,6 @@ def _flags(settings: dict, run: Run, model: Path, processes: int, accelerate: di
         "max_steps": STEPS,
         "per_device_train_batch_size": per_device,
         "gradient_accumulation_steps": ROWS // per_device // processes,
-        "record_rollouts": "true",
     }
     if accelerate["distributed_type"] != "DEEPSPEED":
         replaced["use_cpu"] = "true"

@@ -5,6 +5,7 @@
 fixture `tiny_model` of `conftest.py`.
 """
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -17,7 +18,6 @@ from trl import GRPOTrainer
 
 from recipes.quickstart.make_model import make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.rollouts.recording import record_batch
 from trl_atropos.rollouts.wire import MASKED
 
 SENTINEL = 1.0  # what Atropos writes where there is no log-probability
@@ -130,8 +130,9 @@ def mixed_batch(model: Path, seed: int = 0) -> list[Group]:
 
 def record(path: Path, *batches: Sequence[Group]) -> str:
     """Writes the batches to `path`, a JSON lines file. Returns it in the form `replay_paths` takes."""
-    for batch in batches:
-        record_batch(path, batch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"batch": list(batch)}) + "\n" for batch in batches)
     return str(path)
 
 

@@ -22,9 +22,8 @@ import yaml
 from aiohttp import web
 
 from tests.launching import RECIPE, Run, ask, free_urls, make_model
-from trl_atropos.rollouts.books import Books
-from trl_atropos.rollouts.checkpoints import source_state
-from trl_atropos.rollouts.spool import Spool
+from trl_atropos.rollouts.selection import Books
+from trl_atropos.rollouts.spool import Spool, source_state
 
 ENVIRONMENTS = ("first", "second")
 SPOOL_GB = 0.004  # so small that it must be trimmed

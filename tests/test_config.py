@@ -208,6 +208,11 @@ def test_recorded_rollouts_may_be_trained_on_sharded(monkeypatch):
     assert configure(replay_paths=["somewhere"]).replay_paths == ["somewhere"]
 
 
+def test_a_setting_that_is_gone_is_refused_with_what_replaces_it():
+    with pytest.raises(ValueError, match=r"`record_rollouts` is no longer .*`replay_paths` reads\. Leave it out"):
+        configure(record_rollouts=True)
+
+
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("mode", [mode for mode in VLLM_MODES if mode != "colocate"])
 def test_modes_that_copy_weights_may_be_sharded(monkeypatch, mode, name):

@@ -37,6 +37,7 @@ class AgedSource(ReplaySource):
         for i, row in enumerate(rows):
             age = self.ages[i // SIZE % len(self.ages)]
             row.policy_version = None if age is None else self.trainer.policy_publisher.trainer_version - age
+            row.staleness = age
         return rows
 
     def metrics(self):

@@ -23,6 +23,7 @@ from trl_atropos.check import check
 from trl_atropos.environments import RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
+from trl_atropos.rollouts.spool import read_rollouts
 from trl_atropos.server.launch import build_parser, vllm_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -430,20 +431,19 @@ def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     wanted = yaml.safe_load((ROOT / overlay).read_text()) if overlay else {}
     assert {name: config[name] for name in wanted} == wanted
     if "tool_use" in recipe:
-        the_tools_answers_are_masked(tmp_path / "run/rollouts.jsonl", speaker)
+        the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)
 
 
-def the_tools_answers_are_masked(path: Path, model: Path) -> None:
+def the_tools_answers_are_masked(folder: Path, model: Path) -> None:
     """And nothing else between the model's messages, each of which is trained on as it was sampled."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    groups = [group for line in path.read_text().splitlines() for group in json.loads(line)["batch"]]
-    rows = [row for group in groups for row in zip(group["tokens"], group["masks"], strict=True)]
     turns = []
-    for tokens, masks in rows:
-        assert all(mask in (-100, token) for token, mask in zip(tokens, masks, strict=True))
+    for one in (rollout for path in folder.glob("*.arrow") for rollout in read_rollouts(path)):
+        tokens = [*one.prompt_ids.tolist(), *one.completion_ids.tolist()]
+        mask = [*[False] * len(one.prompt_ids), *one.mask.tolist()]
         parts = [
             (sampled, tokenizer.decode([token for token, _ in part]))
-            for sampled, part in itertools.groupby(zip(tokens, masks, strict=True), lambda pair: pair[1] != -100)
+            for sampled, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
         ]
         assert [sampled for sampled, _ in parts] == [False, True] * (len(parts) // 2)
         messages, answers = [text for _, text in parts[1::2]], [text for _, text in parts[2::2]]

@@ -18,11 +18,10 @@ from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.guard import members
-from trl_atropos.rollouts.diagnosis import list_environments
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.services import ATROPOS, Services
 from trl_atropos.services import SETTLED as SETTLED_BY_DEFAULT
-from trl_atropos.supervision import HOPELESS, Disconnector, SupervisedSource, variables_of_environment
+from trl_atropos.supervision import HOPELESS, Disconnector, Supervisor, variables_of_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -220,7 +219,7 @@ def test_an_environment_that_is_killed_comes_back_and_the_api_forgets_the_dead_o
     loop.start_environment("one", "--minimum", "0.5")
     loop.pull(3)
     kill_and_see_again(loop.services, "environment-one")
-    until(lambda: (loop.pull(1), len(list_environments(loop.client)) == 2)[1], "it registers again", 60)
+    until(lambda: (loop.pull(1), len(loop.client.environments()) == 2)[1], "it registers again", 60)
     until(lambda: loop.client.environment(1).env_weight == 1.0, "the dead one's weight is gone")
     assert loop.client.environment(1).unallocated_fraction == 0.5
     loop.pull(3)
@@ -234,13 +233,13 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
         until(lambda log=log: "Waiting to register" in log.read_text(), f"{name} wants to register", 60)
     loop.join()
     loop.pull(3)
-    assert len(list_environments(loop.client)) == 2
-    source = SupervisedSource(AtroposSource(loop.url), loop.services, lambda error: None)
-    names = source._names()
+    assert len(loop.client.environments()) == 2
+    supervisor = Supervisor(loop.services, lambda error: None)
+    names = supervisor.names()
     assert (set(names), set(names.values())) == ({0, 1}, {"one", "two"})
     kill_and_see_again(loop.services, "environment-two")
     until(lambda: (loop.pull(1), loop.client.environment(2))[1], "it registers again", 60)
-    until(lambda: source._names() == names | {2: "two"}, "its log shows the new number")
+    until(lambda: supervisor.names() == names | {2: "two"}, "its log shows the new number")
     until(lambda: loop.client.environment(2).env_weight == 0.5, "only the dead one's weight is gone")
     assert loop.client.environment(2).unallocated_fraction == 0.5
     loop.pull(3)
@@ -254,7 +253,7 @@ def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_wit
     loop.pull(3)
     assert loop.trainer.restarts == 1
     assert [one.restarts for one in loop.services.running()] == [1, 1]
-    assert len(list_environments(loop.client)) == 1
+    assert len(loop.client.environments()) == 1
     assert loop.client.environment(0).env_weight == 1.0
 
 
@@ -270,7 +269,7 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
         run_name="test",
     )
     failures = []
-    source = SupervisedSource(AtroposSource(loop.url), loop.services, failures.append)
+    source = AtroposSource(loop.url, environments=Supervisor(loop.services, failures.append))
     source.start(run)
     try:
         source.poll(4, 0.1)  # lets environments in

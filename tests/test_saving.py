@@ -23,7 +23,7 @@ from tests.launching import ROOT, launch_two
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, saving, staging
 from trl_atropos.errors import SaveError
-from trl_atropos.rollouts.checkpoints import Checkpoints
+from trl_atropos.rollouts.spool import oldest_cursor
 from trl_atropos.timing import PARTS
 from trl_atropos.train import whole_checkpoints
 
@@ -146,7 +146,7 @@ def test_what_is_half_written_is_no_checkpoint(trainer, tmp_path, monkeypatch, n
         assert (tmp_path / "run/checkpoint-2").is_dir()
         assert whole(tmp_path / "run") == []
         assert not (tmp_path / "run/checkpoint-2/trainer_state.json").exists()
-        assert Checkpoints(tmp_path / "run", "any").oldest_cursor() is None
+        assert oldest_cursor(tmp_path / "run", "any") is None
         disk.let_go.set()
 
     trainer(At(3, look), max_steps=3, save_steps=2).train()

@@ -106,7 +106,7 @@ def test_two_processes_take_the_steps_of_one_and_show_its_advantages(tiny_model,
 
 def test_an_error_on_rank_0_while_polling_reaches_all_ranks(ranks):
     for told in ranks:
-        assert told["error"].startswith("The recording is used up: it has 16 rows")
+        assert told["error"].startswith("The recording is used up: it has 16 rollouts")
 
 
 if __name__ == "__main__":

@@ -774,7 +774,7 @@ ROLLOUTS = {
     ),
     "groups_of_one": (
         [group(1)] * 8,
-        "a group of 1 sequence",
+        "a group of 1 rollout",
         "`single_row_groups`",
         "'raw'",
         "'zero'",
@@ -819,12 +819,12 @@ def recording(folder: Path, *groups: dict[str, Any]) -> str:
 
 def test_a_recording_with_nothing_in_it(desk):
     outcome = desk.run(replay_paths=recording(desk.folder))
-    assert_told(outcome, "recording.jsonl", "no row that can be trained on", "Record another")
+    assert_told(outcome, "recording.jsonl", "no rollout that can be trained on", "Record another")
 
 
 def test_a_recording_that_runs_out(desk):
     outcome = desk.run(replay_paths=[recording(desk.folder, group(8))])
-    assert_told(outcome, "used up", "8 rows, and 0 are left for a batch of 8", "`max_steps`")
+    assert_told(outcome, "used up", "8 rollouts, and 0 are left for a batch of 8", "`max_steps`")
 
 
 def test_a_recording_of_another_tokenizer(desk):

@@ -30,7 +30,7 @@ from tests.rollouts.source_faults import (
 )
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, AtroposSource
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.checkpoints import source_state
+from trl_atropos.rollouts.spool import source_state
 from trl_atropos.train import whole_checkpoints
 from trl_atropos.weights.publisher import NullPublisher
 

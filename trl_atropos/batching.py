@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 
 # What a further micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16

@@ -96,9 +96,9 @@ class AtroposGRPOConfig(GRPOConfig):
             and the trainer scores the same tokens; a difference stops the run. `0` switches the probe off. By default,
             after every publish on the CPU, and on a GPU as often as probes take at most 2 % of the run's time.
         record_rollouts (`bool`, *optional*, defaults to `False`):
-            Append every batch pulled from the Atropos API to `<output_dir>/rollouts.jsonl`.
+            No longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, which `replay_paths` reads.
         replay_paths (`list[str]`, *optional*):
-            Train on recorded batches instead of a live Atropos API: files or folders of JSON or JSON lines, or of
+            Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON lines, or of
             Arrow files as a run leaves them in `<output_dir>/rollouts`.
         prefetch_batches (`int`, *optional*, defaults to `0`):
             Generation batches that are pulled and checked ahead while the trainer computes. Each lets the environments
@@ -250,13 +250,16 @@ class AtroposGRPOConfig(GRPOConfig):
     )
     record_rollouts: bool = field(
         default=False,
-        metadata={"help": "Append every batch pulled from the Atropos API to `<output_dir>/rollouts.jsonl`."},
+        metadata={
+            "help": "No longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, which "
+            "`replay_paths` reads."
+        },
     )
     replay_paths: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Train on recorded batches instead of a live Atropos API: files or folders of JSON or JSON lines, "
-            "as `record_rollouts` writes them. No server is used."
+            "help": "Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON "
+            "lines, or of Arrow files as a run leaves them in `<output_dir>/rollouts`. No server is used."
         },
     )
     prefetch_batches: int = field(
@@ -413,6 +416,11 @@ class AtroposGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`max_sequence_length` is {self.max_sequence_length}. Set it to the longest prompt plus completion "
                 "in tokens, or leave it out to take the server's limit."
+            )
+        if self.record_rollouts:
+            raise ValueError(
+                "`record_rollouts` is no longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, a "
+                "data set that `replay_paths` reads. Leave it out."
             )
         if isinstance(self.replay_paths, str):
             self.replay_paths = [self.replay_paths]  # YAML gives a scalar where one path is listed

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from accelerate import Accelerator
 
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 
 ABSENT = -1e9  # a logit that no other one notices, and of which differences are finite
 

@@ -16,10 +16,10 @@ from trl_atropos.rollouts.advantages import (
     ZERO_STD,
     ScaleRewards,
     brings_advantages,
-    row_advantages,
+    scalar_advantages,
     teaches_nothing,
 )
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 
 TINY_STD = 1e-3  # ten times the epsilon that TRL adds: from here on, the difference is scaled up in full
 SHORTEST = 4  # tokens; shorter rows repeat a token, or count from 0, by chance
@@ -70,7 +70,7 @@ def _is_placeholder(row: Row) -> bool:
 
 
 def _largest_advantage(rows: Sequence[Row], scale_rewards: ScaleRewards) -> float:
-    scalars = row_advantages(rows, scale_rewards).abs().tolist()
+    scalars = abs(scalar_advantages(rows, scale_rewards)).tolist()
     return max(
         float(np.abs(row.token_advantages[row.mask]).max()) if brings_advantages(row) else scalar
         for row, scalar in zip(rows, scalars, strict=True)
@@ -124,11 +124,9 @@ class History:
         return measures
 
 
-def staleness_classes(rows: Sequence[Row], version: int) -> torch.Tensor:
-    """`(n,)` int64 indices into `STALENESS`, for rows that are trained at `version`."""
-    # A version ahead of the trainer's is of a future that a resumed run has given up: old, whatever the difference.
-    ages = [version - row.policy_version if row.policy_version is not None else None for row in rows]
-    return torch.tensor([3 if age is None else age if age in (0, 1) else 2 for age in ages])
+def staleness_classes(rows: Sequence[Row]) -> torch.Tensor:
+    """`(n,)` int64 indices into `STALENESS`, by the staleness that the source has told."""
+    return torch.tensor([3 if row.staleness is None else min(row.staleness, 2) for row in rows])
 
 
 @torch.no_grad()

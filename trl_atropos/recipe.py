@@ -22,7 +22,7 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.environments import EnvironmentSpec, RecipeError
 from trl_atropos.flags import server_flags, stated_flags
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
-from trl_atropos.rollouts.recording import recorded_files
+from trl_atropos.rollouts.replay import recorded_files
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """What a run does about the services that it started, besides restarting them.
 
-`trl_atropos.train` hands the trainer a `SupervisedSource`, whose metrics and diagnosis also tell of the services, and
-has `Services.watch` report ends to `Disconnector`, which has the Atropos API forget environments that died.
+`trl_atropos.train` gives the rollout source a `Supervisor`, so that its metrics and diagnosis also tell of
+the services, and has `Services.watch` report ends to `Disconnector`, which has the Atropos API forget environments
+that died.
 """
 
 import logging
@@ -9,14 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from trl_atropos.environment_log import SITE, EnvironmentLog
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, ReplyLost
-from trl_atropos.rollouts.diagnosis import disconnect_command, list_environments
-from trl_atropos.rollouts.schema import Row
-from trl_atropos.rollouts.source import RolloutSource, RunInfo
+from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
+from trl_atropos.rollouts.diagnosis import disconnect_command
 from trl_atropos.services import ATROPOS, ENVIRONMENT, Service, Services
 
 logger = logging.getLogger(__name__)
@@ -32,40 +30,33 @@ def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
     return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
 
 
-class SupervisedSource:
+class Supervisor:
     """
-    A rollout source, which also tells of the environments that this run started.
+    Knows the environments that this run started, for `AtroposSource`.
 
     Args:
-        source: what is supervised.
         services: of this run.
         on_failure: called, from a thread, with the error that ends the run: an environment only ever fails.
     """
 
-    def __init__(self, source: RolloutSource, services: Services, on_failure: Callable[[RolloutError], None]):
-        self._source = source
+    def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
         self._services = services
         self._on_failure = on_failure
         self._logs: dict[str, EnvironmentLog] = {}
         self._told: set[tuple[str, str]] = set()  # environment, and where it failed
         self._closed = threading.Event()
 
-    def start(self, run: RunInfo) -> None:
-        ours = {"explain": lambda told: run.explain(self._explain(told)), "environment_names": self._names}
-        self._source.start(replace(run, **ours))
+    def start(self) -> None:
         threading.Thread(target=self._watch, name="environment-watch", daemon=True).start()
 
-    def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
-        return self._source.poll(num_rows, timeout)
-
     def metrics(self) -> dict[str, float]:
-        """And `services/restarts`, how many restarts of services there were so far."""
-        return self._source.metrics() | {"services/restarts": float(self._services.restarts)}
+        """`services/restarts`: how many restarts of services there were so far."""
+        return {"services/restarts": float(self._services.restarts)}
 
-    def diagnose(self) -> str:
-        return self._source.diagnose()
+    def close(self) -> None:
+        self._closed.set()
 
-    def _names(self) -> dict[int, str]:
+    def names(self) -> dict[int, str]:
         """
         Of the environments of this run, by the numbers that their logs show, of this life and of the one before it.
         Where two show one number, the API was restarted in between: then it is that of the later one.
@@ -76,20 +67,13 @@ class SupervisedSource:
         ]
         return {number: service.name.removeprefix(ENVIRONMENT) for number, service in numbers if number is not None}
 
-    def state(self) -> dict:
-        return self._source.state()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._source.close()
-
     def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
         environments = [one for one in self._services.running() if one.name.startswith(ENVIRONMENT)]
         for one in environments:
             self._logs.setdefault(one.name, EnvironmentLog(one.log_path, one.log_start))
         return [(one, self._logs[one.name].read()) for one in environments]
 
-    def _explain(self, told: str) -> str:
+    def explain(self, told: str) -> str:
         """Why no batch comes. First what the environments' logs say of groups that were never delivered."""
         before, after = [], []
         for service, log in self._read_logs():
@@ -150,7 +134,7 @@ class Disconnector:
         if not service.name.startswith(ENVIRONMENT):
             return
         try:
-            count = len(list_environments(self._client))
+            count = len(self._client.environments())
         except (ApiUnreachable, ReplyLost):
             return  # an API that comes back knows no environment
         numbers = self._numbers_of(service, count)

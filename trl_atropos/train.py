@@ -332,7 +332,7 @@ def train(recipe, services) -> None:
 
     from trl_atropos.errors import PushError
     from trl_atropos.report.summary import CURVE, RecordingSource, closing_lines, draw_reward_curve, write_summary
-    from trl_atropos.supervision import SupervisedSource
+    from trl_atropos.supervision import Supervisor
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
     from trl_atropos.weights.checkpoint import disk_errors
 
@@ -341,7 +341,7 @@ def train(recipe, services) -> None:
     usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
     stated = {name: value for name, value in stated.items() if value != usual[name]}
     training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
-    recorded = RecordingSource(SupervisedSource(source_of(training), services, interrupt_main_with))
+    recorded = RecordingSource(source_of(training, Supervisor(services, interrupt_main_with)))
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,

@@ -40,13 +40,17 @@ from trl_atropos.protocol import environment_token
 from trl_atropos.report.hub import model_only, repository_made
 from trl_atropos.report.page_log import RunLog
 from trl_atropos.report.progress import show_lines
-from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
-from trl_atropos.rollouts.checkpoints import source_state
-from trl_atropos.rollouts.columns import columns
+from trl_atropos.rollouts.advantages import (
+    advantage_tensor,
+    columns,
+    logged_advantages,
+    share_zero_variance,
+)
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.schema import Row
-from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
-from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
+from trl_atropos.rollouts.spool import source_state
+from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.saving import BackgroundSaver
 from trl_atropos.staging import sweep
@@ -91,16 +95,16 @@ def atropos_score(prompts, completions, score, log_extra, messages=None, **kwarg
     return score
 
 
-def source_of(args: AtroposGRPOConfig) -> RolloutSource:
-    """The rollout source that the configuration names."""
+def source_of(args: AtroposGRPOConfig, environments: Environments | None = None) -> RolloutSource:
+    """The rollout source that the configuration names; `environments` are those that the run started."""
     if args.replay_paths is not None:
         return ReplaySource(args.replay_paths, single_row_groups=args.single_row_groups)
     return AtroposSource(
         args.atropos_url,
         reset_api=args.reset_atropos,
         single_row_groups=args.single_row_groups,
-        record_to=f"{args.output_dir}/rollouts.jsonl" if args.record_rollouts else None,
         versions=VersionBook(args.vllm_server_urls, environment_token(), args.publish_timeout, args.temperature),
+        environments=environments,
         prefetch_batches=args.prefetch_batches,
         max_staleness=args.max_staleness,
         max_spool_gb=args.max_spool_gb,
@@ -200,7 +204,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             raise
         if self.accelerator.is_local_main_process:
             sweep()
-        self._logprobs = LogprobKeeper(f"{args.output_dir}/rollouts", self.rollout_source, self.accelerator)
+        self._logprobs = TrainerLogprobs(Path(args.output_dir, "rollouts"))
         self.rollout_func = self._hand_over_rows
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
         # would start a vLLM of its own; what that would have checked is checked in the configuration.
@@ -393,7 +397,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             output |= distillation_inputs(rows, here, output, self.accelerator)
         self._check_health(rows, output, self._correct_logs(rows))
         if "old_per_token_logps" in output:
-            self._logprobs.keep(rows, output)
+            self._logprobs.keep(rows, output, self.accelerator)
         if self._plan is not None:
             output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the rows next
         return output
@@ -506,7 +510,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         metrics = self._metrics["train"]
         measures: dict[str, float] = {}
         if "importance_sampling_ratio" in output:  # only then has TRL scored the rows under the current policy
-            staleness = staleness_classes(self._rows, self.policy_publisher.trainer_version)
+            staleness = staleness_classes(self._rows)
             sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
             measures, further = sampling_measures(output, staleness, sequence_level, self.accelerator)
             for name, value in further.items():
@@ -592,7 +596,7 @@ def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
     """The callback that starts the rollouts, and puts into every checkpoint where they have got to."""
 
     # A class per trainer: to restore callbacks from a checkpoint, transformers makes new ones without arguments. Its
-    # name is `checkpoints.STATE_NAME`.
+    # name is `spool.STATE_NAME`.
     class RolloutState(TrainerCallback, ExportableState):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
             trainer._begin(optimizer)

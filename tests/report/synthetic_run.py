@@ -16,8 +16,9 @@ from recipes.quickstart.make_model import byte_tokenizer
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.health import Health
 from trl_atropos.report.page_log import RunLog
-from trl_atropos.rollouts.books import Books
-from trl_atropos.rollouts.schema import Row, group_statistics
+from trl_atropos.rollouts.advantages import group_statistics
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.selection import Books
 from trl_atropos.rollouts.spool import Part, Region, Spool
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 

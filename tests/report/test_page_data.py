@@ -22,8 +22,8 @@ from trl_atropos.report.page_log import RunLog, spans
 from trl_atropos.report.page_rows import HEADER, UNKNOWN, Fate, advantages, read_all, trace
 from trl_atropos.report.page_run import LOG, ReportError, read_run
 from trl_atropos.report.page_tokens import texts
-from trl_atropos.rollouts.advantages import row_advantages
-from trl_atropos.rollouts.spool import Part, Spool, read_rows
+from trl_atropos.rollouts.advantages import scalar_advantages
+from trl_atropos.rollouts.spool import Part, Spool, read_rollouts
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 
 FIRST = [["a", 0]]
@@ -147,7 +147,7 @@ def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards)
     append(folder.spool, 0, *usual, *special, size=8)
     folder.begin()
     folder.take(1, *range(8))
-    expected = row_advantages(usual + special, scale_rewards).numpy()
+    expected = scalar_advantages(usual + special, scale_rewards)
     np.testing.assert_allclose(advantages(folder.rows(), scale_rewards), expected, rtol=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_a_run_of_an_earlier_version_whose_rollouts_name_no_environment_is_read(
     rows = read_all(folder / "rollouts")
     assert not rows.unreadable and len(rows) == 3 * 64
     assert set(rows["environment"]) == {"environment 0", "environment 1"}
-    assert {row.environment for row in read_rows(path)} == {None}
+    assert {row.environment for row in read_rollouts(path)} == {None}
 
 
 def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limits(tmp_path):

@@ -22,10 +22,10 @@ from trl_atropos.report import page_data
 from trl_atropos.report.page_gap import TrainerLogprobs as ReportedLogprobs
 from trl_atropos.report.page_rows import read_all, trace
 from trl_atropos.report.page_run import read_run
-from trl_atropos.rollouts.recording import recorded_files
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.replay import recorded_files
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource
-from trl_atropos.rollouts.spool import Spool, read_rows
+from trl_atropos.rollouts.spool import Spool, read_rollouts
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.services import free_port
 from trl_atropos.weights.publisher import NullPublisher
@@ -93,7 +93,7 @@ def logprobs(model: Path, row: Row) -> np.ndarray:
 
 @pytest.mark.slow
 def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_process_had_it(tiny_model, run):
-    rows = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rows(path)]
+    rows = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
     kept = [pd.read_feather(path) for path in sorted((run / "rollouts").glob("trainer-*.feather"))]
     assert [list(table["index"]) for table in kept] == [list(range(at, at + ROWS)) for at in (0, ROWS, 2 * ROWS)]
     models = [tiny_model, *(run / f"checkpoint-{step}" for step in range(1, STEPS))]
@@ -112,7 +112,7 @@ def test_the_report_of_the_run_has_the_gap_of_every_row(run):
     trace(rows, told)
     trainer = ReportedLogprobs(run / "rollouts")
     packed = page_data.pack(rows, np.arange(len(rows)), np.zeros(len(rows)), trainer)
-    sampled = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rows(path)]
+    sampled = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
     gaps = [np.abs(trainer.of(row.index) - row.logprobs)[row.mask] for row in sampled]
     np.testing.assert_allclose(packed.columns["gap"], [gap.mean() for gap in gaps], rtol=1e-5)
     np.testing.assert_allclose(packed.columns["gap_max"], [gap.max() for gap in gaps], rtol=1e-5)

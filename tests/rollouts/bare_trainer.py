@@ -2,10 +2,15 @@
 
 import time
 
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
+from trl_atropos.rollouts.api import (
+    ApiUnreachable,
+    AtroposClient,
+    Registration,
+    ReplyLost,
+    join,
+)
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.registration import join
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
 
@@ -30,11 +35,11 @@ class BareTrainer:
             starting_step=0,
             num_steps=10**6,
         )
-        self.diagnosis = Diagnosis(self.client, self.registration, EnvironmentNames())
+        self.diagnosis = Diagnosis(self.client, self.registration, dict)
         self.restarts = 0
         self._join()
 
-    def pull(self) -> list[dict] | None:
+    def pull(self) -> list[ScoredGroup | RejectedGroup] | None:
         """One request: a batch of groups, or None. Registers again with an API that was restarted."""
         try:
             reply = self.client.batch()
@@ -49,7 +54,7 @@ class BareTrainer:
             self.diagnosis.note(reply.batch)
         return reply.batch or None
 
-    def pull_batch(self, seconds: float = 5.0) -> list[dict]:
+    def pull_batch(self, seconds: float = 5.0) -> list[ScoredGroup | RejectedGroup]:
         """The next batch."""
         deadline = time.monotonic() + seconds
         while (batch := self.pull()) is None:
@@ -58,7 +63,7 @@ class BareTrainer:
         return batch
 
     def close(self) -> None:
-        self.client.close()
+        self.client.abort()
 
     def _join(self) -> None:
         join(self.client, self.registration, reset=False)

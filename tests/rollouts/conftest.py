@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
-import simdjson
 
 from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.decode import decode_group
-from trl_atropos.rollouts.schema import RejectedGroup, Row, parse_group, rows_of
+from trl_atropos.rollouts.intake import rollouts_of
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import RunInfo
+from trl_atropos.rollouts.wire import RejectedGroup, parse_group
 
 DATA = Path(__file__).parent / "data"
 START_TIMEOUT = 60.0  # seconds; importing the API takes a few on a loaded machine
@@ -108,13 +108,18 @@ def make_group(*scores: float, **fields: Any) -> dict[str, Any]:
     return group | fields
 
 
+def text_of(group: Any) -> bytes:
+    """As it stands in the reply of an API."""
+    return json.dumps(group).encode()
+
+
 def admitted(group: Any, **settings: Any) -> list[Row]:
     """What the door makes of a group: as Python objects and as the bytes that the API sends, which must agree."""
     asked = {"max_sequence_length": 64, "temperature": 1.0, "single_row_groups": "refuse"} | settings
     outcomes: list[list[Row] | RejectedGroup | RolloutError] = []
-    for raw in (group, decode_group(json.dumps(group).encode(), simdjson.Parser())):
+    for raw in (group, text_of(group)):
         try:
-            outcomes.append(rows_of(parse_group(raw), **asked))
+            outcomes.append(rollouts_of(parse_group(raw), "0", **asked))
         except (RejectedGroup, RolloutError) as refusal:
             outcomes.append(refusal)
     first, second = outcomes

@@ -31,7 +31,7 @@ from atroposlib.api.server import app
 
 from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.spool import Part, read_part
 

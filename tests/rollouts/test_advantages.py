@@ -1,15 +1,18 @@
+import numpy as np
 import pytest
 import torch
 from trl.trainer.utils import nanstd
 
 from tests.rollouts.conftest import make_group
-from trl_atropos.rollouts.advantages import advantage_tensor, row_advantages, share_zero_variance
-from trl_atropos.rollouts.schema import Row, parse_group, rows_of
+from trl_atropos.rollouts.advantages import advantage_tensor, scalar_advantages, share_zero_variance
+from trl_atropos.rollouts.intake import rollouts_of
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.wire import parse_group
 
 
 def rows(group, single_row_groups="refuse") -> list[Row]:
     parsed = parse_group(group)
-    return rows_of(parsed, max_sequence_length=64, temperature=1.0, single_row_groups=single_row_groups)
+    return rollouts_of(parsed, "0", max_sequence_length=64, temperature=1.0, single_row_groups=single_row_groups)
 
 
 def trl_advantages(rewards: torch.Tensor, num_generations: int, scale_rewards: str) -> torch.Tensor:
@@ -34,40 +37,41 @@ def test_advantages_of_uniform_groups_are_trls_bit_for_bit(num_generations, scal
     scores = torch.randn(64, num_generations, generator=generator, dtype=torch.float64)
     batch = [row for group in scores.tolist() for row in rows(make_group(*group))]
     expected = trl_advantages(scores.float().view(-1), num_generations, scale_rewards)
-    assert torch.equal(row_advantages(batch, scale_rewards), expected)
+    assert torch.equal(torch.from_numpy(scalar_advantages(batch, scale_rewards)), expected)
 
 
 def test_groups_of_different_sizes_are_each_normalised_by_their_own_statistics():
     small, large = rows(make_group(0, 1)), rows(make_group(5, 6, 9, 2))
-    apart = torch.cat([row_advantages(small, "group"), row_advantages(large, "group")])
-    assert torch.equal(row_advantages(small + large, "group"), apart)
+    apart = np.concatenate([scalar_advantages(small, "group"), scalar_advantages(large, "group")])
+    assert np.array_equal(scalar_advantages(small + large, "group"), apart)
 
 
 def test_zero_advantage_overrides_the_score():
     group = make_group(0, 1, overrides=[{}, {"set_advantage_to_zero": True}])
-    first, second = row_advantages(rows(group), "group").tolist()
+    first, second = scalar_advantages(rows(group), "group").tolist()
     assert first < 0 and second == 0.0
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_a_raw_group_of_one_gets_its_score_whatever_the_scaling(scale_rewards):
     batch = rows(make_group(3), "raw") + rows(make_group(0, 1))
-    assert row_advantages(batch, scale_rewards)[0] == 3.0
+    assert scalar_advantages(batch, scale_rewards)[0] == 3.0
 
 
 def test_a_zeroed_group_of_one_gets_nothing():
-    assert row_advantages(rows(make_group(3), "zero"), "batch").tolist() == [0.0]
+    assert scalar_advantages(rows(make_group(3), "zero"), "batch").tolist() == [0.0]
 
 
 def test_without_token_advantages_a_rank_gets_one_value_per_row():
     batch = rows(make_group(0, 1, 2, 3))
-    assert torch.equal(advantage_tensor(batch, slice(2, 4), "group", 5), row_advantages(batch, "group")[2:])
+    expected = torch.from_numpy(scalar_advantages(batch, "group")[2:])
+    assert torch.equal(advantage_tensor(batch, slice(2, 4), "group", 5), expected)
 
 
 def test_token_advantages_on_one_rank_give_every_rank_the_token_form():
     with_tokens = rows(make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5], [0.0, 0.0, 1.5, 2.5]]))
     batch = with_tokens + rows(make_group(0, 1))
-    plain = row_advantages(batch, "none")
+    plain = scalar_advantages(batch, "none")
     assert advantage_tensor(batch, slice(0, 2), "none", 3).tolist() == [[0.5, -0.5, 0.0], [1.5, 2.5, 0.0]]
     assert advantage_tensor(batch, slice(2, 4), "none", 3).tolist() == [
         [plain[2].item()] * 2 + [0.0],

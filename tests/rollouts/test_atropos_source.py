@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.rollout_factory import record
 from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.replay import ReplaySource
@@ -262,11 +263,11 @@ def test_another_server_at_the_url_is_refused(open_source, tmp_path):
         server.shutdown()
 
 
-def test_a_recorded_run_replays_the_same_rows(api, open_source, run_info, tmp_path):
-    recording = tmp_path / "run" / "rollouts.jsonl"
-    source = open_source(api.url, record_to=recording)
-    api.deliver(*numbered_groups(1, 2, 3, 4))
+def test_batches_as_the_api_delivers_them_replay_as_the_same_rollouts(api, open_source, run_info, tmp_path):
+    source = open_source(api.url)
+    groups = numbered_groups(1, 2, 3, 4)
+    api.deliver(*groups)
     pulled = source.poll(8, WAIT)
-    replay = ReplaySource(recording)
+    replay = ReplaySource(record(tmp_path / "recorded.jsonl", groups[:2], groups[2:]))
     replay.start(run_info())
     assert_same_rows(replay.poll(8, 0.0), pulled, but=("arrived", "group", "index"))

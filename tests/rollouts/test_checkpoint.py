@@ -8,9 +8,9 @@ import pytest
 from tests.rollout_factory import arguments, uniform_batch
 from tests.rollouts.conftest import Api
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.rollouts.checkpoints import Checkpoints
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource
+from trl_atropos.rollouts.spool import oldest_cursor
 
 ROWS = 8  # of a generation batch
 
@@ -105,4 +105,4 @@ def test_the_oldest_checkpoint_of_this_run_says_what_may_be_removed(tmp_path):
         state = {"stateful_callbacks": {"RolloutState": {"args": {}, "attributes": attributes}}}
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    assert Checkpoints(tmp_path, "ours").oldest_cursor() == 16
+    assert oldest_cursor(tmp_path, "ours") == 16

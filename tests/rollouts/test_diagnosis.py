@@ -14,7 +14,6 @@ import pytest
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.environment_log import EnvironmentLog
-from trl_atropos.rollouts.diagnosis import list_environments
 from trl_atropos.supervision import variables_of_environment
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
@@ -149,8 +148,8 @@ def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_traine
     api.deliver(*[make_group(0, 1, **fields)] * 2)
     assert len(trainer.pull_batch()) == 2
     told = trainer.diagnosis.why_quiet()
-    assert f"The sequences of environment 0 had grown to {LIMIT - 1} tokens, close to the limit" in told
-    assert f"a sequence of {LIMIT} tokens or more" in told
+    assert f"The rollouts of environment 0 had grown to {LIMIT - 1} tokens, close to the limit" in told
+    assert f"a rollout of {LIMIT} tokens or more" in told
 
 
 def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(api, open_trainer):
@@ -202,7 +201,7 @@ def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(api, open_
     for fault, sign in FAULTS.items():
         assert any(re.match(rf"\d+ times it {sign}", one) for one in told), f"{fault}: {told}"
     assert "failed" in told[0]
-    assert len(list_environments(trainer.client)) == 1
+    assert len(trainer.client.environments()) == 1
     assert "has an environment, but its queue is empty" in trainer.diagnosis.why_quiet()
 
 

@@ -20,10 +20,10 @@ from tests.rollouts.conftest import make_group
 from tests.rollouts.malformed import malformed_bodies
 from trl_atropos.bench.ingest_roles import replying
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import AtroposClient, ReplyLost
-from trl_atropos.rollouts.decode import Unreadable, decode_reply
+from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.wire import RejectedGroup, decode_reply
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same
@@ -52,8 +52,8 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
         assert expected is None or not is_strict(body), f"refused ({error}), but it is a batch"
         return
     if expected is None:  # a group that cannot be read must not cost the others of its batch
-        assert any(isinstance(group, Unreadable) for group in groups), "it is no batch, but was taken for one"
-        assert isinstance(door().admit([group for group in groups if isinstance(group, Unreadable)]), list)
+        assert any(isinstance(group, RejectedGroup) for group in groups), "it is no batch, but was taken for one"
+        assert door().admit([group for group in groups if isinstance(group, RejectedGroup)]) == []
         return
     assert (groups is None) == (expected == [None])
     for group, as_json in zip(groups or [], expected, strict=groups is not None):
@@ -159,7 +159,6 @@ def answering(body: bytes) -> Iterator[AtroposClient]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = AtroposClient(f"http://127.0.0.1:{server.server_address[1]}", 10.0, 60.0)
         yield client
-        client.close()
         server.shutdown()
 
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from tests.rollout_factory import record
 from tests.rollouts.conftest import DATA, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.recording import record_batch
 from trl_atropos.rollouts.replay import ReplaySource
 
 
@@ -14,7 +14,7 @@ def scores(source: ReplaySource, num_rows: int) -> list[float]:
 
 def test_a_directory_is_replayed_file_by_file_in_the_order_of_names(tmp_path, run_info):
     (tmp_path / "b.json").write_text(json.dumps({"batch": [make_group(3, 4)]}))
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2)])
+    record(tmp_path / "a.jsonl", [make_group(1, 2)])
     (tmp_path / "notes.txt").write_text("not a recording")
     source = ReplaySource(tmp_path)
     source.start(run_info())
@@ -36,38 +36,38 @@ def test_lines_may_be_batches_or_bare_groups(tmp_path, run_info):
 
 
 def test_rows_come_in_the_numbers_asked_for(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
+    record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource([tmp_path / "a.jsonl"])
     source.start(run_info())
     assert [scores(source, 1), scores(source, 2)] == [[1], [2, 3]]
 
 
 def test_a_used_up_recording_says_how_many_rows_it_had_and_the_way_out(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
+    record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource(tmp_path)
     source.start(run_info())
     scores(source, 2)
-    with pytest.raises(RolloutError, match=r"it has 3 rows, and 1 are left for a batch of 2.*`loop=True`"):
+    with pytest.raises(RolloutError, match=r"it has 3 rollouts, and 1 are left for a batch of 2.*`loop=True`"):
         source.poll(2, 0.0)
 
 
 def test_a_looping_recording_begins_again(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
+    record(tmp_path / "a.jsonl", [make_group(1, 2, 3)])
     source = ReplaySource(tmp_path, loop=True)
     source.start(run_info())
     assert scores(source, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_a_looping_recording_without_a_usable_row_is_an_error(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2, masks=[])])
+    record(tmp_path / "a.jsonl", [make_group(1, 2, masks=[])])
     source = ReplaySource(tmp_path, loop=True)
     source.start(run_info())
-    with pytest.raises(RolloutError, match="has no row that can be trained on"):
+    with pytest.raises(RolloutError, match="has no rollout that can be trained on"):
         source.poll(1, 0.0)
 
 
 def test_a_rejected_group_is_counted(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(1, 2, masks=[]), make_group(3, 4)])
+    record(tmp_path / "a.jsonl", [make_group(1, 2, masks=[]), make_group(3, 4)])
     source = ReplaySource(tmp_path)
     source.start(run_info())
     assert scores(source, 2) == [3, 4]
@@ -75,7 +75,7 @@ def test_a_rejected_group_is_counted(tmp_path, run_info):
 
 
 def test_groups_of_one_follow_the_setting(tmp_path, run_info):
-    record_batch(tmp_path / "a.jsonl", [make_group(3)])
+    record(tmp_path / "a.jsonl", [make_group(3)])
     source = ReplaySource(tmp_path, single_row_groups="raw")
     source.start(run_info())
     assert source.poll(1, 0.0)[0].raw_advantage

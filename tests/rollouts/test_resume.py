@@ -15,7 +15,7 @@ from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import pull
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
 WAIT = 30.0  # seconds, for what is already on its way
@@ -40,6 +40,23 @@ class Scores:
 
     def refusals(self) -> str:
         return ""
+
+
+class Named:
+    """Environments that the run started, of which it knows nothing but their names."""
+
+    def __init__(self, names: dict[int, str]):
+        self.names = lambda: names
+
+    def start(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def explain(self, told: str) -> str:
+        return told
+
+    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -432,7 +449,7 @@ def test_the_next_batch_is_pulled_when_the_run_says_that_it_is_wanted_soon(api, 
 
 def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):
     names = {0: "letters", 7: "letters"}  # it was started again
-    source = open_source(None, {"environment_names": lambda: names})
+    source = open_source(environments=Named(names))
     api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=5))
     source.poll(2, WAIT)
     time.sleep(SHORT)
@@ -447,7 +464,7 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
 
 
 def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
-    source = open_source(None, {"environment_names": lambda: {0: "letters"}})
+    source = open_source(environments=Named({0: "letters"}))
     api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
     assert scores(source, 2) == [3, 4]
     assert "masks[0] has 3 entries for 4 tokens (environment letters)" in caplog.text
@@ -460,7 +477,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(a
     source = open_source()
     api.deliver(make_group(1), make_group(2), make_group(3), make_group(4))
     for _ in range(2):
-        with pytest.raises(RolloutError, match="group of 1 sequence"):
+        with pytest.raises(RolloutError, match="group of 1 rollout"):
             source.poll(4, WAIT)
 
 
@@ -549,6 +566,6 @@ def test_replayed_rows_must_fit_the_run(api, open_source, run_info, caplog):
         replay.poll(1, 0.0)
     replay = ReplaySource(folder)
     replay.start(run_info(max_sequence_length=3))
-    with pytest.raises(RolloutError, match="has no row that can be trained on"):
+    with pytest.raises(RolloutError, match="has no rollout that can be trained on"):
         replay.poll(1, 0.0)
-    assert "Left out 4 rows" in caplog.text
+    assert "Left out 4 rollouts" in caplog.text

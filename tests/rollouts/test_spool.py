@@ -12,7 +12,7 @@ import pytest
 
 from tests.rollouts.conftest import assert_same_rows
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.spool import HEADER, Part, Region, Spool
 
 REGION = Region("run-1", 1, 0, 4, 1, 0)

@@ -14,11 +14,11 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.rollouts.atropos import AtroposClient
-from trl_atropos.rollouts.diagnosis import list_environments
+from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.shares import Shares
+from trl_atropos.rollouts.selection import Shares
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.wire import read_group
 
 ENVIRONMENT = str(Path(__file__).parent / "plain_environment.py")
 BATCH = 16  # rows, 8 groups of 2
@@ -36,7 +36,7 @@ def environments(client: AtroposClient, pull: Callable, model: Path, *flags: lis
                 subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
             deadline = time.monotonic() + 120
-            while len(list_environments(client)) == number:
+            while len(client.environments()) == number:
                 assert processes[-1].poll() is None and time.monotonic() < deadline
                 pull()
                 time.sleep(0.2)
@@ -56,7 +56,7 @@ def shares_of(trainer: BareTrainer, groups: int) -> tuple[float, float, int]:
     delivered, trained = Counter(), Counter()
     while trained.total() < groups * 2:
         batch = trainer.pull_batch(60)
-        if not delivered and len({group["env_id"] for group in batch}) == 1:
+        if not delivered and len({group.env_id for group in batch}) == 1:
             continue
         rows = intake.admit(batch)
         shares.note({row.env_id for row in rows})
@@ -100,7 +100,7 @@ def test_the_shares_that_a_source_hands_out_hold_when_one_environment_is_slower(
 
 
 def rows_of(env_id: int, groups: int, intake: Intake, size: int = 2) -> list:
-    return intake.admit([make_group(*range(size), env_id=env_id) for _ in range(groups)])
+    return intake.admit(read_group(make_group(*range(size), env_id=env_id)) for _ in range(groups))
 
 
 def register(api: Api, weight: float) -> None:

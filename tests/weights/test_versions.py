@@ -24,9 +24,10 @@ from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generat
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.rollouts.wire import read_group
 from trl_atropos.services import free_port
 
 pytestmark = pytest.mark.server
@@ -135,7 +136,7 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
         "inference_logprobs": [node.logprobs for node in nodes],
         "scores": [float(i) for i, _ in enumerate(nodes)],
     }
-    rows = Intake(512, 1.0, "refuse").admit([json.loads(json.dumps(group))])
+    rows = Intake(512, 1.0, "refuse").admit([read_group(json.loads(json.dumps(group)))])
     assert np.diff(rows[0].mask).sum() == 4, "the first row should have three turns"
     assert tagged(book, *rows) == [(old, old + 2)] + [(old + 2, old + 2)] * 4
 

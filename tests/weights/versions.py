@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.server_process import Server
 from tests.weights.live import disturb, restore, snapshot
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.weights.client import ServerClient
 from trl_atropos.weights.layout import open_views, replace
 from trl_atropos.weights.names import parameter_specs

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> dict:
             server.stdout.close()
     return {
         "trl_atropos": __version__,
-        **{package: version(package) for package in ("pysimdjson", "msgspec", "orjson", "numpy", "torch", "trl")},
+        **{package: version(package) for package in ("msgspec", "orjson", "numpy", "torch", "trl")},
         "cpus": len(os.sched_getaffinity(0)),
         "sequences": options.sequences,
         "tokens": options.tokens,
@@ -119,7 +119,7 @@ def _result_of(*arguments: str) -> dict:
 
 def table(result: dict) -> str:
     """The result as lines of text."""
-    versions = ("trl_atropos", "pysimdjson", "msgspec", "orjson", "numpy", "torch", "trl", "cpus")
+    versions = ("trl_atropos", "msgspec", "orjson", "numpy", "torch", "trl", "cpus")
     times = ("orjson", "socket", "rows", "tensors", "total")
     return "\n".join(
         [

@@ -124,8 +124,8 @@ def _ingest(url: str) -> tuple[Callable[[], Sequence], Callable[[Sequence], dict
     import torch
     from trl.trainer.utils import pad
 
-    from trl_atropos.rollouts.atropos import AtroposClient
-    from trl_atropos.rollouts.columns import columns
+    from trl_atropos.rollouts.advantages import columns
+    from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.rollouts.intake import Intake
 
     client = AtroposClient(url, request_timeout=60.0, batch_timeout=60.0)

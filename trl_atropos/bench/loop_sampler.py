@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.timing import PUBLISH
 from trl_atropos.weights.publisher import PolicyPublisher
 

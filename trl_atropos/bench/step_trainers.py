@@ -17,9 +17,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batching import plan
 from trl_atropos.bench.models import dtype, make_model
-from trl_atropos.rollouts.columns import columns
+from trl_atropos.rollouts.advantages import columns
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.wire import read_group
 from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks
@@ -102,7 +103,7 @@ def make_rows(shape: str, options: argparse.Namespace) -> list[Row]:
                 ],
             }
         )
-    return Intake(options.longest, 1.0, "refuse").admit(groups)
+    return Intake(options.longest, 1.0, "refuse").admit(map(read_group, groups))
 
 
 class OneBatch:

@@ -73,8 +73,7 @@ def _answers(url: str) -> bool:
 
 
 def _api(recipe, launch: Launch) -> Iterator[Finding]:
-    from trl_atropos.rollouts.atropos import AtroposClient
-    from trl_atropos.rollouts.registration import UNREGISTERED
+    from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
 
     training = recipe.training
     client = AtroposClient(training.atropos_url, ANSWER, ANSWER)

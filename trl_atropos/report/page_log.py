@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.page_run import LOG
 from trl_atropos.report.settings import changed, portable_value, versions
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 
 logger = logging.getLogger(__name__)
 

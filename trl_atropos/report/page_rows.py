@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trl_atropos.report.page_run import ReportError, Run
-from trl_atropos.rollouts.lineage import Lineage
+from trl_atropos.rollouts.advantages import normalised
+from trl_atropos.rollouts.spool import HEADER, staleness
 
-HEADER = b"trl_atropos"  # of a spool's file
-EPSILON = np.float32(1e-4)  # TRL's, see `rollouts/advantages.py`
 UNKNOWN = -1
 SCALARS = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
 FLAGS = ("zero_advantage", "raw_advantage", "sft")
@@ -151,42 +150,36 @@ def trace(rows: Rows, run: Run) -> None:
             rows.fate[part] = Fate.TRAINED if done else Fate.IN_TRAINING
             rows.batch[part] = number if whole else UNKNOWN
             rows.first_step[part], rows.last_step[part] = batch.first_step, batch.last_step
-            _set_staleness(rows, part, Lineage.from_json(batch.lineage), batch.version)
+            _set_staleness(rows, part, batch.lineage, batch.version)
 
 
-def _set_staleness(rows: Rows, part: slice, path: Lineage, version: int) -> None:
-    """As `rollouts/selection.py` tells the age of a row that is trained at `version` of `path`."""
+def _set_staleness(rows: Rows, part: slice, path: list[list], version: int) -> None:
     of_rows, files = rows["policy_version"][part], rows.file[part]
     for sampled, file in {*zip(of_rows.tolist(), files.tolist())}:
         if sampled == UNKNOWN:
             continue
         header = rows.headers[file]
-        born = Lineage.from_json(header["lineage"]).seen(sampled, header["version"])
         same = (of_rows == sampled) & (files == file)
-        rows.staleness[part][same] = born.distance(sampled, path, version)
+        rows.staleness[part][same] = staleness(sampled, header["lineage"], header["version"], path, version)
 
 
 def advantages(rows: Rows, scale_rewards: str | None) -> np.ndarray:
     """
-    `(n,)` float32, NaN = not known: what `rollouts.advantages.row_advantages` gives the trainer, but for advantages
-    that an environment sent for each token.
+    `(n,)` float32, NaN = not known: what the trainer trains with, but for advantages that an environment sent for each
+    token.
 
     Args:
         scale_rewards: the run's setting, None if that is not known.
     """
-    scores, means, stds = (rows[name].astype(np.float32) for name in ("score", "group_mean", "group_std"))
-    centred = scores - means
-    if scale_rewards == "group":
-        found = centred / (stds + EPSILON)
-    elif scale_rewards == "batch":
-        found = centred / (_batch_stds(rows, scores) + EPSILON)
-    elif scale_rewards == "none":
-        found = centred
+    scores = rows["score"].astype(np.float32)
+    if scale_rewards == "batch":
+        stds = _batch_stds(rows, scores)
+    elif scale_rewards in ("group", "none"):
+        stds = rows["group_std"] if scale_rewards == "group" else None
     else:
-        found = np.full(len(rows), np.nan, np.float32)
-    found = np.where(rows["raw_advantage"].astype(bool), scores, found)
-    found = np.where(rows["sft"].astype(bool), np.float32(1), found)
-    return np.where(rows["zero_advantage"].astype(bool), np.float32(0), found)
+        stds = np.full(len(rows), np.nan, np.float32)
+    raw, sft, zero = (rows[name].astype(bool) for name in ("raw_advantage", "sft", "zero_advantage"))
+    return normalised(scores, rows["group_mean"], stds, raw, sft, zero)
 
 
 def _batch_stds(rows: Rows, scores: np.ndarray) -> np.ndarray:

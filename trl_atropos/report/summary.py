@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import RolloutSource, RunInfo
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end

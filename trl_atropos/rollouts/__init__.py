@@ -1,1 +1,1 @@
-"""Rollouts in: from scored groups on the wire to rows a trainer can use."""
+"""From scored groups on the wire to rollouts that a trainer can use."""

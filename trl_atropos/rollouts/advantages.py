@@ -1,112 +1,151 @@
-"""Rows in, advantages out: TRL's group-relative normalisation, over the groups the environments really sent.
+"""What TRL gets of rollouts: columns, and advantages over the groups that the environments really sent.
 
-Upstream derives groups from their position in the batch, all of one size. Here every row carries the mean and standard
+TRL derives groups from their position in the batch, all of one size. Here every rollout carries the mean and standard
 deviation of its own group, so groups may differ in size and may be split between ranks. The trainer calls these on the
-rows of all ranks and slices its own part.
+rollouts of all ranks and slices its own part. torch is imported where it is used: the report's page, which calls
+`normalised`, takes longer to import it than to read a run.
 """
 
+from array import array
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from trl.trainer.utils import nanstd
 
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.row import Rollout
+
+if TYPE_CHECKING:
+    import torch
 
 ScaleRewards = Literal["group", "batch", "none"]
-EPSILON = 1e-4  # TRL's
+EPSILON = np.float32(1e-4)  # TRL's
 ZERO_STD = 1e-8  # what `torch.isclose` calls zero
 
 
-def row_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> torch.Tensor:
+def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
     """
-    One advantage per row, `(n,)` float32, bit-equal to TRL's on the same groups.
+    What TRL's `rollout_func` hook takes: `prompt_ids`, `completion_ids` and `env_mask` (TRL's tool mask), int64
+    arrays; `logprobs`, `array`s; `score`.
 
-    `(score - group mean) / (std + 1e-4)`, where std is of the row's group (`"group"`), of the scores of all `rows`
-    (`"batch"`), or not divided by (`"none"`): `GRPOTrainer._generate_and_score_completions` in TRL 1.16. A row with
-    `zero_advantage` gets 0, a row with `sft` 1, a row with `raw_advantage` its score, unscaled. `token_advantages` are
-    not looked at.
-
-    An advantage of 1 on a row whose log-probabilities are unknown, so that every ratio is 1, has the gradient of the
-    log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages. (With several
-    `num_iterations`, the ratio to the first one is clipped here as elsewhere.)
+    TRL makes a tensor of every array in the array's own type. Of `logprobs` it makes lists first: `array` gives it
+    plain numbers for that, where NumPy would give scalars, which take several times as long.
     """
-    scores = torch.tensor([row.score for row in rows], dtype=torch.float32)
-    centred = scores - torch.tensor([row.group_mean for row in rows], dtype=torch.float32)
-    if scale_rewards == "group":
-        advantages = centred / (_group_stds(rows) + EPSILON)
+    return {
+        "prompt_ids": [one.prompt_ids.astype(np.int64) for one in rollouts],
+        "completion_ids": [one.completion_ids.astype(np.int64) for one in rollouts],
+        "logprobs": [array("f", one.logprobs.tobytes()) for one in rollouts],
+        "env_mask": [one.mask.astype(np.int64) for one in rollouts],
+        "score": [one.score for one in rollouts],
+    }
+
+
+def group_statistics(scores: Sequence[float]) -> tuple[float, float]:
+    """
+    Mean and standard deviation (ddof=1; 0.0 for one score) with the float32 operations of TRL's
+    `GRPOTrainer._generate_and_score_completions`, so that advantages equal TRL's bit for bit.
+    """
+    import torch
+    from trl.trainer.utils import nanstd
+
+    rewards = torch.tensor([scores], dtype=torch.float32)  # (1, n)
+    std = nanstd(rewards, dim=1).item() if len(scores) > 1 else 0.0
+    return torch.nanmean(rewards, dim=1).item(), std
+
+
+def normalised(
+    scores: np.ndarray, means: np.ndarray, stds: np.ndarray | None, raw: np.ndarray, sft: np.ndarray, zero: np.ndarray
+) -> np.ndarray:
+    """
+    `(n,)` float32: `(score - mean) / (std + 1e-4)`, and without `stds` not divided. Where `raw`, the score; where
+    `sft`, 1; where `zero`, 0.
+
+    An advantage of 1 on a rollout whose log-probabilities are unknown, so that every ratio is 1, has the gradient of
+    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages. (With
+    several `num_iterations`, the ratio to the first one is clipped here as elsewhere.)
+    """
+    scores, means = scores.astype(np.float32), means.astype(np.float32)
+    centred = scores - means
+    found = centred if stds is None else centred / (stds.astype(np.float32) + EPSILON)
+    return np.select([zero, sft, raw], [np.float32(0), np.float32(1), scores], found)
+
+
+def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
+    """
+    One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
+    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`), as in
+    `GRPOTrainer._generate_and_score_completions` of TRL 1.16. `token_advantages` are not looked at.
+    """
+    scores, means, stds = (
+        np.array([getattr(one, name) for one in rollouts], dtype=np.float32)
+        for name in ("score", "group_mean", "group_std")
+    )
+    raw, sft, zero = (
+        np.array([getattr(one, name) for one in rollouts], dtype=bool)
+        for name in ("raw_advantage", "sft", "zero_advantage")
+    )
+    if scale_rewards == "batch" and len(rollouts) > 1:
+        import torch
+        from trl.trainer.utils import nanstd
+
+        stds = np.full_like(stds, nanstd(torch.from_numpy(scores)).item())
     elif scale_rewards == "batch":
-        std = nanstd(scores) if len(rows) > 1 else torch.zeros(())
-        advantages = centred / (std.expand_as(scores) + EPSILON)
-    else:
-        advantages = centred
-    advantages = torch.where(torch.tensor([row.raw_advantage for row in rows]), scores, advantages)
-    advantages = advantages.masked_fill(torch.tensor([row.sft for row in rows]), 1.0)
-    return advantages.masked_fill(torch.tensor([row.zero_advantage for row in rows]), 0.0)
+        stds = np.zeros_like(stds)
+    return normalised(scores, means, None if scale_rewards == "none" else stds, raw, sft, zero)
 
 
-def brings_advantages(row: Row) -> bool:
-    """Whether the row is trained with the environment's own token-level advantages."""
-    return row.token_advantages is not None and not (row.zero_advantage or row.sft)
+def brings_advantages(rollout: Rollout) -> bool:
+    """Whether the rollout is trained with the environment's own token-level advantages."""
+    return rollout.token_advantages is not None and not (rollout.zero_advantage or rollout.sft)
 
 
-def teaches_nothing(row: Row, distils: bool) -> bool:
+def teaches_nothing(rollout: Rollout, distils: bool) -> bool:
     """
-    Whether the advantage of a row is 0 because the scores of its group are alike, and nothing else is learned from it.
+    Whether the advantage is 0 because the scores of the group are alike, and nothing else is learned from it.
 
     Args:
-        distils: whether a teacher that the row brings is learned from.
+        distils: whether a teacher that the rollout brings is learned from.
     """
-    if row.group_std > ZERO_STD or (distils and row.distill_ids is not None):
+    if rollout.group_std > ZERO_STD or (distils and rollout.distill_ids is not None):
         return False
-    own = row.sft or row.raw_advantage or row.token_advantages is not None
-    return row.zero_advantage or not own
+    own = rollout.sft or rollout.raw_advantage or rollout.token_advantages is not None
+    return rollout.zero_advantage or not own
 
 
 def advantage_tensor(
-    rows: Sequence[Row], local_slice: slice, scale_rewards: ScaleRewards, completion_length: int
-) -> torch.Tensor:
+    rollouts: Sequence[Rollout], local_slice: slice, scale_rewards: ScaleRewards, completion_length: int
+) -> "torch.Tensor":
     """
-    The advantages of one rank's rows, in the form TRL's loss takes.
+    The advantages of one rank's rollouts, in the form that TRL's loss takes.
 
     Args:
-        rows: the rows of all ranks, so that every rank decides alike between the two forms.
-        local_slice: which of `rows` are this rank's.
-        scale_rewards: see `row_advantages`.
+        rollouts: those of all ranks, so that every rank decides alike between the two forms.
+        local_slice: which of them are this rank's.
+        scale_rewards: see `scalar_advantages`.
         completion_length: to how many tokens this rank's completions are right-padded.
 
     Returns:
-        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rows` brought token-level
-        advantages: those as they came, the other rows' advantage on all their tokens, 0.0 on padding.
+        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rollouts` brought token-level
+        advantages: those as they came, the other rollouts' advantage on all their tokens, 0.0 on padding.
     """
-    scalars = row_advantages(rows, scale_rewards)[local_slice]
-    if all(row.token_advantages is None for row in rows):
-        return scalars
-    advantages = torch.zeros(len(scalars), completion_length)
-    for i, row in enumerate(rows[local_slice]):
-        length = len(row.completion_ids)
-        if brings_advantages(row):
-            advantages[i, :length] = torch.from_numpy(row.token_advantages)
-        else:
-            advantages[i, :length] = scalars[i]
-    return advantages
+    import torch
+
+    advantages = scalar_advantages(rollouts, scale_rewards)[local_slice]
+    if any(one.token_advantages is not None for one in rollouts):
+        per_token = np.zeros((len(advantages), completion_length), dtype=np.float32)
+        for filled, one, advantage in zip(per_token, rollouts[local_slice], advantages):
+            filled[: len(one.completion_ids)] = one.token_advantages if brings_advantages(one) else advantage
+        advantages = per_token
+    return torch.from_numpy(advantages)
 
 
-def logged_advantages(rows: Sequence[Row], scale_rewards: ScaleRewards) -> list[float]:
-    """One number per row for the completions table: the mean over the trained tokens of what it is trained with."""
-    scalars = row_advantages(rows, scale_rewards).tolist()
+def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> list[float]:
+    """One number per rollout for the completions table: the mean over the trained tokens of what trains it."""
     return [
-        float(row.token_advantages[row.mask].mean(dtype=np.float64)) if brings_advantages(row) else scalar
-        for row, scalar in zip(rows, scalars, strict=True)
+        float(one.token_advantages[one.mask].mean(dtype=np.float64)) if brings_advantages(one) else scalar
+        for one, scalar in zip(rollouts, scalar_advantages(rollouts, scale_rewards).tolist(), strict=True)
     ]
 
 
-def share_zero_variance(rows: Sequence[Row]) -> float:
-    """The share of `rows` (at least one) whose group's scores are all alike: `frac_reward_zero_std`."""
-    stds = _group_stds(rows)
-    return torch.isclose(stds, torch.zeros_like(stds)).float().mean().item()
-
-
-def _group_stds(rows: Sequence[Row]) -> torch.Tensor:
-    return torch.tensor([row.group_std for row in rows], dtype=torch.float32)
+def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
+    """The share of `rollouts` (at least one) whose group's scores are all alike: `frac_reward_zero_std`."""
+    return np.mean([one.group_std <= ZERO_STD for one in rollouts], dtype=np.float32).item()

@@ -6,23 +6,21 @@ a message says what is known, what cannot be known from here, and what to look f
 """
 
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from trl_atropos.environment_log import CONSTANT_SCORES, TOO_LONG
-from trl_atropos.rollouts.atropos import (
+from trl_atropos.rollouts.api import (
+    UNREGISTERED,
     ApiUnreachable,
     AtroposClient,
     EnvironmentStatus,
     Registration,
     ReplyLost,
     Status,
+    label_of,
 )
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.registration import UNREGISTERED
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
-MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
 NEARLY = 0.95  # of the length limit: what follows will have been dropped by its environment
 
 
@@ -32,8 +30,8 @@ class Deliveries:
 
     groups: int = 0
     last: float = 0.0  # time.monotonic()
-    sizes: set[int] = field(default_factory=set)  # sequences per group
-    longest: int = 0  # tokens of the longest sequence of its latest batch
+    sizes: set[int] = field(default_factory=set)  # rollouts per group
+    longest: int = 0  # tokens of the longest rollout of its latest batch
 
 
 class Diagnosis:
@@ -41,10 +39,10 @@ class Diagnosis:
     Args:
         client: of the API.
         registration: this trainer's, for the batch size and the length limit.
-        names: of environments.
+        names: gives the names of environments by their numbers at the API.
     """
 
-    def __init__(self, client: AtroposClient, registration: Registration, names: EnvironmentNames):
+    def __init__(self, client: AtroposClient, registration: Registration, names: Callable[[], Mapping[int, str]]):
         self._client = client
         self._names = names
         self._batch_size = registration.batch_size
@@ -52,20 +50,17 @@ class Diagnosis:
         self._deliveries: dict[int, Deliveries] = {}
         self._restarted: float | None = None
 
-    def note(self, batch: list[object]) -> None:
-        """A batch came: remember who sent what. Groups are as delivered, not yet validated."""
+    def note(self, batch: list[ScoredGroup | RejectedGroup]) -> None:
+        """A batch came: remember who sent what."""
         now, longest = time.monotonic(), {}
         for group in batch:
-            if not isinstance(group, dict):
+            if group.env_id is None:
                 continue
-            env_id, tokens = group.get("env_id"), group.get("tokens")
-            if not isinstance(env_id, int) or not isinstance(tokens, list):
-                continue
-            seen = self._deliveries.setdefault(env_id, Deliveries())
+            lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
+            seen = self._deliveries.setdefault(group.env_id, Deliveries())
             seen.groups, seen.last = seen.groups + 1, now
-            seen.sizes.add(len(tokens))
-            lengths = [len(sequence) for sequence in tokens if isinstance(sequence, list | np.ndarray)]
-            longest[env_id] = max([longest.get(env_id, 0), *lengths])
+            seen.sizes |= {len(lengths) or group.size} - {0}
+            longest[group.env_id] = max([longest.get(group.env_id, 0), *lengths])
         for env_id, length in longest.items():
             self._deliveries[env_id].longest = length
 
@@ -84,7 +79,7 @@ class Diagnosis:
                     "end and must be started again."
                 )
             status = self._client.status()
-            environments = list_environments(self._client)
+            environments = self._client.environments()
         except (ApiUnreachable, ReplyLost) as error:
             return f"The Atropos API at {self._client.url} does not answer: {error}."
         if status.queue_size:
@@ -158,7 +153,7 @@ class Diagnosis:
         has += "" if count == 1 else " queue is empty"
         near = [env_id for env_id, seen in sorted(self._deliveries.items()) if seen.longest >= NEARLY * limit]
         growing = (
-            f" The sequences of {self._named(near)} had grown to {max(self._deliveries[i].longest for i in near)} "
+            f" The rollouts of {self._named(near)} had grown to {max(self._deliveries[i].longest for i in near)} "
             "tokens, close to the limit: later ones were probably longer."
             if near
             else ""
@@ -168,12 +163,13 @@ class Diagnosis:
             f"{self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one that delivers "
             "nothing. Look at the environment's log: it may have ended, may not reach the inference server, may send "
             "groups of another size than its `group_size` (the API holds those back), or may drop groups whose scores "
-            f'are all equal (ensure_scores_are_not_same; its log says "{CONSTANT_SCORES}") or that have a sequence '
-            f'of {limit} tokens or more ("{TOO_LONG}").'
+            'are all equal (ensure_scores_are_not_same; its log says "Scores are the same in a group, skipping") or '
+            f'that have a rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
         )
 
-    def _named(self, env_ids: list[int]) -> str:
-        return f"environment{'s' if len(env_ids) > 1 else ''} {_list(map(self._names.label, sorted(env_ids)))}"
+    def _named(self, env_ids: Iterable[int]) -> str:
+        labels = [label_of(env_id, self._names()) for env_id in sorted(env_ids)]
+        return f"environment{'s' if len(labels) > 1 else ''} {_list(labels)}"
 
     def _last_heard(self, env_ids) -> str:
         """Per environment, what it delivered to this run, and how long ago."""
@@ -188,14 +184,6 @@ class Diagnosis:
                     f"last {now - seen.last:.0f} s ago"
                 )
         return _sentence(told)
-
-
-def list_environments(client: AtroposClient) -> list[EnvironmentStatus]:
-    """Every environment that has registered since the API started, dead ones included, in the order of their ids."""
-    found: list[EnvironmentStatus] = []
-    while len(found) < MAX_ENVIRONMENTS and (status := client.environment(len(found))) is not None:
-        found.append(status)
-    return found
 
 
 def disconnect_command(url: str, env_ids: list[int]) -> str:

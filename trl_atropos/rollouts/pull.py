@@ -1,41 +1,66 @@
 """Batches off a live Atropos API, each with its place in the order of the run: `AtroposSource` calls `BatchPuller`.
 
-The API delivers each batch at most once and forgets it before it answers, so `GET /batch` is never repeated unless it
-surely never left this machine. What was lost is counted, to the row, from the API's own step (see `delivery.py`).
+The API cuts its whole queue into batches at once (a *region*), raises its step by their number, and hands them out
+newest first; it assembles new ones only when it holds none. It delivers each batch at most once and forgets it before
+it answers, so `GET /batch` is never repeated unless it surely never left this machine. A batch that the API has popped
+and nobody received leaves its place open, which is found out, to the rollout, as soon as the API is known to hold
+none: when it says so, or when its step rises.
 """
 
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, Registration, ReplyLost
-from trl_atropos.rollouts.delivery import LOST_IN_DELIVERY, Arrival, Batch, Delivery
+from trl_atropos.rollouts.api import (
+    RETRY_PAUSE,
+    UNREGISTERED,
+    ApiUnreachable,
+    AtroposClient,
+    Registration,
+    ReplyLost,
+    join,
+)
 from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.registration import RETRY_PAUSE, UNREGISTERED, join
 from trl_atropos.rollouts.spool import Region, Spool
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
+LOST_IN_DELIVERY = "lost_in_delivery"
+LOST_WITH_API = "lost_with_api"
+
+Batch = list[ScoredGroup | RejectedGroup]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A batch and its place, or (`batch` None) rollouts of which it is now known that they will never come."""
+
+    start: int
+    size: int
+    region: Region  # after it
+    batch: Batch | None = None
+    reason: str = ""
 
 
 class BatchPuller:
     """
     Args:
-        client: of the API.
         registration: to join with. Its `wandb_group` gets a suffix that tells this run's registrations apart.
         spool: knows the registrations of this run's earlier life, and how far they had been delivered.
-        begin: index of the first row, where the spool holds none.
+        begin: index of the first rollout, where the spool holds none.
         poll_interval: seconds between two pulls while the API has no batch.
         api_down_timeout: seconds that the API may fail before `pull` raises.
         explain: puts what the API tells of a silence together with what else is known.
-        names: of environments. An API that was restarted numbers them anew.
+        names: gives the names of environments by their numbers at the API.
 
-    `pause` is how many seconds to wait before the next pull; `api_restarts` counts up for ever. Below the index
-    `complete_until` nothing more will come.
+    `pause` is how many seconds to wait before the next pull.
     """
 
     def __init__(
@@ -47,8 +72,8 @@ class BatchPuller:
         begin: int,
         poll_interval: float,
         api_down_timeout: float,
-        names: EnvironmentNames,
-        explain: Callable[[str], str] = lambda told: told,
+        names: Callable[[], Mapping[int, str]],
+        explain: Callable[[str], str],
     ):
         self.pause = 0.0
         self.api_restarts = 0
@@ -58,10 +83,12 @@ class BatchPuller:
         self._poll_interval = poll_interval
         self._api_down_timeout = api_down_timeout
         self._explain = explain
-        last = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
-        self._delivery = Delivery(registration.batch_size, last, begin)
-        self._names = names
+        # The one being delivered; its step is the API's when it was last asked.
+        self._region = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
+        if not self._region.left and self._region.end < begin:  # files of the spool were deleted
+            self._region = replace(self._region, base=begin, batches=0)
         self._diagnosis = Diagnosis(client, registration, names)
+        self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
         self._unsure = False  # whether the API is still the same, and at which step
         self._losses = False  # whether a reply was lost since the API was known to hold nothing
@@ -73,7 +100,8 @@ class BatchPuller:
 
     @property
     def complete_until(self) -> int:
-        return self._delivery.complete_until
+        """Below this index, nothing more will come."""
+        return self._region.base if self._region.left else self._region.end
 
     # --------------------------------------------------------------------------------------------------------- joining
 
@@ -87,20 +115,20 @@ class BatchPuller:
 
         Raises:
             ApiUnreachable, ReplyLost: the API does not answer; call again.
-            RolloutError: see `registration.join`.
+            RolloutError: see `api.join`.
         """
         ours, held = self._spool.registrations, self._client.trainer()
         anew = reset or held not in ours
-        # Environments go on from the API's step, which counts batches: those of this run's earlier APIs, too.
-        step = max(self._registration.starting_step, -(-self._delivery.end // self._registration.batch_size))
+        # Environments go on from the API's step, which counts batches, those of this run's earlier APIs included.
+        step = max(self._registration.starting_step, -(-self._region.end // self._registration.batch_size))
         if anew:
             held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
             self._spool.note_registration(held, step)
-        asked = self._registration.model_copy(update={"wandb_group": held, "starting_step": step})
+        asked = msgspec.structs.replace(self._registration, wandb_group=held, starting_step=step)
         status = join(self._client, asked, reset=reset)
         known_as = self._client.trainer() or ""
-        before = self._delivery.region
-        self._unsure = self._losses = not anew  # a batch may have been popped that the spool has not
+        before = self._region
+        self._unsure = self._losses = not anew  # a batch may have been popped that the spool does not have
         # Programs that always register under one name may have done so at a new API: its step tells.
         if known_as == before.registration and status.current_step >= before.step:
             return []
@@ -114,7 +142,9 @@ class BatchPuller:
                 status.current_step,
             )
             self._spool.note_registration(known_as, status.current_step)
-        return self._delivery.join(known_as, self._spool.registrations[known_as])
+        lost = self._settle(LOST_WITH_API)
+        self._region = self._next_region(known_as, self._spool.registrations[known_as], 0)
+        return lost
 
     def _rejoin(self) -> list[Arrival]:
         """The API holds no trainer, or another: it was restarted, or reset by somebody else."""
@@ -130,7 +160,6 @@ class BatchPuller:
             self._client.url,
         )
         self.api_restarts += 1
-        self._names.forget()
         self._diagnosis.note_restart()
         self.pause = self._poll_interval
         self._failing_since = None
@@ -153,12 +182,9 @@ class BatchPuller:
                 return self._look()
             self._open_since = time.monotonic()
             reply = self._client.batch()
-        except ApiUnreachable as error:
+        except (ApiUnreachable, ReplyLost) as error:
             self._unsure = True
-            self._note_failure(error)
-            return []
-        except ReplyLost as error:
-            self._unsure = self._losses = True
+            self._losses |= isinstance(error, ReplyLost)
             self._note_failure(error)
             return []
         finally:
@@ -168,7 +194,7 @@ class BatchPuller:
         self._failing_since = None
         if not reply.batch:
             self.pause = self._poll_interval
-            lost = self._told(self._delivery.settle(LOST_IN_DELIVERY))
+            lost = self._told(self._settle(LOST_IN_DELIVERY))
             self._losses = False
             return lost + self._look_if_quiet()
         self.pause = 0.0
@@ -179,10 +205,7 @@ class BatchPuller:
 
     def _look(self) -> list[Arrival]:
         """Ask whether the API is still the one that this trainer registered at, and what it has assembled."""
-        region = self._delivery.region
-        if self._client.trainer() != region.registration:
-            return self._rejoin()
-        rise = self._client.status().current_step - region.step
+        rise = self._rise()
         if rise < 0:
             return self._rejoin()
         self._unsure = False
@@ -190,38 +213,56 @@ class BatchPuller:
             return []
         # A request was lost that made it assemble these, so at least one of them is gone.
         self._failing_since, self._losses = None, True
-        return self._rise(rise)
+        return self._open(rise)
 
     def _place_held(self) -> list[Arrival]:
-        """The API's step tells whether the batch begins a burst: only a pull that finds nothing left raises it."""
-        region = self._delivery.region
-        same = not self._unsure or self._client.trainer() == region.registration
-        rise = self._client.status().current_step - region.step if same else -1
-        if rise < 0:  # that API is gone
-            self._unsure = True
-            return self.give_back()
-        self._unsure = False
+        """Only a pull that finds nothing left makes the API assemble batches and raise its step: the held one's."""
+        rise = self._rise()
+        self._unsure = rise < 0  # that API is gone
         lost = []
-        if rise:
-            lost = self._rise(rise)
+        if rise > 0:
+            lost = self._open(rise)
             self._losses = False
-        elif not self._delivery.left:  # of a burst that was assembled before this run joined
-            self._delivery.open(1, region.step)
+        elif rise == 0 and not self._region.left:  # assembled before this run joined
+            self._region = self._next_region(self._region.registration, self._region.step, 1)
         return lost + self.give_back()
+
+    def _rise(self) -> int:
+        """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
+        if self._unsure and self._client.trainer() != self._region.registration:
+            return -1
+        return max(-1, self._client.status().current_step - self._region.step)
 
     def give_back(self) -> list[Arrival]:
         """What was received and has no place yet gets one: nothing more is asked."""
         batch, self._held = self._held, None
         if batch is None:
             return []
-        if not self._delivery.left:
-            self._delivery.open(1, self._delivery.region.step + 1)
-        return [self._delivery.place(batch)]
+        if not self._region.left:
+            self._region = self._next_region(self._region.registration, self._region.step + 1, 1)
+        size, left = self._region.batch_size, self._region.left - 1  # it is the newest that is left
+        self._region = replace(self._region, left=left)
+        return [Arrival(self._region.base + left * size, size, self._region, batch)]
 
-    def _rise(self, batches: int) -> list[Arrival]:
-        return self._told(self._delivery.open(batches, self._delivery.region.step + batches))
+    def _open(self, batches: int) -> list[Arrival]:
+        """The API had nothing left of the region, and has assembled `batches` new ones."""
+        lost = self._told(self._settle(LOST_IN_DELIVERY))
+        self._region = self._next_region(self._region.registration, self._region.step + batches, batches)
+        return lost
+
+    def _settle(self, reason: str) -> list[Arrival]:
+        """The API holds nothing: what is left of the region was lost."""
+        if not self._region.left:
+            return []
+        size, self._region = self._region.left * self._region.batch_size, replace(self._region, left=0)
+        return [Arrival(self._region.base, size, self._region, reason=reason)]
+
+    def _next_region(self, registration: str, step: int, batches: int) -> Region:
+        """A run that resumes may have had batches of another size before."""
+        return Region(registration, step, self._region.end, self._registration.batch_size, batches, batches)
 
     def _told(self, lost: list[Arrival]) -> list[Arrival]:
+        """`lost`, after a warning."""
         for arrival in lost:
             if self._losses:
                 logger.warning(
@@ -241,8 +282,10 @@ class BatchPuller:
                 )
         return lost
 
-    def say_if_hung(self) -> None:
-        """Called while somebody waits for rollouts: once a minute, tell of a request that is not answered."""
+    # --------------------------------------------------------------------------------------------------------- failing
+
+    def warn_if_hung(self) -> None:
+        """Called while somebody waits for rollouts: warns once a minute of a request that is not answered."""
         now, since = time.monotonic(), self._open_since
         if since is None or now - max(since, self._hang_told) < QUIET_WARNING:
             return
@@ -255,8 +298,6 @@ class BatchPuller:
             now - since,
             self._client.batch_timeout,
         )
-
-    # --------------------------------------------------------------------------------------------------------- failing
 
     def _note_failure(self, error: RolloutError) -> None:
         now = time.monotonic()
@@ -286,7 +327,3 @@ class BatchPuller:
             return []  # the next pull finds out what is wrong
         logger.warning("No batch for %g s. %s", QUIET_WARNING, self._explain(self.why_quiet()))
         return []
-
-    def why_quiet(self) -> str:
-        """Why no batch comes, as far as the API tells, and what to do about it."""
-        return self._diagnosis.why_quiet()

@@ -1,9 +1,13 @@
-"""Rollouts from files instead of a live API: the same rows, in the order they were recorded. What was recorded as it
-came off the wire goes through the same door; the files of a spool hold rows that have been through it.
+"""Rollouts from files instead of a live API, in the order in which they were recorded.
+
+The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold batches as the
+Atropos API delivers them, which go through the same door as those: `.jsonl` has one batch per line,
+`{"batch": [group, ...]}`, or one bare group; `.json` has one such object.
 
 For debugging a run without environments, and for comparing two runs on the same rollouts.
 """
 
+import json
 import logging
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -11,24 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.recording import read_batches, recorded_files
-from trl_atropos.rollouts.schema import Row, SingleRowGroups
+from trl_atropos.rollouts.intake import Intake, SingleRowGroups
+from trl_atropos.rollouts.row import Rollout
 from trl_atropos.rollouts.source import RunInfo
-from trl_atropos.rollouts.spool import read_rows
+from trl_atropos.rollouts.spool import read_rollouts
+from trl_atropos.rollouts.wire import read_group
 
 logger = logging.getLogger(__name__)
+
+SUFFIXES = (".json", ".jsonl", ".arrow")
 
 
 class ReplaySource:
     """
-    Replays recorded batches (format: `recording.py`), or the rows in `<output_dir>/rollouts` of another run.
+    Replays recorded rollouts.
 
     Args:
         paths: a file or directory, or a list of them. A directory stands for its `.json`, `.jsonl` and `.arrow` files
             by name.
         loop: begin again when the recording is used up.
-        single_row_groups: what a group of one means, see `schema.rows_of`.
+        single_row_groups: what a group of one means, see `intake.rollouts_of`.
 
     Raises:
         RolloutError: from `start` and `poll`; the message has the way out.
@@ -44,10 +50,10 @@ class ReplaySource:
         self._paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self._loop = loop
         self._single_row_groups: SingleRowGroups = single_row_groups
-        self._rows: deque[Row] = deque()
-        self._recorded_rows = 0  # usable rows read since the recording began
+        self._ready: deque[Rollout] = deque()
+        self._recorded = 0  # usable rollouts read since the recording began
         self._files: list[Path] = []
-        self._rows_read = self._read()
+        self._reading = self._read()
 
     def start(self, run: RunInfo) -> None:
         self._run = run
@@ -55,24 +61,24 @@ class ReplaySource:
             run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
         )
         self._files = recorded_files(self._paths)
-        self._rows_read = self._read()
-        self._rows.clear()
+        self._reading = self._read()
+        self._ready.clear()
         logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
         if run.rows_consumed:
             self.poll(run.rows_consumed, 0.0)
             self._intake.metrics()
-            logger.info("Skipped the %d rows that the run has been trained on.", run.rows_consumed)
+            logger.info("Skipped the %d rollouts that the run has been trained on.", run.rows_consumed)
 
-    def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
-        """The next `num_rows` recorded rows. Never waits, so `timeout` has no effect and None is never returned."""
-        while len(self._rows) < num_rows:
-            rows = next(self._rows_read, None)
-            if rows is None:
-                self._begin_again(num_rows)
+    def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
+        """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never returned."""
+        while len(self._ready) < num_rollouts:
+            rollouts = next(self._reading, None)
+            if rollouts is None:
+                self._begin_again(num_rollouts)
                 continue
-            self._recorded_rows += len(rows)
-            self._rows += rows
-        return [self._rows.popleft() for _ in range(num_rows)]
+            self._recorded += len(rollouts)
+            self._ready += rollouts
+        return [self._ready.popleft() for _ in range(num_rollouts)]
 
     def metrics(self) -> dict[str, float]:
         """See `Intake.metrics`."""
@@ -80,48 +86,98 @@ class ReplaySource:
 
     def diagnose(self) -> str:
         """Never needed: `poll` does not return None."""
-        return f"{len(self._rows)} recorded rows are left."
+        return f"{len(self._ready)} recorded rollouts are left."
 
     def close(self) -> None:
         """Closes the file being read."""
-        self._rows_read.close()
+        self._reading.close()
 
     def state(self) -> dict[str, Any]:
-        """Nothing: `RunInfo.rows_consumed` tells how many rows to skip."""
+        """Nothing: `RunInfo.rows_consumed` tells how many rollouts to skip."""
         return {}
 
-    def _read(self) -> Generator[list[Row], None, None]:
+    def _read(self) -> Generator[list[Rollout], None, None]:
         for file in self._files:
             if file.suffix == ".arrow":
-                yield self._fitting(file)
+                yield self._of_spool(file)
             else:
-                yield from map(self._intake.admit, read_batches(file))
+                for place, text in _texts(file):
+                    yield self._intake.admit(map(read_group, _groups(text, place)))
 
-    def _fitting(self, file: Path) -> list[Row]:
-        """The rows of a spool's file that this run can train on."""
-        rows, longest, vocab = read_rows(file), self._run.max_sequence_length, self._run.vocab_size
-        for row in rows:
-            largest = max(row.prompt_ids.max(), row.completion_ids.max())
+    def _of_spool(self, file: Path) -> list[Rollout]:
+        """The rollouts of a spool's file that this run can train on."""
+        rollouts, longest, vocab = read_rollouts(file), self._run.max_sequence_length, self._run.vocab_size
+        for rollout in rollouts:
+            rollout.index = -1  # that was its number in another run
+            largest = max(rollout.prompt_ids.max(), rollout.completion_ids.max())
             if vocab is not None and largest >= vocab:
                 raise RolloutError(
                     f"{file} has the token id {largest}, but the model knows ids below {vocab}: it was recorded with "
                     "another model. Correct `replay_paths`."
                 )
-        fitting = [row for row in rows if len(row.prompt_ids) + len(row.completion_ids) <= longest]
-        if len(fitting) < len(rows):
-            logger.warning("Left out %d rows of %s: at most %d tokens fit.", len(rows) - len(fitting), file, longest)
+        fitting = [one for one in rollouts if len(one.prompt_ids) + len(one.completion_ids) <= longest]
+        if len(fitting) < len(rollouts):
+            left_out = len(rollouts) - len(fitting)
+            logger.warning("Left out %d rollouts of %s: at most %d tokens fit.", left_out, file, longest)
         return fitting
 
-    def _begin_again(self, num_rows: int) -> None:
+    def _begin_again(self, num_rollouts: int) -> None:
         """Raises `RolloutError` unless the recording loops and has anything in it."""
-        if not self._recorded_rows:
+        if not self._recorded:
             files = ", ".join(map(str, self._files))
-            raise RolloutError(f"The recording ({files}) has no row that can be trained on. Record another one.")
+            raise RolloutError(f"The recording ({files}) has no rollout that can be trained on. Record another one.")
         if not self._loop:
             raise RolloutError(
-                f"The recording is used up: it has {self._recorded_rows} rows, and {len(self._rows)} are left for a "
-                f"batch of {num_rows}. Train fewer steps (`max_steps`), record more, or (in code) replay it with "
+                f"The recording is used up: it has {self._recorded} rollouts, and {len(self._ready)} are left for a "
+                f"batch of {num_rollouts}. Train fewer steps (`max_steps`), record more, or (in code) replay it with "
                 "`loop=True`."
             )
-        self._recorded_rows = 0
-        self._rows_read = self._read()
+        self._recorded = 0
+        self._reading = self._read()
+
+
+def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
+    """
+    The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
+
+    Raises:
+        RolloutError: a path does not exist, or a directory has no such file.
+    """
+    if not paths:
+        raise RolloutError("`replay_paths` is empty: name a file or a folder, or leave it out to train on a live API.")
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not found or not path.exists():
+            fault = "holds no .json, .jsonl or .arrow file" if path.exists() else "does not exist"
+            raise RolloutError(f"{path} {fault}, so there are no recorded rollouts to replay. Correct the path.")
+        files += found
+    return files
+
+
+def _texts(path: Path) -> Generator[tuple[str, str], None, None]:
+    """What is to be read as JSON, and where it stands."""
+    if path.suffix == ".json":
+        yield str(path), path.read_text(encoding="utf-8")
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}, line {number}", line
+
+
+def _groups(text: str, place: str) -> list[object]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RolloutError(
+            f"{place} is not JSON ({error}). A recording that was cut off ends like this: delete that line."
+        ) from error
+    if isinstance(record, dict) and "tokens" in record:
+        return [record]
+    if isinstance(record, dict) and isinstance(record.get("batch"), list):
+        return record["batch"]
+    raise RolloutError(
+        f'{place} is neither a batch ({{"batch": [...]}}) nor a group ({{"tokens": ...}}), but {text.strip()[:80]!r}. '
+        "Leave this file out."
+    )

@@ -1,8 +1,8 @@
-"""Which policy versions sampled a row: asked of the inference servers, which note every completion, never guessed.
+"""Which policy versions sampled a rollout: asked of the inference servers, which note every completion, never guessed.
 
-`AtroposSource` tags the rows of each pulled batch here, before they are kept or dropped for their age. The servers
-also tell with which settings a completion was sampled, which `SettingsCheck` compares with those of the trainer, and
-what they refused to sample.
+`AtroposSource` tags the rollouts of each pulled batch here, before they are kept or dropped for their staleness. The
+servers also tell with which settings a completion was sampled, which `SettingsCheck` compares with those of the
+trainer, and what they refused to sample.
 """
 
 import logging
@@ -24,8 +24,8 @@ from trl_atropos.protocol import (
     VersionsReply,
     completion_key,
 )
-from trl_atropos.rollouts.refusals import TEMPERATURE_TOLERANCE
-from trl_atropos.rollouts.schema import Row
+from trl_atropos.rollouts.intake import TEMPERATURE_TOLERANCE
+from trl_atropos.rollouts.row import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ TOLD_REASONS = 3
 class VersionBook:
     """
     Args:
-        urls: of all inference servers, without `/v1`; each row may come from any of them.
+        urls: of all inference servers, without `/v1`; each rollout may come from any of them.
         token: the control token.
-        timeout: seconds that a server may take to answer. One that does not, or does not know the question, makes its
-            rows unknown, and is warned about once.
-        temperature: that the trainer scores tokens at; without it, the settings of rows are not compared.
+        timeout: seconds that a server may take to answer. The rollouts of one that does not, or does not know the
+            question, stay of unknown version, and the log says so once.
+        temperature: that the trainer scores tokens at; without it, the settings of rollouts are not compared.
     """
 
     def __init__(self, urls: Sequence[str], token: str, timeout: float, temperature: float | None = None):
@@ -50,24 +50,24 @@ class VersionBook:
         self._warned: set[str] = set()
         self._settings = None if temperature is None else SettingsCheck(SamplingSettings(temperature))
 
-    def tag(self, rows: list[Row]) -> None:
+    def tag(self, rollouts: list[Rollout]) -> None:
         """
-        Sets `policy_version` and `newest_version` of each row: the oldest version that sampled any token of it, and
-        the version at its last sampled token. Both are None if a turn of it is unknown: its log-probabilities are
+        Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
+        and the version at its last sampled token. Both are None if a turn of it is unknown: its log-probabilities are
         missing, something has changed it on its way, or another server sampled it.
 
         Raises:
             RolloutError: see `SettingsCheck`.
         """
-        turns = [turn_keys(row) for row in rows]
+        turns = [turn_keys(rollout) for rollout in rollouts]
         notes = self._notes({key for keys in turns for key in keys or ()})
         sampled: dict[str | int | None, set[SamplingSettings]] = defaultdict(set)  # by environment, named or not
-        for row, keys in zip(rows, turns, strict=True):
+        for rollout, keys in zip(rollouts, turns, strict=True):
             found = [notes[key] for key in keys if key in notes] if keys else []
             known = bool(keys) and len(found) == len(keys)
-            row.policy_version = min(note.span[0] for note in found) if known else None
-            row.newest_version = found[-1].span[1] if known else None
-            sampled[row.environment or row.env_id].update(note.settings for note in found)
+            rollout.policy_version = min(note.span[0] for note in found) if known else None
+            rollout.newest_version = found[-1].span[1] if known else None
+            sampled[rollout.environment or rollout.env_id].update(note.settings for note in found)
         if self._settings is not None:
             for environment, settings in sampled.items():
                 self._settings.check(environment, settings)
@@ -113,14 +113,24 @@ class VersionBook:
         """One server's answer; nothing if it gives none."""
         try:
             reply = self._request("POST", url, "/versions", self._timeout, body)
-            if reply.status_code != 200:
-                return self._warn(url, f"it answered {reply.status_code} {reply.text[:200]!r}")
-            notes = VersionsReply.model_validate_json(reply.content).notes()
-        except requests.RequestException as problem:
-            return self._warn(url, f"{type(problem).__name__}: {problem}")
+            problem = f"it answered {reply.status_code} {reply.text[:200]!r}"
+            notes = VersionsReply.model_validate_json(reply.content).notes() if reply.status_code == 200 else ()
+            if len(notes) == count:
+                return notes
+        except requests.RequestException as error:
+            problem = f"{type(error).__name__}: {error}"
         except ValidationError:
-            return self._warn(url, f"it answered {reply.text[:200]!r}")
-        return notes if len(notes) == count else self._warn(url, f"{len(notes)} answers to {count} questions")
+            pass
+        if url not in self._warned:
+            self._warned.add(url)
+            logger.warning(
+                "The server at %s does not tell which policy versions sampled its rollouts, so their staleness is "
+                "unknown (%s). Start it with `trl-atropos serve` of the version that the trainer has, with the same "
+                "token. This is said once.",
+                url,
+                problem,
+            )
+        return ()
 
     def _request(
         self, method: str, url: str, route: str, timeout: float, body: str | None = None
@@ -131,24 +141,12 @@ class VersionBook:
             session.trust_env = False  # a proxy of the environment must not see the token
             return session.request(method, f"{url}{ROUTE_PREFIX}{route}", data=body, headers=headers, timeout=timeout)
 
-    def _warn(self, url: str, problem: str) -> Sequence[Note | None]:
-        if url not in self._warned:
-            self._warned.add(url)
-            logger.warning(
-                "The server at %s does not tell which policy versions sampled its rollouts, so their age is unknown "
-                "(%s). Start it with `trl-atropos serve` of the version that the trainer has, with the same token. "
-                "This is said once.",
-                url,
-                problem,
-            )
-        return ()
-
 
 class SettingsCheck:
     """
-    Compares what rows were sampled with to what the trainer assumes when it scores them.
+    Compares what rollouts were sampled with to what the trainer assumes when it scores them.
 
-    Another temperature ends the run where no row of an environment has had the right one: that is a mistake in a
+    Another temperature ends the run where no rollout of an environment has had the right one: that is a mistake in a
     setting, and costs every step. What else differs, or only at times, is warned about once for each environment.
     """
 
@@ -158,7 +156,7 @@ class SettingsCheck:
         self._warned: set[str | int | None] = set()
 
     def check(self, environment: str | int | None, sampled: set[SamplingSettings]) -> None:
-        """Raises `RolloutError` for another temperature. `sampled`: of all rows of this environment in a batch."""
+        """Raises `RolloutError` for another temperature. `sampled`: of all rollouts of this environment in a batch."""
         others = sorted(settings for settings in sampled if self._differences(settings))
         if any("temperature" not in self._differences(settings) for settings in sampled):
             self._agreed.add(environment)
@@ -198,16 +196,16 @@ def _told(settings: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
-def turn_keys(row: Row) -> list[bytes] | None:
-    """The key of each turn of a row: of each stretch of trained tokens, with all that comes before it as its prompt.
-    None if a trained token has no log-probability."""
-    edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False))
-    sequence = np.concatenate([row.prompt_ids, row.completion_ids])
-    offset = len(row.prompt_ids)
+def turn_keys(rollout: Rollout) -> list[bytes] | None:
+    """The key of each turn of a rollout: of each stretch of trained tokens, with all that comes before it as its
+    prompt. None if a trained token has no log-probability."""
+    edges = np.flatnonzero(np.diff(rollout.mask, prepend=False, append=False))
+    tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
+    offset = len(rollout.prompt_ids)
     keys = []
     for begin, end in edges.reshape(-1, 2).tolist():
-        logprobs = row.logprobs[begin:end]
+        logprobs = rollout.logprobs[begin:end]
         if np.isnan(logprobs).any():
             return None
-        keys.append(completion_key(sequence[: offset + begin], sequence[offset + begin : offset + end], logprobs))
+        keys.append(completion_key(tokens[: offset + begin], tokens[offset + begin : offset + end], logprobs))
     return keys

@@ -1,172 +1,426 @@
-"""The wire: one scored group exactly as the Atropos API delivers it, checked for type and shape.
+"""The wire: the reply of `GET /batch`, from bytes to groups of arrays, checked for type and shape.
 
-`intake.py` calls `parse_group` on every group of a pulled batch and hands the result to `schema.rows_of`. Lists of
-numbers come as `decode.py` made them, arrays already, or as `json` reads them, from recordings and wherever something
-else than numbers is among them. Nothing is cast on the way: `true` is no token, `5.0` neither, and `"5"` no score.
+`AtroposClient.batch` calls `decode_reply`, and `ReplaySource` calls `read_group` on recorded groups; `intake.py` makes
+rollouts of the result. `Group` describes what the API sends, once, for text and for Python objects. Nothing is cast on
+the way: `true` is not a token, `5.0` is not one either, and `"5"` is not a score.
 """
 
-from collections.abc import Callable
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from itertools import chain, pairwise
+from typing import Annotated, Any, Literal, NoReturn
 
+import msgspec
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-
-from trl_atropos.rollouts.decode import Unreadable
-from trl_atropos.rollouts.environment_names import EnvironmentNames
-from trl_atropos.rollouts.messages import messages_of
-from trl_atropos.rollouts.teacher import Teacher, teachers
-from trl_atropos.rollouts.values import (
-    RejectedGroup,
-    finite_floats,
-    is_absent,
-    list_of,
-    log_probabilities,
-    reject,
-    short,
-    token_ids,
-)
-
-__all__ = ["MASKED", "RejectedGroup", "ScoredGroup", "parse_group"]
+from msgspec import Meta, Raw, Struct
 
 MASKED = -100
-INT64 = {"ge": -(2**63), "lt": 2**63}
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
+SHOWN = 60  # characters of a value in an error message
+SHOWN_BITS = 256
 
-Check = Callable[[str, Any], np.ndarray]
-AbsentIfEmpty = BeforeValidator(lambda value: None if is_absent(value) else value)
-Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# ------------------------------------------------------------------------------------------------- what the API sends
+
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Number = float | int  # a big integer stays exact until it is checked
+# Atropos' collectors send empty lists and objects for what they do not have.
+Nothing = Annotated[dict[str, Any], Meta(max_length=0)] | None
+Empty = Annotated[list[Any], Meta(max_length=0)] | None
 
 
-class Sampling(BaseModel):
-    """How the group was sampled, as far as the environment tells."""
+class Sampling(Struct):
+    """How the group was sampled, as far as the environment says."""
 
-    temperature: Temperature | None = None
+    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None  # finite
 
 
 class Overrides(Sampling):
-    """What an environment may ask for one sequence or for a whole group. Its other keys are its own business."""
+    """What an environment may ask for one rollout or for a whole group. Its other keys are its own business."""
 
-    set_advantage_to_zero: Annotated[bool, Field(strict=True)] | None = None
-    sft: Annotated[bool, Field(strict=True)] | None = None
+    set_advantage_to_zero: bool | None = None
+    sft: bool | None = None
 
 
-class _Settings(BaseModel):
-    """The small fields of a group. An empty list or object means absent."""
+class Group(Struct):
+    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per token."""
 
-    generation_params: Annotated[Sampling | None, AbsentIfEmpty] = None
-    overrides: Annotated[list[Annotated[Overrides | None, AbsentIfEmpty]] | None, AbsentIfEmpty] = None
-    group_overrides: Annotated[Overrides | None, AbsentIfEmpty] = None
-    env_id: Annotated[int, Field(strict=True, **INT64)] | None = None
+    tokens: list[list[TokenId]]
+    masks: list[list[int]]
+    scores: list[Number]
+    inference_logprobs: list[list[float | None] | Nothing] | Nothing = None
+    advantages: list[list[Number] | Nothing] | Nothing = None
+    distill_token_ids: list[list[list[TokenId] | Nothing] | Nothing] | Nothing = None
+    distill_logprobs: list[list[list[float | None] | Nothing] | Nothing] | Nothing = None
+    overrides: list[Overrides | Empty] | Nothing = None
+    group_overrides: Overrides | Empty = None
+    generation_params: Sampling | Empty = None
+    env_id: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    messages: Any = None
+    images: Any = None
+    ref_logprobs: Any = None
+
+
+class GroupOfObjects(Group):
+    """As `json` reads it: log-probabilities may be integers that no float can hold, which are unknown ones."""
+
+    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
+    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
+
+
+NOT_A_TOKEN = f"not a token id from 0 to {INT32_MAX}"
+NOT_FINITE = "not a finite number that float32 can hold"
+NOT_A_LOGPROB = "neither a number nor null"
+NOT_A_BOOLEAN = "neither true nor false"
+WRONG = {  # field -> how many lists deep its values are, and what a wrong one is not
+    "tokens": (2, NOT_A_TOKEN),
+    "masks": (2, f"neither {MASKED} nor a token id"),
+    "scores": (1, NOT_FINITE),
+    "inference_logprobs": (2, NOT_A_LOGPROB),
+    "advantages": (2, NOT_FINITE),
+    "distill_token_ids": (3, NOT_A_TOKEN),
+    "distill_logprobs": (3, NOT_A_LOGPROB),
+    "overrides": (1, "not an object"),
+    "group_overrides": (0, "not an object"),
+    "generation_params": (0, "not an object"),
+    "env_id": (0, "not an integer of 64 bits"),
+    "temperature": (0, "not a finite number"),
+    "set_advantage_to_zero": (0, NOT_A_BOOLEAN),
+    "sft": (0, NOT_A_BOOLEAN),
+}
+
+# --------------------------------------------------------------------------------------------------- what comes of it
+
+
+class RejectedGroup(ValueError):
+    """
+    One group cannot be used: it is dropped, counted, and the run goes on. The message has the values seen. It also
+    stands for the group in its batch, with what is known of it.
+    """
+
+    def __init__(self, reason: str, kind: str = "malformed"):
+        super().__init__(reason)
+        self.kind = kind  # to warn by, once
+        self.env_id: int | None = None
+        self.size = 0  # rollouts
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher's top-k log-probabilities for one rollout of `length` tokens, `k[i]` of them for token `i`."""
+
+    ids: np.ndarray  # (k.sum(),) int32
+    logprobs: np.ndarray  # (k.sum(),) float32; NaN = none
+    k: np.ndarray  # (length,) int64
+
+    def padded(self, part: slice) -> tuple[np.ndarray, np.ndarray] | None:
+        """
+        The tokens of `part` as ids `(c, max k)` int32, -1 = absent, and log-probabilities `(c, max k)` float32,
+        NaN = absent. None if there are none.
+        """
+        counts = self.k[part]
+        before = int(self.k[: part.start].sum())
+        values = slice(before, before + int(counts.sum()))
+        known = ~np.isnan(self.logprobs[values])
+        if not known.any():
+            return None
+        present = np.arange(counts.max()) < counts[:, None]
+        ids = np.full(present.shape, -1, dtype=np.int32)
+        logprobs = np.full(present.shape, np.nan, dtype=np.float32)
+        ids[present] = np.where(known, self.ids[values], -1)
+        logprobs[present] = self.logprobs[values]
+        return ids, logprobs
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
     """
-    One group of `n` sequences, prompt and completion together. Per-token arrays are not shifted: entry `i` of each is
-    about token `i`. None for a sequence: the environment sent nothing.
+    A group of `n` rollouts, prompt and completion together. Per-token arrays are not shifted: entry `i` of each is
+    about token `i`. None for a rollout: the environment sent nothing.
     """
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
     scores: list[float]  # n, which float32 can hold
     logprobs: list[np.ndarray | None]  # n of (length,) float32, NaN = unknown
-    advantages: list[np.ndarray | None]  # n of (length,) float32
+    advantages: list[np.ndarray | None]  # n of (length,) float64
     teachers: list[Teacher | None]  # n
-    overrides: list[Overrides | None]  # n
-    group_overrides: Overrides | None
-    generation_params: Sampling | None
-    messages: list[str | None]  # n JSON texts, see `messages.py`
+    overrides: list[Overrides]  # n
+    group_overrides: Overrides
+    generation_params: Sampling
+    messages: list[str | None]  # n JSON texts, see `_messages`
     images: Any
     env_id: int | None
-    environment: str | None  # its name, where that is known
-    label: str  # what a message calls the environment, see `EnvironmentNames.label`
     has_ref_logprobs: bool  # which nothing uses
 
     def asks(self, override: str, i: int) -> bool:
-        """Whether sequence `i` or its whole group has `override`, a field of `Overrides` that is true or not."""
-        asked = (self.group_overrides, self.overrides[i])
-        return any(getattr(one, override) is True for one in asked if one is not None)
+        """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
+        return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
 
 
-def parse_group(raw: object, names: EnvironmentNames | None = None) -> ScoredGroup:
-    """One group as delivered. Raises `RejectedGroup` with what is wrong, where, and the value seen."""
-    names = names or EnvironmentNames()
-    if isinstance(raw, Unreadable):
-        reject(f"the group is not JSON that can be read ({raw.reason})")
-    if not isinstance(raw, dict):
-        reject(f"the group is {short(raw)}, not an object")
-    tokens = [token_ids(f"tokens[{i}]", entry) for i, entry in enumerate(list_of("tokens", raw.get("tokens")))]
-    if not tokens:
-        reject("tokens is empty: a group has at least 1 sequence")
-    size = len(tokens)
-    settings = _settings(raw)
+@dataclass(frozen=True)
+class BatchReply:
+    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
+
+    batch: list[ScoredGroup | RejectedGroup] | None
+    status: Literal["error"] | None
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class _Reply(Struct):
+    batch: list[Raw] | None
+    status: Literal["error"] | None = None
+
+
+DECODE_REPLY, DECODE_GROUP = msgspec.json.Decoder(_Reply).decode, msgspec.json.Decoder(Group).decode
+# Of a reply as atroposlib 0.4 writes it.
+HEAD, BETWEEN, TAIL = b'{"batch":[', b'},{"tokens":', b"]}"
+UNREADABLE = "unreadable"
+
+
+def decode_reply(body: bytes) -> BatchReply:
+    """
+    The groups of a reply, each read by itself, so that one that cannot be read costs no other.
+
+    Raises:
+        ValueError: the body is not the JSON of such a reply.
+    """
+    groups = None
+    if body.startswith(HEAD) and body.endswith(TAIL):
+        # Looked for, not read. What is between commas are the groups if each of them is JSON by itself.
+        commas = [len(HEAD) - 1]
+        while (found := body.find(BETWEEN, commas[-1] + 1)) > 0:
+            commas.append(found + 1)
+        commas.append(len(body) - len(TAIL))
+        groups = [read_group(body[before + 1 : after]) for before, after in pairwise(commas)]
+        if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
+            return BatchReply(groups, None)
+    try:
+        reply = DECODE_REPLY(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        if groups is None or all(isinstance(group, RejectedGroup) for group in groups):
+            raise ValueError(str(error)) from error
+        return BatchReply(groups, None)
+    return BatchReply(None if reply.batch is None else [read_group(bytes(text)) for text in reply.batch], reply.status)
+
+
+def read_group(raw: object) -> ScoredGroup | RejectedGroup:
+    """As `parse_group`, but gives the error in place of a group that cannot be used."""
+    try:
+        return parse_group(raw)
+    except RejectedGroup as error:
+        rejected = RejectedGroup(str(error), error.kind)
+    with suppress(RejectedGroup):
+        sent = _plain(raw)
+        if isinstance(sent, dict):
+            env_id, tokens = sent.get("env_id"), sent.get("tokens")
+            rejected.env_id = env_id if type(env_id) is int else None
+            rejected.size = len(tokens) if isinstance(tokens, list) else 0
+    return rejected
+
+
+def parse_group(raw: object) -> ScoredGroup:
+    """
+    Args:
+        raw: the text of a group (`bytes`), or the Python objects that `json` reads from it.
+
+    Raises:
+        RejectedGroup: with what is wrong, where, and the value seen.
+    """
+    try:
+        if isinstance(raw, bytes) and not raw.isascii():
+            raw.decode()  # msgspec does not look at the text of fields that it leaves out
+        group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, GroupOfObjects)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
+        sent = _plain(raw)
+        try:
+            group = msgspec.convert(sent, GroupOfObjects)
+        except msgspec.ValidationError as error:
+            _reject(_explained(sent, str(error)))
+    return _checked(group)
+
+
+def _plain(raw: object) -> Any:
+    """The group as Python objects."""
+    if not isinstance(raw, bytes):
+        return raw
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:  # also for text that is not UTF-8, and integers of 4301 digits
+        reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
+        raise RejectedGroup(reason, UNREADABLE) from None
+
+
+def _explained(sent: Any, error: str) -> str:
+    """msgspec's "Expected `int`, got `bool` - at `$.tokens[0][1]`", with the value seen."""
+    if missing := re.search(r"missing required field `(\w+)`", error):
+        return f"{missing[1]} is missing"
+    path = re.search(r" - at `\$\.(.*)`$", error)
+    if path is None:
+        return f"the group is {_short(sent)}, not an object"
+    value, name, depth = sent, "", 0
+    for field, index in re.findall(r"(\w+)|\[(\d+)\]", path[1]):
+        value = value[field or int(index)]
+        name, depth = (field, 0) if field else (name, depth + 1)
+    lists, wrong = WRONG[name]
+    return f"{path[1]} is {_short(value)}, {'not a list' if depth < lists else wrong}"
+
+
+def _reject(reason: str) -> NoReturn:
+    raise RejectedGroup(reason)
+
+
+def _short(value: Any) -> str:
+    """A value for a message, whatever its size and depth."""
+    if isinstance(value, list):
+        return f"a list of {len(value)} entries"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} entries"
+    if isinstance(value, str):
+        return repr(value[:SHOWN]) + ("..." if len(value) > SHOWN else "")
+    if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+# ----------------------------------------------------------------------------------------------------------- checking
+
+
+def _checked(group: Group) -> ScoredGroup:
+    size = len(group.tokens)
+    if not size:
+        _reject("tokens is empty: a group has at least 1 rollout")
+    tokens = [np.array(ids, dtype=np.int32) for ids in group.tokens]
     return ScoredGroup(
         tokens=tokens,
-        trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", raw.get("masks"), size), tokens))],
-        scores=finite_floats("scores", _sized("scores", raw.get("scores"), size)).tolist(),
-        logprobs=_per_token("inference_logprobs", raw, tokens, log_probabilities),
-        advantages=_per_token("advantages", raw, tokens, finite_floats),
-        teachers=teachers(raw.get("distill_token_ids"), raw.get("distill_logprobs"), [len(ids) for ids in tokens]),
-        overrides=_sized("overrides", settings.overrides or [None] * size, size),
-        group_overrides=settings.group_overrides,
-        generation_params=settings.generation_params,
-        messages=messages_of(raw.get("messages"), size),
-        images=raw.get("images"),
-        env_id=settings.env_id,
-        environment=names.name(settings.env_id),
-        label=names.label(settings.env_id),
-        has_ref_logprobs=not is_absent(raw.get("ref_logprobs")),
+        trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))],
+        scores=_finite("scores", _sized("scores", group.scores, size)).tolist(),
+        logprobs=_per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs),
+        advantages=_per_token("advantages", group.advantages, tokens, _finite),
+        teachers=_teachers(group, [len(ids) for ids in tokens]),
+        overrides=[one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)],
+        group_overrides=group.group_overrides or Overrides(),
+        generation_params=group.generation_params or Sampling(),
+        messages=_messages(group.messages, size),
+        images=group.images,
+        env_id=group.env_id,
+        has_ref_logprobs=bool(group.ref_logprobs),
     )
 
 
-def _settings(raw: dict[str, Any]) -> _Settings:
-    try:
-        return _Settings.model_validate({name: raw.get(name) for name in _Settings.model_fields})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reject(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {short(first['input'])})")
-
-
-def _sized(name: str, value: Any, size: int) -> list:
-    entries = list_of(name, value)
+def _sized(name: str, entries: Sequence, size: int, of: str = "rollouts") -> Sequence:
     if len(entries) != size:
-        reject(f"{name} has {len(entries)} entries for {size} sequences")
+        _reject(f"{name} has {len(entries)} entries for {size} {of}")
     return entries
 
 
-def _trained(i: int, mask: Any, tokens: np.ndarray) -> np.ndarray:
+def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     """Which tokens the mask marks. An entry is -100, or the token itself."""
-    name = f"masks[{i}]"
-    entries = mask if isinstance(mask, np.ndarray) else list_of(name, mask)
-    _check_length(name, entries, tokens)
-    if isinstance(entries, np.ndarray):
-        trained = entries != MASKED
-        good = (entries == tokens) | ~trained
-        wrong = None if good.all() else int(np.argmin(good))
-    else:
-        good = [type(entry) is int and entry in (MASKED, token) for entry, token in zip(entries, tokens.tolist())]
-        wrong = None if all(good) else good.index(False)
-        trained = np.array([entry != MASKED for entry in entries], dtype=bool)
-    if wrong is not None:
-        value = short(entries[wrong].item() if isinstance(entries, np.ndarray) else entries[wrong])
-        reject(f"{name}[{wrong}] is {value}, neither {MASKED} nor the token id {tokens[wrong]}")
+    _sized(f"masks[{i}]", mask, len(tokens), "tokens")
+    try:
+        entries = np.array(mask, dtype=np.int32)
+    except OverflowError:
+        entries = np.array(mask, dtype=object)
+    trained = entries != MASKED
+    good = (entries == tokens) | ~trained
+    if not good.all():
+        wrong = int(np.argmin(good))
+        _reject(f"masks[{i}][{wrong}] is {_short(mask[wrong])}, neither {MASKED} nor the token id {tokens[wrong]}")
     return trained
 
 
-def _per_token(name: str, raw: dict[str, Any], tokens: list[np.ndarray], check: Check) -> list[np.ndarray | None]:
-    value = raw.get(name)
-    if is_absent(value):
-        return [None] * len(tokens)
-    checked: list[np.ndarray | None] = []
-    for i, (entries, ids) in enumerate(zip(_sized(name, value, len(tokens)), tokens)):
-        if is_absent(entries):
-            checked.append(None)
-            continue
-        checked.append(check(f"{name}[{i}]", entries))
-        _check_length(f"{name}[{i}]", entries, ids)
-    return checked
+Check = Callable[[str, list], np.ndarray]
 
 
-def _check_length(name: str, entries: list | np.ndarray, tokens: np.ndarray) -> None:
-    if len(entries) != len(tokens):
-        reject(f"{name} has {len(entries)} entries for {len(tokens)} tokens")
+def _per_token(name: str, value: Any, tokens: list[np.ndarray], check: Check) -> list[np.ndarray | None]:
+    entries = _sized(name, value or [None] * len(tokens), len(tokens))
+    return [
+        check(f"{name}[{i}]", _sized(f"{name}[{i}]", one, len(ids), "tokens")) if one else None
+        for i, (one, ids) in enumerate(zip(entries, tokens))
+    ]
+
+
+def _floats(entries: list) -> np.ndarray:
+    """float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever its sign."""
+    try:
+        return np.array(entries, dtype=np.float64)
+    except OverflowError:
+        return np.array([math.inf if e is not None and abs(e) > FLOAT32_MAX else e for e in entries], np.float64)
+
+
+def _finite(name: str, entries: list) -> np.ndarray:
+    """`(length,)` float64. Rejects what float32 cannot hold."""
+    values = _floats(entries)
+    good = np.abs(values) <= FLOAT32_MAX
+    if not good.all():
+        wrong = int(np.argmin(good))
+        _reject(f"{name}[{wrong}] is {_short(entries[wrong])}, {NOT_FINITE}")
+    return values
+
+
+def _logprobs(name: str, entries: list) -> np.ndarray:
+    """`(length,)` float32, NaN where there is none: null, infinite, or above 0, as Atropos pads with 1.0."""
+    values = _floats(entries)
+    return np.where((values <= 0.0) & (values >= -FLOAT32_MAX), values, np.nan).astype(np.float32)
+
+
+def _teachers(group: Group, lengths: list[int]) -> list[Teacher | None]:
+    sent = {name: getattr(group, name) for name in ("distill_token_ids", "distill_logprobs")}
+    absent = [name for name, value in sent.items() if not value]
+    if len(absent) == 1:
+        _reject(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
+    entries = [_sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()]
+    return [_teacher(i, *one) if any(one[:2]) else None for i, one in enumerate(zip(*entries, lengths))]
+
+
+def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> Teacher:
+    ids = [entry or [] for entry in _sized(f"distill_token_ids[{i}]", ids or [], length, "tokens")]
+    logprobs = [entry or [] for entry in _sized(f"distill_logprobs[{i}]", logprobs or [], length, "tokens")]
+    for position, (some, others) in enumerate(zip(ids, logprobs)):
+        _sized(f"distill_logprobs[{i}][{position}]", others, len(some), "token ids")
+    values = [list(chain.from_iterable(each)) for each in (ids, logprobs)]
+    return Teacher(np.array(values[0], dtype=np.int32), _logprobs("", values[1]), np.array(list(map(len, ids))))
+
+
+def _messages(value: Any, size: int) -> list[str | None]:
+    """
+    The JSON text of each rollout's messages for human readers, of at most 64 KiB in UTF-8, None where there are none.
+    Longer ones lose messages at their end. Nothing is trained on them, so no shape of theirs is an error.
+    """
+    if not isinstance(value, list) or len(value) != size:
+        return [None] * size
+    return [_message_text(messages) if messages not in (None, [], {}) else None for messages in value]
+
+
+def _message_text(messages: Any) -> str | None:
+    try:
+        text = _dumps(messages)
+    except RecursionError:  # nested a thousand times: for no reader
+        return None
+    total = len(text.encode())
+    if total <= MAX_MESSAGE_BYTES:
+        return text
+    entries = messages if isinstance(messages, list) else [messages]
+    kept: list[Any] = []
+    room = MAX_MESSAGE_BYTES - 200  # for the note
+    for entry in entries:
+        room -= len(_dumps(entry).encode()) + 2
+        if room < 0:
+            break
+        kept.append(entry)
+    left_out = f"{len(entries) - len(kept)} more messages; {total} bytes in all"
+    return _dumps([*kept, {"role": "note", "content": left_out}])
+
+
+def _dumps(value: Any) -> str:
+    """Readable JSON. Half a surrogate pair, which JSON can escape and UTF-8 cannot hold, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()

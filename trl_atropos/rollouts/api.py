@@ -1,0 +1,288 @@
+"""The HTTP client of the Atropos API, and becoming its trainer.
+
+`pull.py` calls it. `AtroposClient` retries nothing: whether a second try is safe depends on whether the request was
+sent, and `ApiUnreachable` and `ReplyLost` tell that apart. The API takes a registration only while it holds nothing,
+answers 200 either way, and cannot be asked to forget just the registration.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.wire import BatchReply, decode_reply
+
+logger = logging.getLogger(__name__)
+
+GREETING = "AtroposLib API"
+UNREGISTERED = -1
+RETRY_PAUSE = 0.5  # seconds
+HEAL_TRIES = 3
+MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
+T = TypeVar("T")
+
+
+class ApiUnreachable(RolloutError):
+    """No connection: the request was never sent, so trying again is safe."""
+
+
+class ReplyLost(RolloutError):
+    """The request was sent and no usable answer came: whatever the API handed out with it is gone."""
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """The body of `POST /register`; the API demands every field."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+
+class Info(msgspec.Struct):
+    """What the API holds about its trainer; -1 and -1 before the first registration."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class Status(msgspec.Struct):
+    """`current_step` counts assembled batches, `queue_size` groups not yet in a batch."""
+
+    current_step: int
+    queue_size: int
+
+
+class TrainerInfo(msgspec.Struct):
+    """Under which name the trainer registered; None before that. A registration that was ignored does not show."""
+
+    group: str | None
+
+
+class EnvironmentStatus(msgspec.Struct):
+    """How one environment stands, and the queue as it sees it."""
+
+    max_group_size: int = 1  # rollouts in the largest group that is queued, whoever sent it; at least 1
+    self_queue_size: int = 0  # groups that it has in the queue
+    unallocated_fraction: float = 1.0  # of a batch, that no `min_batch_allocation` of anybody reserves
+    env_weight: float = 1.0  # its share by weight and context length, at least 0.01
+
+
+class LatestExample(msgspec.Struct):
+    """The group that was queued last. It survives a reset of the API."""
+
+    tokens: list[list[int]] = []
+    env_id: int | None = None
+
+
+class AtroposClient:
+    """
+    Args:
+        url: root of the API, such as `http://127.0.0.1:8000`.
+        request_timeout: seconds for every request but `batch`.
+        batch_timeout: seconds for `batch`, which should be long: giving up on it loses the batch.
+
+    Raises:
+        RolloutError: `url` is not an http(s) URL.
+    """
+
+    def __init__(self, url: str, request_timeout: float, batch_timeout: float):
+        if not url.startswith(("http://", "https://")):
+            raise RolloutError(f"{url!r} is not the URL of an Atropos API. Write it as http://HOST:PORT.")
+        self.url = url.rstrip("/")
+        self.batch_timeout = batch_timeout
+        self._request_timeout = request_timeout
+        self._sockets: set[socket.socket] = set()  # of requests under way
+
+    def greet(self) -> None:
+        """Raises `RolloutError` if something other than an Atropos API answers at the URL."""
+        status, body = self._request("GET", "/")
+        if GREETING.encode() not in body:
+            raise RolloutError(
+                f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}. Set `atropos_url` to the "
+                "host and port that `python -m atroposlib.cli.run_api` listens on."
+            )
+
+    def register(self, registration: Registration) -> None:
+        """Asks to be the trainer. The API gives the same answer whether it took the registration or ignored it."""
+        self._request("POST", "/register", registration)
+
+    def reset(self) -> None:
+        """Throws away everything the API holds: queue, environments and registration."""
+        self._request("GET", "/reset_data")
+
+    def info(self) -> Info:
+        return self._get("/info", Info)
+
+    def status(self) -> Status:
+        return self._get("/status", Status)
+
+    def trainer(self) -> str | None:
+        """The `wandb_group` of the registration that the API took, None if it has taken none."""
+        return self._get("/wandb_info", TrainerInfo).group
+
+    def environment(self, env_id: int) -> EnvironmentStatus | None:
+        """How an environment stands, or None if there is none of that number, which the API answers by a 500."""
+        # Some builds of the API read the number in the path, 0.4.0 in the body.
+        with suppress(ReplyLost):
+            return self._get(f"/status-env?env_id={env_id}", EnvironmentStatus, {"env_id": env_id})
+
+    def environments(self) -> list[EnvironmentStatus]:
+        """Every environment that has registered since the API started, dead ones included, in the order of numbers."""
+        found: list[EnvironmentStatus] = []
+        while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
+            found.append(status)
+        return found
+
+    def latest_example(self) -> LatestExample | None:
+        """The group that was queued last, or None if the API cannot send it, as with a NaN in it."""
+        with suppress(ReplyLost):
+            return self._get("/latest_example", LatestExample)
+
+    def disconnect(self, env_id: int) -> None:
+        """Have the API no longer count on an environment: on its weight and its reserved part of a batch."""
+        self._request("POST", "/disconnect-env", {"env_id": env_id})
+
+    def batch(self) -> BatchReply:
+        """The next batch. The API forgets it before it answers, so it is delivered at most once."""
+        _, body = self._request("GET", "/batch", timeout=self.batch_timeout)
+        try:
+            return decode_reply(body)
+        except ValueError as error:
+            raise ReplyLost(f"GET {self.url}/batch answered {body[:80]!r}, which is no batch ({error})") from error
+
+    def abort(self) -> None:
+        """Ends the requests of other threads, which fail with `ReplyLost`."""
+        for open_socket in list(self._sockets):
+            with suppress(OSError):  # it is closed already
+                open_socket.shutdown(socket.SHUT_RDWR)
+
+    def _get(self, path: str, reply: type[T], body: Any = None) -> T:
+        _, content = self._request("GET", path, body)
+        try:
+            return msgspec.json.decode(content, type=reply)
+        except msgspec.MsgspecError as error:
+            raise ReplyLost(f"{self.url}{path} answered {content[:80]!r}, not a {reply.__name__}") from error
+
+    def _request(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> tuple[int, bytes]:
+        """On a connection of its own, since the API may close an idle one just as it is used again. Past proxies."""
+        url, timeout, asked = urlsplit(self.url), timeout or self._request_timeout, f"{method} {self.url}{path}"
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = kind(url.hostname, url.port, timeout=timeout)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise ApiUnreachable(f"{asked} failed: {error}") from error
+        own_socket = connection.sock  # which the connection lets go of when the reply begins
+        self._sockets.add(own_socket)
+        try:
+            content = None if body is None else msgspec.json.encode(body)
+            headers = {"Connection": "close", "Content-Type": "application/json"}
+            connection.request(method, url.path + path, content, headers)
+            response = connection.getresponse()
+            status, answer = response.status, response.read()
+        except (OSError, HTTPException) as error:
+            why = f" within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
+            raise ReplyLost(f"{asked} failed{why}") from error
+        finally:
+            self._sockets.discard(own_socket)
+            connection.close()
+        if status >= 500:
+            raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
+        if status >= 400 and path != "/":
+            raise RolloutError(
+                f"{asked} answered {status} {answer[:200]!r}: the server there does not speak the protocol of "
+                "atroposlib 0.4. Install that version where the API runs."
+            )
+        return status, answer
+
+
+def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
+    """
+    What follows the word "environment" in a message: its name, or its number at the API, which tells no names.
+
+    Args:
+        names: of the environments that the run started, by number.
+    """
+    return names.get(env_id) or ("without a number" if env_id is None else str(env_id))
+
+
+# -------------------------------------------------------------------------------------------------- becoming a trainer
+
+
+def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
+    """The result of `call` when the API answers it. Raises `RolloutError(failure)` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return call()
+        except (ApiUnreachable, ReplyLost) as error:
+            if time.monotonic() >= deadline:
+                raise RolloutError(f"{failure} Last try: {error}") from error
+        time.sleep(RETRY_PAUSE)
+
+
+def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
+    """
+    Register, and verify that the API holds this run's batch size and length.
+
+    Args:
+        reset: first throw away whatever the API holds, queued rollouts and registered environments too.
+
+    Returns:
+        What the API holds now. An earlier trainer's queue is kept if its registration agrees with this one.
+
+    Raises:
+        RolloutError: the API holds another registration, or does not take any.
+    """
+    if reset:
+        client.reset()
+    client.register(registration)
+    held = client.info()
+    if held.batch_size == UNREGISTERED:
+        held = _heal(client, registration)
+    wanted = Info(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
+    if held != wanted:
+        raise RolloutError(
+            f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "
+            f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
+            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). Set "
+            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts "
+            "queued there, or restart the API; restart the environments in both cases."
+        )
+    return client.status()
+
+
+def _heal(client: AtroposClient, registration: Registration) -> Info:
+    """
+    An environment that delivers before any trainer registered makes the API ignore every registration. No trainer can
+    ever be handed what is queued there, so a reset loses nothing that could have been used.
+    """
+    logger.warning(
+        "The Atropos API at %s received %d groups before any trainer had registered, and ignores registrations since. "
+        "Resetting it.",
+        client.url,
+        client.status().queue_size,
+    )
+    for _ in range(HEAL_TRIES):  # a delivery between the reset and the registration spoils it again
+        client.reset()
+        client.register(registration)
+        held = client.info()
+        if held.batch_size != UNREGISTERED:
+            return held
+    raise RolloutError(
+        f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
+        f"{HEAL_TRIES} resets. An environment of an earlier run is probably delivering to it: stop it, then restart "
+        "the API."
+    )
