@@ -22,8 +22,8 @@ from tests.weights import trainers
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource, timing
 from trl_atropos.report.progress import format_line
 from trl_atropos.rollouts.source import AtroposSource
+from trl_atropos.server_client import ServerClient
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, OTHER, PARTS, PUBLISH, SAVE, WAIT, Stopwatch, bottleneck
-from trl_atropos.weights.client import ServerClient
 from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
 
 PAUSE = 0.3  # seconds, that a part is made to take

@@ -230,7 +230,7 @@ class View(Strict):
 class Attachment(Strict):
     """Answer of `POST /trl_atropos/attach`: handles of the server's memory, and each parameter's place in it."""
 
-    storages: list[dict]  # handles for `trl_atropos.transport.open_storage`
+    storages: list[dict]  # handles for `trl_atropos.tensors.shared_memory.open_storage`
     views: dict[str, View]
     refused: dict[str, str]  # parameter name -> why it cannot be a view
 

@@ -18,12 +18,12 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from trl_atropos import distributed as ranks
 from trl_atropos.errors import SaveError
 from trl_atropos.guard import SHM
 from trl_atropos.signals import deferred
 from trl_atropos.staging import Staging, saved_bytes, shortage
 from trl_atropos.timing import SAVE_BACKGROUND
-from trl_atropos.weights import ranks
 from trl_atropos.weights.checkpoint import disk_errors, written_whole
 
 logger = logging.getLogger(__name__)

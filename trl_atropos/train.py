@@ -110,11 +110,11 @@ def run(recipe) -> None:
     """Trains by `recipe` (a `trl_atropos.recipe.Recipe`)."""
     from accelerate import PartialState
 
+    from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.output_lock import locked
     from trl_atropos.report.hub import make_repository
     from trl_atropos.services import Services
-    from trl_atropos.weights import ranks
 
     _set_up_logging(recipe.training)
     _heed_ddp_timeout(recipe.training)
@@ -148,8 +148,8 @@ def _heed_ddp_timeout(training) -> None:
 
 def check_files(recipe) -> None:
     """What a run reads and writes, before it starts anything that takes long. What one rank lacks ends all of them."""
+    from trl_atropos import distributed as ranks
     from trl_atropos.protocol import environment_token
-    from trl_atropos.weights import ranks
 
     environment_token()  # raises if no header can carry it
     ranks.together(lambda: _check_folder_and_model(recipe))
@@ -391,8 +391,8 @@ def _checkpoint(training) -> str | None:
     """
     from accelerate.utils import gather_object
 
+    from trl_atropos import distributed as ranks
     from trl_atropos.recipe import RecipeError
-    from trl_atropos.weights import ranks
 
     asked = training.resume_from_checkpoint
     if asked is None or str(asked).lower() in ("false", "none", ""):

@@ -26,12 +26,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
+from trl_atropos import distributed as ranks
 from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
-from trl_atropos.forward import keep_soft_cap, prepare_model
-from trl_atropos.gradients import accumulate_gradients
 from trl_atropos.health import Health
 from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
 from trl_atropos.output_lock import locked
@@ -51,7 +50,6 @@ from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.saving import BackgroundSaver
 from trl_atropos.staging import sweep
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
-from trl_atropos.weights import ranks
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,
@@ -62,10 +60,10 @@ from trl_atropos.weights.checkpoint import (
     require_whole,
     weight_errors,
 )
-from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
-from trl_atropos.weights.modes import publisher_of
-from trl_atropos.weights.publisher import PolicyPublisher
-from trl_atropos.weights.transfer import base_model
+from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.masters import MasterOptimizer, accumulate_gradients, exact_gradients, use_masters
+from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
 logger = logging.getLogger(__name__)
 

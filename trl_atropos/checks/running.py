@@ -99,7 +99,7 @@ def _api(recipe, launch: Launch) -> Iterator[Finding]:
 
 
 def _server(recipe, url: str) -> Iterator[Finding]:
-    from trl_atropos.weights.client import ServerClient
+    from trl_atropos.server_client import ServerClient
 
     try:
         info = ServerClient(url, ANSWER).info()

@@ -18,9 +18,9 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 
+from trl_atropos import distributed as ranks
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import RolloutSource
-from trl_atropos.weights import ranks
 
 logger = logging.getLogger(__name__)
 
