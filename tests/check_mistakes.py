@@ -117,10 +117,10 @@ MISTAKES = {
     "an adapter's rank without an adapter": Mistake(
         lambda desk: desk.recipe(lora_r=8), "dead-setting", "lora_r: 8", "Set `use_peft: true`", WARNING
     ),
-    "checkpoints in the background, and none": Mistake(
-        lambda desk: desk.recipe(save_strategy="no", save_in_background=True),
+    "how often checkpoints are saved, and none": Mistake(
+        lambda desk: desk.recipe(save_strategy="no", save_steps=5),
         "dead-setting",
-        "save_in_background: True",
+        "save_steps: 5",
         "Set `save_strategy: steps`, or remove it",
         WARNING,
     ),

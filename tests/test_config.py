@@ -48,6 +48,7 @@ REFUSED = {
     "single rows": ({"single_row_groups": "keep"}, r"`single_row_groups` is 'keep'.*: refuse, raw, zero"),
     "no time for rollouts": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
     "no time to publish": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
+    "saving in the background": ({"save_in_background": True}, r"`save_in_background` was removed, .*leave it out"),
     "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
     "prefetch": ({"prefetch_batches": -1}, r"`prefetch_batches` is -1. Set it to 0 or more"),
     "staleness": ({"max_staleness": -1}, r"`max_staleness` is -1. Set it to 0 or more"),

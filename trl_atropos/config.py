@@ -131,9 +131,7 @@ class AtroposGRPOConfig(GRPOConfig):
             `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step, which
             are divided into as many micro-batches as they need.
         save_in_background (`bool`, *optional*, defaults to `False`):
-            Write checkpoints to memory (`/dev/shm`), from where they move to the disk while training goes on. Where
-            that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training waits as
-            ever, and a warning says why. Callbacks get `on_save` when the folder may not be on disk yet.
+            Removed, because it made no run faster: leave it out.
         warning_thresholds (`dict[str, float]` or `str`, *optional*):
             Value above which a warning about the run's health is given, by name, for those that shall differ from the
             default (`docs/reference.md` lists them), such as `{"truncated": 0.5}`. With 1, a share never warns.
@@ -317,12 +315,7 @@ class AtroposGRPOConfig(GRPOConfig):
         },
     )
     save_in_background: bool = field(
-        default=False,
-        metadata={
-            "help": "Write checkpoints to memory (/dev/shm), from where they move to the disk while training goes on. "
-            "Where that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training "
-            "waits as ever, and a warning says why."
-        },
+        default=False, metadata={"help": "Removed, because it made no run faster: leave it out."}
     )
     warning_thresholds: dict | str | None = field(
         default=None,
@@ -442,11 +435,10 @@ class AtroposGRPOConfig(GRPOConfig):
             )
 
     def _check_saving(self) -> None:
-        if self.save_in_background and self.push_to_hub and self.hub_strategy != "end":
+        if self.save_in_background:
             raise ValueError(
-                f"`hub_strategy: {self.hub_strategy.value}` uploads each checkpoint when it is saved, but with "
-                "`save_in_background` it is not on disk yet: set `hub_strategy: end`, or leave `save_in_background` "
-                "out."
+                "`save_in_background` was removed, because it made no run faster: leave it out. Training waits while "
+                "a checkpoint is written; with a larger `save_steps`, it does so less often."
             )
 
     def _check_warnings(self) -> None:

@@ -267,8 +267,8 @@ class ServerClient:
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             raise ServerError(
                 f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__}). If it was "
-                "running, it died: look at its log. If it runs elsewhere, check `vllm_server_base_url`; start one with "
-                "`trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
+                "running, it died: look at its log. If it runs elsewhere, check `vllm_server_base_url`; start one "
+                "with `trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
             ) from error
         return response
 

@@ -47,8 +47,6 @@ from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
 from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.saving import BackgroundSaver
-from trl_atropos.staging import sweep
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.weights.checkpoint import (
     groups_of,
@@ -58,6 +56,7 @@ from trl_atropos.weights.checkpoint import (
     require_same_optimizer,
     require_same_weights,
     require_whole,
+    save_whole,
     weight_errors,
 )
 from trl_atropos.weights.gather import base_model
@@ -164,7 +163,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
-        self._saver = BackgroundSaver(self)
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
             super().__init__(
@@ -195,8 +193,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
-        if self.accelerator.is_local_main_process:
-            sweep()
         self._logprobs = LogprobKeeper(f"{args.output_dir}/rollouts", self.rollout_source, self.accelerator)
         self.rollout_func = self._hand_over_rows
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
@@ -221,12 +217,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
-        with ranks.held_on_main(lambda: locked(self.args.output_dir)), self._saver:
+        with ranks.held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 self.policy_publisher.hold()
-                output = super().train(*args, **kwargs)
-                self._saver.wait()
-                return output
+                return super().train(*args, **kwargs)
             finally:
                 self.policy_publisher.close()
                 if self.accelerator.is_main_process:
@@ -307,10 +301,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
         with self.stopwatch.part(SAVE):
-            self._saver.save(lambda: write(model, trial))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._saver.folder or super()._get_output_dir(trial)
+            save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -456,7 +447,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _poll(self, waited: float) -> list[Row] | None:
         """Rows, or nothing yet."""
-        self._saver.check()
         with self.stopwatch.part(WAIT):
             rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rows is not None:

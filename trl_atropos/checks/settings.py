@@ -125,7 +125,7 @@ def _conditions(recipe) -> list[tuple[bool, str, str, list[str]]]:
     services, training = recipe.services, recipe.training
     replays, starts = training.replay_paths is not None, services.start_atropos or services.start_vllm
     own, sends = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", ("server", "nccl_lora")
-    keeps, saving = training.save_strategy != "no", ["save_steps", "save_total_limit", "save_in_background"]
+    keeps, saving = training.save_strategy != "no", ["save_steps", "save_total_limit"]
     return [
         (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
         (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),

@@ -1,7 +1,7 @@
 """A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
 
-`saving.py` writes within `written_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything that
-takes long; then `AtroposGRPOTrainer` calls `load_weights`, and `put_in_force` because the optimizer's state brings the
+`AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything
+that takes long. Then the trainer calls `load_weights`, and `put_in_force`, because the optimizer's state brings the
 settings of the run that saved it.
 """
 
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import textwrap
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
 
+from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, SaveError
 
 logger = logging.getLogger(__name__)
@@ -41,14 +43,26 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-@contextlib.contextmanager
-def written_whole(checkpoint: str | Path) -> Iterator[None]:
-    """Around the writing of a checkpoint: after an error or Ctrl-C, nothing half written stays."""
+def save_whole(trainer: Any, write: Callable[[], None]) -> None:
+    """
+    Saves a checkpoint of `trainer`, on every rank, by calling `write`. After an error or Ctrl-C, nothing half written
+    stays.
+    """
+    folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
+
+    def write_or_explain() -> None:
+        with disk_errors(folder, "The checkpoint"):
+            write()
+
     try:
-        yield
-    except BaseException:
-        if not has_state(checkpoint):
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            write_or_explain()  # in which ranks wait for each other already
+        else:
+            together(write_or_explain)
+    except BaseException:  # also Ctrl-C
+        if not has_state(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

@@ -20,8 +20,9 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -51,10 +52,15 @@ CURES = (
 )
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    max_abs_diff: float  # nats
-    mean_abs_diff: float  # nats
+class ProbeResult(NamedTuple):
+    """Differences between server and trainer, in nats."""
+
+    max_abs_diff: float
+    mean_abs_diff: float
+
+    @classmethod
+    def worst(cls, results: Iterable["ProbeResult"]) -> "ProbeResult":
+        return cls(*map(max, zip(*results, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -156,16 +162,14 @@ class Probe:
         )
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._first: ProbeResult | None = None
-        self._runs = self._runs_with_outliers = 0
+        self._runs = self._outliers = 0  # probes, and those with single tokens beyond the tolerance
         self._looked_far = False
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         if length <= info.block_size:
             logger.warning(
                 "The server's max_model_len of %d tokens leaves no room for a prompt beyond one KV block of %d: the "
                 "probe cannot see stale prefixes. Start the server with --max-model-len %d or more.",
-                info.max_model_len,
-                info.block_size,
-                info.block_size + TAIL + NUM_SAMPLED,
+                *(info.max_model_len, info.block_size, info.block_size + TAIL + NUM_SAMPLED),
             )
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
 
@@ -189,36 +193,32 @@ class Probe:
         try:
             result = self._look(policy_version, self.prompt_ids, self.tolerance)
         except Outlier as outlier:  # on every rank, where it is raised on any
-            first, again = outlier.result, self._look(policy_version, self.prompt_ids, self.tolerance)
-            self._tell(first, again, policy_version)
-            result = ProbeResult(
-                max(first.max_abs_diff, again.max_abs_diff), max(first.mean_abs_diff, again.mean_abs_diff)
-            )
+            again = self._look(policy_version, self.prompt_ids, self.tolerance)
+            self._warn_of_outlier(outlier.result, again, policy_version)
+            result = ProbeResult.worst([outlier.result, again])
         if self._first is None:
             self._first = result
             self.tolerance = self.tolerance.after(result)
         return result
 
-    def _tell(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
-        """Warns of single tokens beyond the tolerance, until it is clear that the model brings them with it."""
-        often = self._often()
-        self._runs_with_outliers += 1
-        if often:
+    def _warn_of_outlier(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
+        """Warns of single tokens beyond the tolerance, until it is clear that they come with the model."""
+        if self._outliers_are_common():
             return
+        self._outliers += 1
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(policy_version, first.max_abs_diff, first.mean_abs_diff),
-            *(self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
-            f"{self._runs_with_outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM "
-            "and Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
+            *(policy_version, *first, self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
+            f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
+            "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
             f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
-            if self._often()
+            if self._outliers_are_common()
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
 
-    def _often(self) -> bool:
-        return self._runs_with_outliers >= SOME and self._runs_with_outliers > RARE * self._runs
+    def _outliers_are_common(self) -> bool:
+        return self._outliers >= SOME and self._outliers > RARE * self._runs
 
     # ------------------------------------------------------------------------------------------- once, before training
 
@@ -272,7 +272,7 @@ class Probe:
     def _differs(self, policy_version: int, length: int) -> str | None:
         """By how much server and trainer differ at the end of a sequence of `length` tokens, if beyond tolerance."""
         prompt_ids, seen = self._prompt(length - FAR_SAMPLED, seed=1), ""
-        for _ in range(2):  # as in `run`, single tokens count when they come again
+        for _ in range(2):  # as in `run`, single tokens count only when they come again
             try:
                 self._look(policy_version, prompt_ids, self._allowed, 1, FAR_SAMPLED)
             except Outlier as outlier:
@@ -301,11 +301,11 @@ class Probe:
         )
         if not self.servers.one_per_rank:
             samples = on_main(lambda: samples)
-        tokens = [tokens for rows in samples for tokens, _ in rows]
+        tokens = [ids for of_server in samples for ids, _ in of_server]
         scored = together(lambda: self._score(prompt_ids, tokens))
         scored = scored.view(len(samples), num_samples, num_tokens)
         results = together(lambda: self._compare(samples, scored, tolerance, policy_version))
-        return ProbeResult(*(max(column) for column in zip(*results, strict=True)))
+        return ProbeResult.worst(results)
 
     def _check_versions(self, served: list[int], policy_version: int) -> None:
         for client, version in zip(self.servers.clients, served, strict=True):
@@ -317,15 +317,15 @@ class Probe:
 
     def _compare(
         self, samples: list, scored: torch.Tensor, tolerance: Tolerance, policy_version: int
-    ) -> list[tuple[float, float]]:
-        """Largest and mean difference for each server. `scored`: float64, (num_servers, num_samples, num_tokens)."""
+    ) -> list[ProbeResult]:
+        """The differences of each server. `scored`: float64, (num_servers, num_samples, num_tokens)."""
         results = []
-        for rows, expected in zip(samples, scored, strict=True):
-            tokens = [token for row, _ in rows for token in row]
-            sampled = torch.tensor([logps for _, logps in rows], dtype=torch.float64)
+        for of_server, expected in zip(samples, scored, strict=True):
+            tokens = [token for ids, _ in of_server for token in ids]
+            sampled = torch.tensor([logprobs for _, logprobs in of_server], dtype=torch.float64)
             difference = (sampled - expected).abs().flatten()
-            largest, mean = difference.max().item(), difference.mean().item()
-            results.append((largest, mean))
+            largest, mean = result = ProbeResult(difference.max().item(), difference.mean().item())
+            results.append(result)
             # The negations also catch NaN.
             if not (largest <= tolerance.max_abs and mean <= tolerance.mean_abs):
                 worst = int(difference.nan_to_num(nan=float("inf")).argmax())
@@ -338,7 +338,7 @@ class Probe:
                     f"After publishing policy version {policy_version}, the server and the trainer disagree: {seen} "
                     f"{self._meaning(expected)}"
                 )
-                problem.result, problem.seen = ProbeResult(largest, mean), seen
+                problem.result, problem.seen = result, seen
                 raise problem
         return results
 
@@ -367,10 +367,10 @@ class Probe:
 
     @torch.no_grad()
     def _score(self, prompt_ids: list[int], tokens: list[list[int]]) -> torch.Tensor:
-        """Log-probabilities of each row of `tokens` after the prompt in the trainer's model: float64, on the CPU."""
+        """Log-probabilities of each list of `tokens` after the prompt in the trainer's model: float64, on the CPU."""
         model = self._trainer.model
         device = next(model.parameters()).device
-        ids = torch.tensor([prompt_ids + row for row in tokens], device=device)
+        ids = torch.tensor([prompt_ids + continuation for continuation in tokens], device=device)
         num_logits = len(tokens[0]) + 1
         keep = {"logits_to_keep": num_logits} if self._skips_logits else {}  # those of all tokens may fill a device
         training = model.training

@@ -222,12 +222,7 @@ class ServerPublisher(PolicyPublisher):
                 f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
                 f"{args.max_sequence_length}`."
             )
-        if self.sleep_level and self.transfer.steps_in_place:
-            raise AttachError(
-                "`vllm_enable_sleep_mode` needs a server whose weights are copied: memory that a trainer shares "
-                "cannot be given back. Start the server with `--enable-sleep-mode`."
-            )
-        if self.sleep_level and not info.sleep:
+        if self.sleep_level and not info.sleep:  # one that sleeps never shares its memory
             raise AttachError("`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`.")
         return model
 
