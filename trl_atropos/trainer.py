@@ -51,16 +51,14 @@ from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,
-    optimizer_errors,
-    put_in_force,
-    require_same_optimizer,
+    optimizer_resumed,
     require_same_weights,
     require_whole,
     save_whole,
     weight_errors,
 )
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import MasterOptimizer, accumulate_gradients, exact_gradients, use_masters
+from trl_atropos.weights.masters import accumulate_gradients, exact_gradients, use_masters
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
@@ -330,12 +328,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with optimizer_errors(checkpoint, self.args.optim.value):
+        with optimizer_resumed(self, checkpoint, self._fresh_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
-            within = self.optimizer.optimizer  # of accelerate's
-            loaded = within.inner if isinstance(within, MasterOptimizer) else within
-            require_same_optimizer(self._fresh_groups, groups_of(loaded))
-        put_in_force(self._fresh_groups, self.optimizer, self.lr_scheduler, self.args.optim_args)
 
     def get_train_dataloader(self) -> DataLoader:
         """

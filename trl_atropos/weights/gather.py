@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from trl_atropos.errors import GatherError
 from trl_atropos.protocol import ParameterSpec
 
+ADAPTER = "default"  # peft's name of the adapter that TRL trains
 # Modules that activation checkpointing and torch.compile put around others: no part of a checkpoint's names.
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
@@ -103,16 +104,14 @@ def iter_full_parameters(
     return _stream(units, sharding, accelerator.device, _conversions(units, dtype))
 
 
-def iter_adapter_parameters(
-    model: torch.nn.Module, accelerator: Accelerator, adapter_name: str = "default"
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[tuple[str, torch.Tensor]]:
     """
     The adapter's tensors whole, under the names of PEFT's checkpoints (`base_model.model.X.lora_A.weight`).
 
     As with `iter_full_parameters`, to be exhausted on every rank. Raises `GatherError` if whole modules are trained
     besides the adapter (`modules_to_save`), which would be missing.
     """
-    sharding, entries = sharding_of(accelerator), adapter_entries(unwrap(model), adapter_name)
+    sharding, entries = sharding_of(accelerator), _adapter_entries(unwrap(model))
     return _stream([Unit([entry], None) for entry in entries], sharding, accelerator.device, {})
 
 
@@ -126,12 +125,10 @@ def shapes_of(
     return [_spec(name, parameter, conversions) for unit in units for name, parameter in unit.entries]
 
 
-def adapter_shapes_of(
-    model: torch.nn.Module, accelerator: Accelerator, adapter_name: str = "default"
-) -> list[ParameterSpec]:
+def adapter_shapes_of(model: torch.nn.Module, accelerator: Accelerator) -> list[ParameterSpec]:
     """What `iter_adapter_parameters` yields, in its order. Gathers nothing."""
     sharding_of(accelerator)  # refuses what cannot be gathered
-    return [_spec(name, parameter, {}) for name, parameter in adapter_entries(unwrap(model), adapter_name)]
+    return [_spec(name, parameter, {}) for name, parameter in _adapter_entries(unwrap(model))]
 
 
 def _conversions(units: list[Unit], dtype: torch.dtype | None) -> dict[torch.dtype, torch.dtype]:
@@ -311,7 +308,7 @@ def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter
             )
 
 
-def adapter_entries(model: PeftModel, adapter_name: str) -> list[tuple[str, torch.nn.Parameter]]:
+def _adapter_entries(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
     """The adapter's parameters under the names of PEFT's checkpoints."""
     whole = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     if whole:
@@ -321,9 +318,8 @@ def adapter_entries(model: PeftModel, adapter_name: str) -> list[tuple[str, torc
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
-    chosen = get_peft_model_state_dict(model, parameters, adapter_name, save_embedding_layers=False)
-    return [(_without_wrappers(name), parameter) for name, parameter in chosen.items()]
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
+    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
+    return [
+        (".".join(part for part in name.split(".") if part not in TRANSPARENT), parameter)
+        for name, parameter in chosen.items()
+    ]

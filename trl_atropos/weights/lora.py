@@ -26,12 +26,11 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ADAPTER_NAME
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.weights.gather import WHOLE, adapter_shapes_of, iter_adapter_parameters, sharding_of
+from trl_atropos.weights.gather import ADAPTER, WHOLE, adapter_shapes_of, iter_adapter_parameters, sharding_of
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, send_message
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "default"  # peft's name of the adapter that TRL trains
 KEPT_VERSIONS = 2  # directories, besides those that requests in flight still use
 
 
