@@ -57,6 +57,15 @@ def environment_token() -> str:
     return token
 
 
+def reason_in(text: str) -> str:
+    """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
+    try:
+        told = json.loads(text)["error"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, TypeError):
+        return text[:300]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

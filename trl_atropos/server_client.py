@@ -4,7 +4,6 @@
 `ServerError` that names the server, what was being done, and the way out.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from trl_atropos.protocol import (
     VersionsQuery,
     VersionsReply,
     environment_token,
+    reason_in,
 )
 
 RESTART_TIMEOUT = 1800.0  # seconds: requests in flight are drained, and a large model takes minutes to load
@@ -288,12 +288,8 @@ class ServerClient:
             )
         if status in (404, 405, 501):
             return self._stranger(f"HTTP {status}")
-        try:
-            message = json.loads(response.text)["error"]
-            message = message["message"] if isinstance(message, dict) else message  # as vLLM's own routes answer
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:300]
-        return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {message}")
+        reason = reason_in(response.text)
+        return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {reason}")
 
 
 class Servers:

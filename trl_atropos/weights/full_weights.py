@@ -106,99 +106,76 @@ class FullWeights(Transfer):
             transport,
         )
 
-    # ---------------------------------------------------------------------------------------------------- each publish
+    # -------------------------------------------------------------------------------------------------- each publish
 
     @torch.no_grad()
     def send(self, policy_version: int) -> Moved:
-        """
-        Every rank gathers every layer, to the end, also after rank 0 has failed to send one: the others could not
-        know.
-        """
         if self._direct is not None:
             torch._foreach_copy_(*self._direct)
             together(lambda: None)  # all ranks have written
             return Moved(sum(view.nbytes for view in self._direct[0]))
-        sender = _Sender(self._channel, self.servers, self._room)
-        model = self._trainer.model
+        moved, model = Moved(), self._trainer.model
         parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
-        rest = itertools.chain(self._write_views(parameters, sender), self._buffers())
-        for name, tensor in checkpoint_tensors(base_model(model), rest, self._shapes):
-            if self.servers.clients:
-                sender.add(name, tensor)
-        return together(lambda: self._finish(sender))
+        rest = itertools.chain(self._write_views(parameters, moved), self._buffers())
+        tensors = checkpoint_tensors(base_model(model), rest, self._shapes)
+        together(lambda: self._send_messages(tensors, moved))
+        return moved
 
     def _write_views(
-        self, parameters: Iterator[tuple[str, torch.Tensor]], sender: "_Sender"
+        self, parameters: Iterator[tuple[str, torch.Tensor]], moved: Moved
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
         for name, tensor in parameters:
             held = [views[name] for views in self.views if name in views]
             for view in held:
                 view.copy_(tensor)
-                sender.moved.num_bytes += view.nbytes
+                moved.num_bytes += view.nbytes
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _finish(self, sender: "_Sender") -> Moved:
-        missing = sender.finish()
+    def _send_messages(self, tensors: Iterator[tuple[str, torch.Tensor]], moved: Moved) -> None:
+        """Sends all tensors, on rank 0; every rank gathers them, to the end, also after rank 0 has failed to send."""
+        try:
+            sent = 0
+            for specs, message in self._pack(tensors) if self.servers.clients else ():
+                replies = send_message(
+                    self._channel, message, self.servers, lambda client, specs=specs: client.load_weights(specs)
+                )
+                sent += message.numel()
+                moved.apply_ms += max(reply.apply_ms for reply in replies)
+            moved.num_bytes += sent
+            if sent:
+                started = time.perf_counter()
+                missing = self.servers.each_here(lambda client: client.finish_weights())
+                moved.apply_ms += (time.perf_counter() - started) * 1e3
+                self._check_complete(sorted(set().union(*missing)))
+        finally:
+            for _ in tensors:
+                pass
+
+    def _pack(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
+        """Copies tensors into messages. Yields what is in each, and its bytes, which the next one overwrites."""
+        specs, filled, buffer = [], 0, None
+        for name, tensor in tensors:
+            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            if specs and filled + size > self._room:
+                yield specs, buffer[:filled]
+                specs, filled = [], 0
+            if not specs:
+                buffer = self._channel.staging(max(size, self._room))
+            target = buffer[filled : filled + tensor.nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            specs.append(ParameterSpec(name=name, shape=list(tensor.shape), dtype=dtype))
+            filled += size
+        if specs:
+            yield specs, buffer[:filled]
+
+    def _check_complete(self, missing: list[str]) -> None:
+        """`missing`: parameters of a server that nothing was loaded into. Without views, all go through its loader."""
         if missing and not self.views and not self._checked:
             raise AttachError(
                 f"{len(missing)} of the server's parameters got no value from the trainer (first: {missing[:3]}): "
                 f"they are different models. The server has {self.servers.info.model}."
             )
         self._checked = True
-        return sender.moved
-
-
-class _Sender:
-    """Packs tensors into messages and sends each when it is full. Raises errors in `finish`, where all ranks meet."""
-
-    def __init__(self, channel: Channel | None, servers: Servers, room: int):
-        self.channel = channel
-        self.servers = servers
-        self.room = room
-        self.moved = Moved()
-        self.error: Exception | None = None
-        self.specs: list[ParameterSpec] = []
-        self.filled = 0  # bytes of the buffer
-        self.sent = False
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies `tensor` into the message that is being packed: it may change afterwards."""
-        if self.error is not None:
-            return
-        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        try:
-            if self.specs and self.filled + size > self.room:
-                self._flush()
-            if not self.specs:
-                self.buffer = self.channel.staging(max(size, self.room))
-            target = self.buffer[self.filled : self.filled + tensor.nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        except Exception as error:  # noqa: BLE001 - raised in `finish`
-            self.error = error
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.specs.append(ParameterSpec(name=name, shape=list(tensor.shape), dtype=dtype))
-        self.filled += size
-
-    def _flush(self) -> None:
-        specs = self.specs
-        replies = send_message(
-            self.channel, self.buffer[: self.filled], self.servers, lambda client: client.load_weights(specs)
-        )
-        self.moved.num_bytes += self.filled
-        self.moved.apply_ms += max(reply.apply_ms for reply in replies)
-        self.specs, self.filled, self.sent = [], 0, True
-
-    def finish(self) -> list[str]:
-        """Sends what is left. Returns the parameters that a server did not get, if all went through its loader."""
-        if self.error is None and self.specs:
-            self._flush()
-        if self.error is not None:
-            raise self.error
-        if not self.sent:
-            return []
-        started = time.perf_counter()
-        missing = self.servers.each_here(lambda client: client.finish_weights())
-        self.moved.apply_ms += (time.perf_counter() - started) * 1e3
-        return sorted(set().union(*missing))

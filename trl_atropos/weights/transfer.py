@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trl_atropos.errors import AttachError, ServerError
-from trl_atropos.protocol import Attachment, View, machine_id
+from trl_atropos.protocol import Attachment, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.channel import (
     Channel,
@@ -105,7 +105,7 @@ def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attac
     and that is an error.
 
     Raises:
-        AttachError: The server has other weights, or describes a place that cannot be.
+        AttachError: The server has other weights.
     """
     storages = [open_storage(handle) for handle in attachment.storages]
     opened = OpenedViews({}, dict(attachment.refused))
@@ -113,7 +113,8 @@ def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attac
     for name, parameter in parameters:
         if name in opened.refused:
             continue
-        view = _open_view(name, parameter, attachment.views[name], storages)
+        place = attachment.views[name]
+        view = storages[place.storage].view(parameter.dtype).as_strided(place.size, place.stride, place.offset)
         if torch.equal(view, parameter.detach().to(view.device)):
             opened.views[name] = view
         else:
@@ -126,17 +127,6 @@ def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attac
         )
     opened.refused |= dict.fromkeys(differing, "vLLM transforms it after loading, or has another value")
     return opened
-
-
-def _open_view(name: str, parameter: torch.Tensor, place: View, storages: list[torch.Tensor]) -> torch.Tensor:
-    """Checks the place that the server named before it is used as an address."""
-    if place.dtype != str(parameter.dtype).removeprefix("torch.") or place.size != list(parameter.shape):
-        raise AttachError(f"The server describes {name!r} as {place.dtype} {place.size}, which is not the trainer's.")
-    flat = storages[place.storage].view(parameter.dtype)
-    span = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
-    if place.offset < 0 or min(place.stride, default=0) < 0 or place.offset + span > flat.numel():
-        raise AttachError(f"The server's place for {name!r} lies outside of its memory.")
-    return flat.as_strided(place.size, place.stride, place.offset)
 
 
 # -------------------------------------------------------------------------------------- the trainer's end of a channel
