@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -122,6 +122,12 @@ class ParameterSpec(Strict):
     dtype: str
     # The checkpoint tensors that it consists of. None: one of its own name and shape. Empty: it is computed from some.
     pieces: list[CheckpointTensor] | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Any, pieces: list[CheckpointTensor] | None = None) -> "ParameterSpec":
+        """Of a torch tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name=name, shape=list(tensor.shape), dtype=dtype, pieces=pieces)
 
 
 class LoadReply(Strict):

@@ -165,8 +165,7 @@ class FullWeights(Transfer):
                 buffer = self._channel.staging(max(size, self._room))
             target = buffer[filled : filled + tensor.nbytes]
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(ParameterSpec(name=name, shape=list(tensor.shape), dtype=dtype))
+            specs.append(ParameterSpec.of(name, tensor))
             filled += size
         if specs:
             yield specs, buffer[:filled]
