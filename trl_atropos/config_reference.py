@@ -60,7 +60,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "group_by_length",
         "max_tokens_per_micro_batch",
     ),
-    "Checkpoints": ("save_in_background",),
     "Warnings": ("warning_thresholds", "stop_on_warnings"),
 }
 COMMANDS = ("check", "serve", "report", "bench", *(f"bench {name}" for name in BENCHMARKS))

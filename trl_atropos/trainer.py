@@ -13,6 +13,7 @@ of their own. What this file touches of TRL without a promise: `_generate_and_sc
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from peft import PeftModel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
@@ -48,11 +50,10 @@ from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
 from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.saving import BackgroundSaver
-from trl_atropos.staging import sweep
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.weights import ranks
 from trl_atropos.weights.checkpoint import (
+    disk_errors,
     groups_of,
     load_weights,
     optimizer_errors,
@@ -62,6 +63,7 @@ from trl_atropos.weights.checkpoint import (
     require_whole,
     warn_without_optimizer,
     weight_errors,
+    written_whole,
 )
 from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
 from trl_atropos.weights.modes import publisher_of
@@ -167,7 +169,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
-        self._saver = BackgroundSaver(self)
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
             super().__init__(
@@ -198,8 +199,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
-        if self.accelerator.is_local_main_process:
-            sweep()
         self._logprobs = LogprobKeeper(f"{args.output_dir}/rollouts", self.rollout_source, self.accelerator)
         self.rollout_func = self._hand_over_rows
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
@@ -224,12 +223,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
-        with ranks.held_on_main(lambda: locked(self.args.output_dir)), self._saver:
+        with ranks.held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 self.policy_publisher.hold()
-                output = super().train(*args, **kwargs)
-                self._saver.wait()
-                return output
+                return super().train(*args, **kwargs)
             finally:
                 self.policy_publisher.close()
                 if self.accelerator.is_main_process:
@@ -308,12 +305,19 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return loss
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
         write = super()._save_checkpoint
-        with self.stopwatch.part(SAVE):
-            self._saver.save(lambda: write(model, trial))
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._saver.folder or super()._get_output_dir(trial)
+        def write_or_explain() -> None:
+            with disk_errors(folder, "The checkpoint"):
+                write(model, trial)
+
+        with self.stopwatch.part(SAVE), written_whole(folder):
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # ranks write together: errors stay apart
+                write_or_explain()
+            else:
+                ranks.together(write_or_explain)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -461,7 +465,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _poll(self, waited: float) -> list[Row] | None:
         """Rows, or nothing yet."""
-        self._saver.check()
         with self.stopwatch.part(WAIT):
             rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rows is not None:
