@@ -18,7 +18,7 @@ from tests.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.health import FINE_AGAIN, SIGNALS, Health
-from trl_atropos.report.progress import format_line
+from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.wire import MASKED
 
 ROWS = 16

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
 
 from tests.rollout_factory import arguments, make_group, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.report.progress import LineCallback, format_postfix, show_lines
+from trl_atropos.report.summary import LineCallback, format_postfix, show_lines
 from trl_atropos.timing import PARTS, WAIT
 
 COLUMNS = 140

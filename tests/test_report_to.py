@@ -18,7 +18,7 @@ from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RolloutError
 from trl_atropos.recipe import RecipeError
-from trl_atropos.report.page_run import LOG, read_run
+from trl_atropos.report.run_folder import LOG, read_run
 from trl_atropos.train import check_reports
 
 OURS = ("rollouts/", "health/", "time/", "policy/")

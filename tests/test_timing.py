@@ -20,7 +20,7 @@ from tests.rollout_factory import arguments, make_trainer, record, step_logs, un
 from tests.rollouts.conftest import Api, restartable_api  # noqa: F401 - a fixture
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource, timing
-from trl_atropos.report.progress import format_line
+from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, OTHER, PARTS, PUBLISH, SAVE, WAIT, Stopwatch, bottleneck
 from trl_atropos.weights.client import ServerClient

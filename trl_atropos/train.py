@@ -112,7 +112,7 @@ def run(recipe) -> None:
 
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.output_lock import locked
-    from trl_atropos.report.hub import make_repository
+    from trl_atropos.report.card import make_repository
     from trl_atropos.services import Services
     from trl_atropos.weights import ranks
 
@@ -331,7 +331,7 @@ def train(recipe, services) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_atropos.errors import PushError
-    from trl_atropos.report.summary import CURVE, RecordingSource, closing_lines, draw_reward_curve, write_summary
+    from trl_atropos.report.summary import CURVE, closing_lines, draw_reward_curve, write_summary
     from trl_atropos.supervision import SupervisedSource
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
     from trl_atropos.weights.checkpoint import disk_errors
@@ -341,11 +341,10 @@ def train(recipe, services) -> None:
     usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
     stated = {name: value for name, value in stated.items() if value != usual[name]}
     training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
-    recorded = RecordingSource(SupervisedSource(source_of(training), services, interrupt_main_with))
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,
-        rollout_source=recorded,
+        rollout_source=SupervisedSource(source_of(training), services, interrupt_main_with),
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
@@ -366,17 +365,17 @@ def train(recipe, services) -> None:
     if trainer.accelerator.is_main_process:
         summary = write_summary(
             training.output_dir,
-            recorded,
+            trainer.run_log,
             trainer.state.global_step,
             trainer.policy_publisher.probe_max_abs_diff,
             time.monotonic() - STARTED,
         )
-        if recorded.rewards:
+        if trainer.run_log.rewards:
             curve = os.path.join(training.output_dir, CURVE)
             if sum("reward" in entry for entry in trainer.state.log_history) < 2:  # of which the card draws none
-                draw_reward_curve(training.output_dir, recorded.rewards)
+                draw_reward_curve(training.output_dir, trainer.run_log.rewards)
             replayed = training.replay_paths is not None
-            lines = closing_lines(summary, recorded, trainer.processing_class.decode, curve, replayed)
+            lines = closing_lines(summary, trainer.run_log, trainer.processing_class.decode, curve, replayed)
             lines.append(f"All of it on one page: trl-atropos report {training.output_dir}")
             sys.stdout.write("\n".join(lines) + "\n")
     if not_pushed is not None:

@@ -39,9 +39,9 @@ from trl_atropos.measures import History, row_measures, sampling_measures, share
 from trl_atropos.output_lock import locked
 from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
-from trl_atropos.report.hub import model_only, repository_made
-from trl_atropos.report.page_log import RunLog
-from trl_atropos.report.progress import show_lines
+from trl_atropos.report.card import model_only, repository_made
+from trl_atropos.report.run_log import RunLog
+from trl_atropos.report.summary import show_lines
 from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
 from trl_atropos.rollouts.checkpoints import source_state
 from trl_atropos.rollouts.columns import columns
@@ -580,7 +580,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
-        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/card.py`)."""
         if self.hub_model_id is None:  # no repository yet: where none can be made, the model is saved all the same
             self.save_model(_internal_call=True)
         with model_only():
