@@ -163,6 +163,6 @@ def test_what_is_warned_of_after_a_run_was_broken_off_is_not_in_its_log(tiny_mod
     trainer = make_spooled(tiny_model, tmp_path, 1, max_steps=2)
     with pytest.raises(RolloutError, match="is used up"):
         trainer.train()
-    logging.getLogger("trl_atropos.health").warning("of another run")
+    logging.getLogger("trl_atropos.metrics.health").warning("of another run")
     text = (tmp_path / "run" / LOG).read_text()
     assert '"logs"' in text and "of another run" not in text

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 from transformers.utils import strtobool
 from trl import GRPOConfig
 
-from trl_atropos.health import check_names
+from trl_atropos.metrics.health import check_names
 from trl_atropos.protocol import VLLM_MODES
 
 WEIGHT_TRANSPORTS = ("auto", "nccl", "gloo", "memory")

@@ -17,8 +17,8 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from trl_atropos.cli import BENCHMARKS
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.health import SIGNALS
 from trl_atropos.logging import LEVELS, VARIABLE
+from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 
-from trl_atropos.signals import die_with_launcher, install_handlers, interrupt_main_with
+from trl_atropos.services.signals import die_with_launcher, install_handlers, interrupt_main_with
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
@@ -113,7 +113,7 @@ def run(recipe) -> None:
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.output_lock import locked
     from trl_atropos.report.card import make_repository
-    from trl_atropos.services import Services
+    from trl_atropos.services.manager import Services
     from trl_atropos.weights import ranks
 
     _set_up_logging(recipe.training)
@@ -259,7 +259,7 @@ def start_services(recipe, services) -> None:
     import secrets
 
     from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
-    from trl_atropos.services import ATROPOS, ENVIRONMENT
+    from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
     from trl_atropos.supervision import variables_of_environment
 
     training, config = recipe.training, recipe.services
@@ -295,7 +295,7 @@ def start_services(recipe, services) -> None:
 def require_room(recipe) -> None:
     """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared memory."""
     from trl_atropos.flags import parallel
-    from trl_atropos.services import require_free_port, require_shared_memory, require_sockets
+    from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
 
     training, config = recipe.training, recipe.services
     if config.start_vllm:
@@ -318,7 +318,7 @@ def _device(index: int) -> str:
 def _module(name: str, url: str, *arguments: str) -> list[str]:
     from urllib.parse import urlsplit
 
-    from trl_atropos.services import port_of
+    from trl_atropos.services.manager import port_of
 
     host = urlsplit(url).hostname
     return [sys.executable, "-m", name, *arguments, "--host", host, "--port", str(port_of(url))]

@@ -28,16 +28,33 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
+from trl_atropos.batches.distillation import distillation_inputs, distillation_loss
+from trl_atropos.batches.micro_batches import (
+    Batch,
+    Plan,
+    chunks,
+    join,
+    plan_rows,
+    regroups,
+    row_share,
+    take,
+    trim,
+    without_padding,
+)
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
 from trl_atropos.forward import keep_soft_cap, prepare_model
 from trl_atropos.gradients import accumulate_gradients
-from trl_atropos.health import Health
-from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.metrics.batch_metrics import (
+    History,
+    row_measures,
+    sampling_measures,
+    share_dropped,
+    staleness_classes,
+)
+from trl_atropos.metrics.health import Health
+from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.output_lock import locked
-from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.card import model_only, repository_made
 from trl_atropos.report.run_log import RunLog
@@ -50,7 +67,6 @@ from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
 from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.weights import ranks
 from trl_atropos.weights.checkpoint import (
     disk_errors,

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.bench.floors import Floors
 from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
-from trl_atropos.services import Services, free_port
+from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.fence import ServerPublisher
 from trl_atropos.weights.file_lora import FileLora

@@ -9,8 +9,8 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
+from trl_atropos.metrics.timing import bottleneck
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.timing import bottleneck
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end
 CURVE = "reward_curve.png"

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.metrics.timing import PUBLISH
 from trl_atropos.protocol import tokenizer_fingerprint
-from trl_atropos.signals import deferred
-from trl_atropos.timing import PUBLISH
+from trl_atropos.services.signals import deferred
 from trl_atropos.weights import ranks
 from trl_atropos.weights.probe import Probe, Schedule, Tolerance, num_positions
 from trl_atropos.weights.publisher import PolicyPublisher

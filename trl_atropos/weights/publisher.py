@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from trl_atropos.timing import Stopwatch
+from trl_atropos.metrics.timing import Stopwatch
 
 
 class PolicyPublisher(ABC):
