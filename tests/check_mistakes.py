@@ -117,10 +117,10 @@ MISTAKES = {
     "an adapter's rank without an adapter": Mistake(
         lambda desk: desk.recipe(lora_r=8), "dead-setting", "lora_r: 8", "Set `use_peft: true`", WARNING
     ),
-    "how often checkpoints are saved, and none": Mistake(
-        lambda desk: desk.recipe(save_strategy="no", save_steps=5),
+    "a limit of checkpoints, and none": Mistake(
+        lambda desk: desk.recipe(save_strategy="no", save_total_limit=3),
         "dead-setting",
-        "save_steps: 5",
+        "save_total_limit: 3",
         "Set `save_strategy: steps`, or remove it",
         WARNING,
     ),

@@ -9,7 +9,8 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, UNUSED_FIELDS, VLLM_MODES
+from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, REMOVED, UNUSED_FIELDS, VLLM_MODES
+from trl_atropos.recipe import RecipeError, parse
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
 OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
@@ -48,7 +49,6 @@ REFUSED = {
     "single rows": ({"single_row_groups": "keep"}, r"`single_row_groups` is 'keep'.*: refuse, raw, zero"),
     "no time for rollouts": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
     "no time to publish": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
-    "saving in the background": ({"save_in_background": True}, r"`save_in_background` was removed, .*leave it out"),
     "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
     "prefetch": ({"prefetch_batches": -1}, r"`prefetch_batches` is -1. Set it to 0 or more"),
     "staleness": ({"max_staleness": -1}, r"`max_staleness` is -1. Set it to 0 or more"),
@@ -231,6 +231,16 @@ def test_a_server_may_sleep_while_a_whole_batch_is_trained():
 
 def test_every_setting_without_effect_is_tried_here():
     assert set(UNUSED_VALUES) == set(UNUSED_FIELDS)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`{name}` is no setting any more: {REMOVED[name]}"):
+        AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, **{name: True})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: true")
+    with pytest.raises(RecipeError, match=f"unknown key `{name}`. It is no setting any more: {REMOVED[name]}"):
+        parse(["--config", str(recipe)])
 
 
 @pytest.mark.parametrize("name", UNUSED_FIELDS)

@@ -19,9 +19,9 @@ from tests.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.config_reference import COMMAND, reference
 from trl_atropos.environments import EnvironmentSpec
-from trl_atropos.health import SIGNALS
+from trl_atropos.metrics.health import SIGNALS
+from trl_atropos.metrics.timing import PARTS as TIMES
 from trl_atropos.recipe import PARTS, parse
-from trl_atropos.timing import PARTS as TIMES
 
 PACKAGE = ROOT / "trl_atropos"
 PLACEHOLDER = re.compile(r"%(?:\.\d)?[sdgf]")

@@ -106,7 +106,7 @@ class Forge:
     # fmt: off
     PROGRAM = """
 import json, os, sys
-import trl_atropos.recipe, trl_atropos.trainer, trl_atropos.report.summary, trl_atropos.report.progress
+import trl_atropos.recipe, trl_atropos.trainer, trl_atropos.report.summary, trl_atropos.report.summary
 import transformers.models.qwen3.modeling_qwen3, peft
 from trl_atropos.train import main
 print("ready", flush=True)

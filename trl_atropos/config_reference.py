@@ -17,8 +17,8 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from trl_atropos.cli import BENCHMARKS
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.health import SIGNALS
 from trl_atropos.logging import LEVELS, VARIABLE
+from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
 
@@ -61,7 +61,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_tokens_per_micro_batch",
     ),
     "Warnings": ("warning_thresholds", "stop_on_warnings"),
-    "Removed": ("save_in_background",),
 }
 COMMANDS = ("check", "serve", "report", "bench", *(f"bench {name}" for name in BENCHMARKS))
 

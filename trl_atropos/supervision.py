@@ -17,7 +17,7 @@ from trl_atropos.rollouts.atropos import ApiUnreachable, AtroposClient, ReplyLos
 from trl_atropos.rollouts.diagnosis import disconnect_command, list_environments
 from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import RolloutSource, RunInfo
-from trl_atropos.services import ATROPOS, ENVIRONMENT, Service, Services
+from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 
 logger = logging.getLogger(__name__)
 

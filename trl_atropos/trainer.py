@@ -27,18 +27,35 @@ from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
-from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
+from trl_atropos.batches.distillation import distillation_inputs, distillation_loss
+from trl_atropos.batches.micro_batches import (
+    Batch,
+    Plan,
+    chunks,
+    join,
+    plan_rows,
+    regroups,
+    row_share,
+    take,
+    trim,
+    without_padding,
+)
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
-from trl_atropos.health import Health
-from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.metrics.batch_metrics import (
+    History,
+    row_measures,
+    sampling_measures,
+    share_dropped,
+    staleness_classes,
+)
+from trl_atropos.metrics.health import Health
+from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.output_lock import locked
-from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
-from trl_atropos.report.hub import model_only, repository_made
-from trl_atropos.report.page_log import RunLog
-from trl_atropos.report.progress import show_lines
+from trl_atropos.report.card import model_only, repository_made
+from trl_atropos.report.run_log import RunLog
+from trl_atropos.report.summary import show_lines
 from trl_atropos.rollouts.advantages import advantage_tensor, logged_advantages, share_zero_variance
 from trl_atropos.rollouts.checkpoints import source_state
 from trl_atropos.rollouts.columns import columns
@@ -47,7 +64,6 @@ from trl_atropos.rollouts.schema import Row
 from trl_atropos.rollouts.source import AtroposSource, RolloutSource, RunInfo
 from trl_atropos.rollouts.trainer_logprobs import LogprobKeeper
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,
@@ -556,7 +572,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
-        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/card.py`)."""
         if self.hub_model_id is None:  # no repository yet: where none can be made, the model is saved all the same
             self.save_model(_internal_call=True)
         with model_only():

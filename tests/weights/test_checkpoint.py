@@ -1,15 +1,11 @@
-"""A checkpoint is written to its end or not at all, and a run goes on with its weights, under whatever names its
-family saves them.
-
-Run as a module, this file is one of two processes of a trainer (`main` below).
-"""
+"""A run goes on with the weights of its checkpoint, under whatever names its family saves them."""
 
 import json
 import logging
 import os
+import re
 import resource
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.launching import launch_two
-from tests.rollout_factory import arguments, make_group, record, step_logs, uniform_batch
+from tests.rollout_factory import arguments, make_group, record, step_logs
 from tests.weights.architectures import FAMILIES, change, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import CheckpointError, SaveError
@@ -198,6 +193,12 @@ def test_a_missing_file_of_a_checkpoint_is_named(run, checkpoint, name):
         resume(run(checkpoint.parent), checkpoint)
 
 
+def test_a_checkpoint_of_the_model_alone_says_that_the_optimizer_begins_anew(run, tmp_path, caplog):
+    run(tmp_path, max_steps=1, save_only_model=True).train()
+    assert resume(run(tmp_path, max_steps=2), tmp_path / "checkpoint-1").state.global_step == 2
+    assert re.search(r"checkpoint-1 holds no state of the optimizer .* begin anew", caplog.text)
+
+
 def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`"):
         resume(run(checkpoint.parent, peft=True), checkpoint)
@@ -226,37 +227,3 @@ def test_a_disk_that_takes_no_more_is_named_and_no_half_checkpoint_stays(run, tm
     assert not (tmp_path / "checkpoint-2").exists()
     run(tmp_path, max_steps=2, save_steps=2).train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
-
-
-def test_an_older_checkpoint_of_the_same_step_is_replaced_as_a_whole(run, tmp_path):
-    old = tmp_path / "checkpoint-2"
-    old.mkdir()
-    (old / "model-00001-of-00002.safetensors").write_text("of another run")
-    run(tmp_path, max_steps=2, save_steps=2).train()
-    assert not (old / "model-00001-of-00002.safetensors").exists()
-    assert (old / "trainer_state.json").exists()
-
-
-def main(model: Path, folder: Path) -> None:
-    """What each of the two processes does: it meets a file where the checkpoint is to go."""
-    recording = str(folder / "rollouts.jsonl")
-    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 8}
-    config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
-    try:
-        AtroposGRPOTrainer(str(model), config).train()
-    except SaveError as error:
-        (folder / f"rank{config.process_index}").write_text(str(error))
-
-
-@pytest.mark.slow
-def test_two_processes_both_hear_of_what_kept_their_checkpoint_from_the_disk(tiny_model, tmp_path):
-    record(tmp_path / "rollouts.jsonl", *[uniform_batch(tiny_model, 8, 2, seed) for seed in range(6)])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/checkpoint-2").write_text("in the way")
-    launch_two(tmp_path, __name__, tiny_model)
-    for rank in (0, 1):
-        assert "checkpoint-2" in (tmp_path / f"rank{rank}").read_text()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

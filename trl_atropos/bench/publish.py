@@ -20,7 +20,7 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.bench.floors import Floors
 from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
-from trl_atropos.services import Services, free_port
+from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.lora import FileLora
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of

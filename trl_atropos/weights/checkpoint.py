@@ -129,11 +129,25 @@ def require_whole(checkpoint: str | Path) -> None:
             raise CheckpointError(
                 f"{path} cannot be read ({error}): it was damaged, or not written to the end. {ANOTHER}"
             ) from error
-    sharded = any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
     there = {name: (folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
-    if not sharded and len(set(there.values())) > 1:
+    if not _sharded(folder) and len(set(there.values())) > 1:
         lacking, other = sorted(there, key=there.get)
         raise CheckpointError(f"{folder} has {other}, but no {lacking}: it was damaged. {ANOTHER}")
+
+
+def _sharded(folder: Path) -> bool:
+    return any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
+
+
+def _warn_without_optimizer(checkpoint: str | Path) -> None:
+    """Says that a checkpoint saved with `save_only_model: true` holds the weights and nothing else to go on from."""
+    folder = Path(checkpoint)
+    if not _sharded(folder) and not (folder / OPTIMIZER_NAME).exists():
+        logger.warning(
+            "%s holds no state of the optimizer and of the learning-rate schedule (`save_only_model: true`): both "
+            "begin anew, and the first steps may be larger than those before.",
+            folder,
+        )
 
 
 def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
@@ -172,6 +186,8 @@ def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapp
     optim = trainer.args.optim.value
     try:
         yield
+        if trainer.is_world_process_zero():
+            _warn_without_optimizer(checkpoint)
         within = trainer.optimizer.optimizer  # of accelerate's
         loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
         # Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its

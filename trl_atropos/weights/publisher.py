@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.metrics.timing import PUBLISH, Stopwatch
 from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.server_client import Servers
-from trl_atropos.signals import deferred
-from trl_atropos.timing import PUBLISH, Stopwatch
+from trl_atropos.services.signals import deferred
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.full_weights import FullWeights
 from trl_atropos.weights.lora import FileLora, MemoryLora
