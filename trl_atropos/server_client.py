@@ -4,8 +4,9 @@
 `ServerError` that names the server, what was being done, and the way out.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import requests
 import urllib3
 from accelerate import PartialState
+from pydantic import ValidationError
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError, ServerTimeout
@@ -67,11 +69,16 @@ class ServerClient:
             )
         return ServerInfo.model_validate(reply)
 
-    def versions(self, keys: Iterable[bytes]) -> list[Note | None]:
+    def versions(self, keys: Sequence[bytes]) -> list[Note | None]:
         """What the server noted about each completion, by `completion_key`; `None` for one that it does not know."""
         query = VersionsQuery(keys=[key.hex() for key in keys])
         reply = self._call("POST", "/versions", "asking which policy versions sampled", query.model_dump())
-        return VersionsReply.model_validate(reply).notes()
+        notes = []
+        with contextlib.suppress(ValidationError):
+            notes = VersionsReply.model_validate(reply).notes()
+        if len(notes) != len(keys):
+            raise self._stranger(f"to a question about {len(keys)} completions, it answered {str(reply)[:80]}")
+        return notes
 
     def refusals(self) -> RefusalsReply:
         """The requests that the server has answered with an error."""
