@@ -214,7 +214,7 @@ def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: A
     alone, a third of them would be taken for those of another version. They survive JSON as they are.
 
     Args:
-        prompt_ids: (p,) ids of all tokens before the completion, of former turns too.
+        prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.
         completion_ids: (c,) ids of the sampled tokens.
         logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was converted to.
     """

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,23 +206,21 @@ def open_group(
     """
     world_size = 1 + sum(workers for _, workers in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
-    store = None
     if kind == "nccl":
         identity = NcclChannel.unique_id()
         common["unique_id"] = base64.b64encode(identity).decode()
+        make_own = partial(NcclChannel, device, 0, world_size, identity)
     else:
         address = _own_address([host for host, _ in servers])
         store, port = _bound_store(address, world_size, timeout)
         common |= {"host": address, "port": port}
+        make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
     calls, first = [], 1
     for index, (_, workers) in enumerate(servers):
         specification = {**common, "rank_offset": first}
-        calls.append(in_background(lambda i=index, s=specification: join(i, s)))
+        calls.append(in_background(partial(join, index, specification)))
         first += workers
-    if kind == "nccl":
-        own = in_background(lambda: NcclChannel(device, 0, world_size, identity))
-    else:
-        own = in_background(lambda: GlooChannel(store, 0, world_size, address, timeout))
+    own = in_background(make_own)
     everyone = f"{world_size - 1} workers to join {kind}"
     wait_for(lambda: all(has_ended(call) for call in (*calls, own)), timeout, everyone)
     return own.result()

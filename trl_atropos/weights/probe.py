@@ -1,4 +1,4 @@
-"""The probe: do server and trainer compute the same? After a publish, this is looked at with real samples.
+"""The probe: do server and trainer compute the same? Real samples show it after a publish.
 
 The server *samples* a continuation of a fixed prompt and the trainer scores the same tokens. Scoring on the server
 (`prompt_logprobs`) would not do: vLLM bypasses the prefix cache for it, and stale keys and values would go unseen. The

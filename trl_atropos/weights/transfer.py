@@ -122,7 +122,7 @@ def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attac
     if len(differing) > len(opened.views):
         raise AttachError(
             f"The server's weights differ from the trainer's model at {differing[0]!r}. Either the server serves "
-            "another model or another checkpoint, or a former run has trained it: start it again on the model that "
+            "another model or another checkpoint, or an earlier run has trained it: start it again on the model that "
             "the trainer loads."
         )
     opened.refused |= dict.fromkeys(differing, "vLLM transforms it after loading, or has another value")
