@@ -12,6 +12,7 @@ own.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -165,17 +166,13 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _check_shapes(self, saved: list[list[int]]) -> None:
         own = [list(master.shape) for master in self._masters]
-        if len(saved) != len(own):
+        if saved != own:
+            theirs, ours = next(pair for pair in zip_longest(saved, own) if pair[0] != pair[1])
             raise AtroposTrainingError(
-                f"The checkpoint has master weights of {len(saved)} parameters, but {len(own)} are trained: it is of "
-                "another model, or other parameters were frozen. Resume with the settings that it was made with."
+                f"The checkpoint has master weights of {len(saved)} parameters, and {len(own)} are trained; the first "
+                f"that differs has the shape {theirs} there and {ours} here. It is of another model, or other "
+                "parameters were frozen: resume with the model and the settings that it was made with."
             )
-        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-            if theirs != ours:
-                raise AtroposTrainingError(
-                    f"The checkpoint's master weights number {number} have the shape {theirs}, the model's parameter "
-                    f"{ours}: the checkpoint is of another model. Resume with the model that it was made with."
-                )
 
     def _load_masters(self, saved: list[torch.Tensor]) -> None:
         for parameter, master, value in zip(self._params, self._masters, saved, strict=True):
