@@ -49,10 +49,6 @@ class MemoryLora(Transfer):
         self.transport = transport
         self.base = base
 
-    def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
-        _require_adapter(model, peft_config)
-        return super().load(model, args, peft_config)
-
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         if self.base is not None:
@@ -138,17 +134,12 @@ class FileLora(Transfer):
         self.folder = Path(folder).absolute()
         self._directories: list[tuple[int, Path]] = []  # with their versions, the oldest first
 
-    def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
-        _require_adapter(model, peft_config)
-        loaded = super().load(model, args, peft_config)
-        # A new directory means new prefixes, and requests in flight keep their adapter. But vLLM before 0.32 tells
-        # cached prefixes apart by the adapter's name alone, which stays the same.
-        self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
-        return loaded
-
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         _require_servable(trainer.model, self.servers)
+        # A new directory means new prefixes, and requests in flight keep their adapter. But vLLM before 0.32 tells
+        # cached prefixes apart by the adapter's name alone, which stays the same.
+        self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
 
     @torch.no_grad()
@@ -183,16 +174,13 @@ class FileLora(Transfer):
                 self._directories.remove(directory)
 
 
-def _require_adapter(model: Any, peft_config: Any) -> None:
-    if peft_config is None and not isinstance(model, PeftModel):
+def _require_servable(model: Any, servers: Servers) -> None:
+    """Raises for what no vLLM server can serve as an adapter, or not these."""
+    if not isinstance(model, PeftModel):
         raise AttachError(
             "This `vllm_mode` sends a LoRA adapter, but the run has none: set `use_peft: true` (or pass a "
             "`peft_config`), or use `vllm_mode: colocate` or `server` to train all weights."
         )
-
-
-def _require_servable(model: PeftModel, servers: Servers) -> None:
-    """Raises for what no vLLM server can serve as an adapter, or not these."""
     if servers.info.lora is None:
         raise AttachError(
             "The server was started without adapters: add `--enable-lora --max-lora-rank R` (in a recipe, to "
