@@ -117,10 +117,10 @@ MISTAKES = {
     "an adapter's rank without an adapter": Mistake(
         lambda desk: desk.recipe(lora_r=8), "dead-setting", "lora_r: 8", "Set `use_peft: true`", WARNING
     ),
-    "checkpoints in the background, and none": Mistake(
-        lambda desk: desk.recipe(save_strategy="no", save_in_background=True),
+    "a limit of checkpoints, and none": Mistake(
+        lambda desk: desk.recipe(save_strategy="no", save_total_limit=3),
         "dead-setting",
-        "save_in_background: True",
+        "save_total_limit: 3",
         "Set `save_strategy: steps`, or remove it",
         WARNING,
     ),

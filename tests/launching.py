@@ -26,7 +26,7 @@ from unittest import mock
 
 from tests.sharded import run_ranks
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
-from trl_atropos.services import free_port
+from trl_atropos.services.manager import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipes/quickstart/colocate.yaml"

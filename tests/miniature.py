@@ -20,7 +20,7 @@ from tests.launching import Run, free_urls
 from tests.server_process import ENVIRONMENT
 from tests.sharded import _allow_on_cpu
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services import Services
+from trl_atropos.services.manager import Services
 
 ROOT = Path(__file__).parents[1]
 PROCESSES = 2

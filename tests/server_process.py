@@ -12,7 +12,7 @@ import requests
 import torch
 
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services import Services, free_port
+from trl_atropos.services.manager import Services, free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
 ENVIRONMENT = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forge import Forked, fork
-from trl_atropos.services import free_port
+from trl_atropos.services.manager import free_port
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("ddp", "zero2", "zero3", "fsdp2")

@@ -8,9 +8,8 @@ import torch
 from transformers import TrainerCallback
 
 from tests.rollout_factory import make_group, make_trainer, step_logs, uniform_batch
-from trl_atropos.batching import plan
+from trl_atropos.batches.micro_batches import plan, trim, without_padding
 from trl_atropos.config import LOSS_TYPES
-from trl_atropos.padding import trim, without_padding
 
 ADDS_UP = [name for name in LOSS_TYPES if name != "bnpo"]
 

@@ -9,7 +9,8 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, UNUSED_FIELDS, VLLM_MODES
+from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, REMOVED, UNUSED_FIELDS, VLLM_MODES
+from trl_atropos.recipe import RecipeError, parse
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
 OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
@@ -235,6 +236,16 @@ def test_a_server_may_sleep_while_a_whole_batch_is_trained():
 
 def test_every_setting_without_effect_is_tried_here():
     assert set(UNUSED_VALUES) == set(UNUSED_FIELDS)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`{name}` is no setting any more: {REMOVED[name]}"):
+        AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, **{name: True})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: true")
+    with pytest.raises(RecipeError, match=f"unknown key `{name}`. It is no setting any more: {REMOVED[name]}"):
+        parse(["--config", str(recipe)])
 
 
 @pytest.mark.parametrize("name", UNUSED_FIELDS)

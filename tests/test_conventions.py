@@ -17,7 +17,7 @@ from trl_atropos import AtroposGRPOConfig
 from trl_atropos import logging as verbosity
 from trl_atropos.errors import ServerError, ServerTimeout, ServiceError
 from trl_atropos.recipe import PARTS, ServicesConfig
-from trl_atropos.services import Services
+from trl_atropos.services.manager import Services
 from trl_atropos.train import _message, _set_up_logging, _show_warning
 from trl_atropos.train_help import print_help
 
@@ -26,7 +26,7 @@ import logging
 {first}
 import trl_atropos
 {then}
-log = logging.getLogger("trl_atropos.health")
+log = logging.getLogger("trl_atropos.metrics.health")
 for level in ("debug", "info", "warning", "error"):
     getattr(log, level)("a %s", level)
 """

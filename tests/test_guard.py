@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.guard import SharedFiles, members, signal_all
-from trl_atropos.services import GUARD
+from trl_atropos.services.guard import SharedFiles, members, signal_all
+from trl_atropos.services.manager import GUARD
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux'")
 

@@ -17,8 +17,8 @@ from tests.rollout_factory import Group, arguments, load_policy, make_group, rec
 from tests.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.health import FINE_AGAIN, SIGNALS, Health
-from trl_atropos.report.progress import format_line
+from trl_atropos.metrics.health import FINE_AGAIN, SIGNALS, Health
+from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.wire import MASKED
 
 ROWS = 16
@@ -143,10 +143,10 @@ SICK: dict[str, tuple[Callable[[Path, int], list[Group]], int, list[int | None],
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """The names of the signals that have warned so far."""
-    caplog.set_level(logging.WARNING, logger="trl_atropos.health")
+    caplog.set_level(logging.WARNING, logger="trl_atropos.metrics.health")
 
     def names() -> list[str]:
-        messages = [entry.getMessage() for entry in caplog.records if entry.name == "trl_atropos.health"]
+        messages = [entry.getMessage() for entry in caplog.records if entry.name == "trl_atropos.metrics.health"]
         return [name for message in messages for name in SIGNALS if f"(`{name}`: above" in message]
 
     return names

@@ -59,7 +59,7 @@ class Messages(logging.Handler):
     def __init__(self):
         super().__init__()
         self.texts: list[str] = []
-        logging.getLogger("trl_atropos.health").addHandler(self)
+        logging.getLogger("trl_atropos.metrics.health").addHandler(self)
 
     def emit(self, entry):
         self.texts.append(entry.getMessage())

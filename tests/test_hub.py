@@ -25,7 +25,7 @@ from tests.hub_server import Recorded, running_hub
 from tests.rollout_factory import make_group, make_trainer, record, uniform_batch
 from tests.server_process import free_port
 from trl_atropos.errors import PushError
-from trl_atropos.report.settings import portable, portable_value
+from trl_atropos.report.run_log import portable, portable_value
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RolloutError
 from trl_atropos.recipe import RecipeError
-from trl_atropos.report.page_run import LOG, read_run
+from trl_atropos.report.run_folder import LOG, read_run
 from trl_atropos.train import check_reports
 
 OURS = ("rollouts/", "health/", "time/", "policy/")
@@ -163,6 +163,6 @@ def test_what_is_warned_of_after_a_run_was_broken_off_is_not_in_its_log(tiny_mod
     trainer = make_spooled(tiny_model, tmp_path, 1, max_steps=2)
     with pytest.raises(RolloutError, match="is used up"):
         trainer.train()
-    logging.getLogger("trl_atropos.health").warning("of another run")
+    logging.getLogger("trl_atropos.metrics.health").warning("of another run")
     text = (tmp_path / "run" / LOG).read_text()
     assert '"logs"' in text and "of another run" not in text

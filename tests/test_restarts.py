@@ -17,10 +17,10 @@ from tests.launching import Run, make_model
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
-from trl_atropos.guard import members
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.services import ATROPOS, Services
-from trl_atropos.services import SETTLED as SETTLED_BY_DEFAULT
+from trl_atropos.services.guard import members
+from trl_atropos.services.manager import ATROPOS, Services
+from trl_atropos.services.manager import SETTLED as SETTLED_BY_DEFAULT
 from trl_atropos.supervision import HOPELESS, Disconnector, Supervisor, variables_of_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -159,7 +159,7 @@ def test_nothing_of_the_life_before_is_left_when_a_service_is_started_again(serv
 
 def test_a_trainer_that_is_killed_during_the_wait_leaves_no_guard_behind(tmp_path):
     trainer = (
-        "import os, sys, time\nfrom trl_atropos.services import Services\nservices = Services('logs')\n"
+        "import os, sys, time\nfrom trl_atropos.services.manager import Services\nservices = Services('logs')\n"
         "service = [sys.executable, '-c', 'import time; print(\"up\", flush=True); time.sleep(0.5)']\n"
         "services.start('a', service, restarts=9, settled=0.1)\n"
         "print(services._services['a'].guard.pid, flush=True)\ntime.sleep(600)\n"

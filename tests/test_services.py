@@ -21,8 +21,8 @@ import pytest
 
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
-from trl_atropos.guard import members
-from trl_atropos.services import (
+from trl_atropos.services.guard import members
+from trl_atropos.services.manager import (
     SCRATCH,
     VMSTAT,
     Services,
@@ -101,7 +101,7 @@ def test_of_a_killed_service_the_signal_is_named_and_memory_only_where_the_kerne
 ):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 70\noom_kill 3\n")
-    monkeypatch.setattr("trl_atropos.services.VMSTAT", vmstat)
+    monkeypatch.setattr("trl_atropos.services.manager.VMSTAT", vmstat)
     services.start("vllm", FOREVER)
     pid = running(services, "vllm")
     vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + killed}\n")
@@ -270,7 +270,7 @@ def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
 
 def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
     trainer = (
-        "import sys, time\nfrom trl_atropos.services import Services\nservices = Services('logs')\n"
+        "import sys, time\nfrom trl_atropos.services.manager import Services\nservices = Services('logs')\n"
         "for name in 'ab':\n    services.start(name, [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(*(service.guard.pid for service in services._services.values()), flush=True)\ntime.sleep(600)\n"
     )

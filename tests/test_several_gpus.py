@@ -23,7 +23,7 @@ from recipes.quickstart.make_model import make_model
 from tests.launching import RECIPE, ROOT, free_urls
 from trl_atropos.bench.models import PRESETS
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services import Services
+from trl_atropos.services.manager import Services
 
 pytestmark = [
     pytest.mark.gpu,

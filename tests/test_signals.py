@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.signals import _runs_launcher
+from trl_atropos.services.signals import _runs_launcher
 
 ROOT = Path(__file__).parents[1]
 WITHIN = 15.0
 
 START = """
 import os, signal, sys, threading, time
-from trl_atropos.signals import Interrupted, deferred, die_with_launcher, install_handlers, interrupt_main_with
+from trl_atropos.services.signals import Interrupted, deferred, die_with_launcher, install_handlers
+from trl_atropos.services.signals import interrupt_main_with
 def me(signum): os.kill(os.getpid(), signum)
 def say(*words): print(*words, flush=True)
 """

@@ -19,11 +19,23 @@ from transformers import TrainerCallback
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.rollouts.conftest import Api, restartable_api  # noqa: F401 - a fixture
 from tests.weights import trainers
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource, timing
-from trl_atropos.report.progress import format_line
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
+from trl_atropos.metrics import timing
+from trl_atropos.metrics.timing import (
+    COMPUTE,
+    INGEST,
+    OPTIMIZER,
+    OTHER,
+    PARTS,
+    PUBLISH,
+    SAVE,
+    WAIT,
+    Stopwatch,
+    bottleneck,
+)
+from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.source import AtroposSource
-from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, OTHER, PARTS, PUBLISH, SAVE, WAIT, Stopwatch, bottleneck
-from trl_atropos.weights.client import ServerClient
+from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
 
 PAUSE = 0.3  # seconds, that a part is made to take

@@ -65,7 +65,7 @@ def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
 OVERRIDDEN = [
     "train", "compute_loss", "create_model_card", "get_train_dataloader", "push_to_hub", "_prepare_inputs",
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "_get_output_dir", "create_scheduler", "init_hf_repo",
+    "create_scheduler", "init_hf_repo",
 ]  # fmt: skip
 
 

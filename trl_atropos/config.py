@@ -7,12 +7,13 @@ hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
 import os
 import warnings
 from dataclasses import dataclass, field, fields
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from transformers.utils import strtobool
 from trl import GRPOConfig
 
-from trl_atropos.health import check_names
+from trl_atropos.metrics.health import check_names
 from trl_atropos.protocol import VLLM_MODES
 
 WEIGHT_TRANSPORTS = ("auto", "nccl", "gloo", "memory")
@@ -20,6 +21,10 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SCALE_REWARDS = ("group", "batch", "none")
 SINGLE_ROW_GROUPS = ("refuse", "raw", "zero")
+REMOVED = {
+    "save_in_background": "a checkpoint is written while the training waits, as in Transformers: leave it out",
+}
+"""Settings of earlier versions, and what replaces each."""
 
 # Fields of GRPOConfig that describe generation, which is the environments' business here.
 UNUSED_FIELDS = (
@@ -130,10 +135,6 @@ class AtroposGRPOConfig(GRPOConfig):
             Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
             `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step, which
             are divided into as many micro-batches as they need.
-        save_in_background (`bool`, *optional*, defaults to `False`):
-            Write checkpoints to memory (`/dev/shm`), from where they move to the disk while training goes on. Where
-            that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training waits as
-            ever, and a warning says why. Callbacks get `on_save` when the folder may not be on disk yet.
         warning_thresholds (`dict[str, float]` or `str`, *optional*):
             Value above which a warning about the run's health is given, by name, for those that shall differ from the
             default (`docs/reference.md` lists them), such as `{"truncated": 0.5}`. With 1, a share never warns.
@@ -319,14 +320,6 @@ class AtroposGRPOConfig(GRPOConfig):
             "per_device_train_batch_size is the number of rollouts that one process takes for an optimizer step."
         },
     )
-    save_in_background: bool = field(
-        default=False,
-        metadata={
-            "help": "Write checkpoints to memory (/dev/shm), from where they move to the disk while training goes on. "
-            "Where that cannot be done (several machines, DeepSpeed, FSDP, too little room in memory), the training "
-            "waits as ever, and a warning says why."
-        },
-    )
     warning_thresholds: dict | str | None = field(
         default=None,
         metadata={
@@ -338,6 +331,11 @@ class AtroposGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Names of warnings about the run's health that end the run, such as zero_variance."},
     )
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        for name in REMOVED.keys() & kwargs.keys():
+            raise ValueError(f"`{name}` is no setting any more: {REMOVED[name]}.")
+        return super().__new__(cls)
 
     def __post_init__(self):
         # With a single-copy server the trainer computes in the server's dtype; TRL's default would be bf16 autocast.
@@ -358,7 +356,6 @@ class AtroposGRPOConfig(GRPOConfig):
         self.num_generations = asked
         self._check_sleep()
         self._check_token_budget()
-        self._check_saving()
         self._check_warnings()
         self._check_correction()  # only now, because `generation_kwargs` may come as JSON
 
@@ -447,14 +444,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each: use another "
                 "`loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
                 "`group_by_length` on."
-            )
-
-    def _check_saving(self) -> None:
-        if self.save_in_background and self.push_to_hub and self.hub_strategy != "end":
-            raise ValueError(
-                f"`hub_strategy: {self.hub_strategy.value}` uploads each checkpoint when it is saved, but with "
-                "`save_in_background` it is not on disk yet: set `hub_strategy: end`, or leave `save_in_background` "
-                "out."
             )
 
     def _check_warnings(self) -> None:

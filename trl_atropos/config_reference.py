@@ -17,8 +17,8 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from trl_atropos.cli import BENCHMARKS
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.health import SIGNALS
 from trl_atropos.logging import LEVELS, VARIABLE
+from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
 
@@ -60,7 +60,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "group_by_length",
         "max_tokens_per_micro_batch",
     ),
-    "Checkpoints": ("save_in_background",),
     "Warnings": ("warning_thresholds", "stop_on_warnings"),
 }
 COMMANDS = ("check", "serve", "report", "bench", *(f"bench {name}" for name in BENCHMARKS))

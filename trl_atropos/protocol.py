@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -55,6 +55,15 @@ def environment_token() -> str:
             "trainer and server."
         )
     return token
+
+
+def reason_in(text: str) -> str:
+    """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
+    try:
+        told = json.loads(text)["error"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, TypeError):
+        return text[:300]
 
 
 class Strict(BaseModel):
@@ -113,6 +122,12 @@ class ParameterSpec(Strict):
     dtype: str
     # The checkpoint tensors that it consists of. None: one of its own name and shape. Empty: it is computed from some.
     pieces: list[CheckpointTensor] | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Any, pieces: list[CheckpointTensor] | None = None) -> "ParameterSpec":
+        """Of a torch tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name=name, shape=list(tensor.shape), dtype=dtype, pieces=pieces)
 
 
 class LoadReply(Strict):
@@ -199,7 +214,7 @@ def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: A
     alone, a third of them would be taken for those of another version. They survive JSON as they are.
 
     Args:
-        prompt_ids: (p,) ids of all tokens before the completion, of former turns too.
+        prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.
         completion_ids: (c,) ids of the sampled tokens.
         logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was converted to.
     """
@@ -230,7 +245,7 @@ class View(Strict):
 class Attachment(Strict):
     """Answer of `POST /trl_atropos/attach`: handles of the server's memory, and each parameter's place in it."""
 
-    storages: list[dict]  # handles for `trl_atropos.transport.open_storage`
+    storages: list[dict]  # handles for `trl_atropos.tensors.shared_memory.open_storage`
     views: dict[str, View]
     refused: dict[str, str]  # parameter name -> why it cannot be a view
 

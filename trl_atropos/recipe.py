@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 from trl import ModelConfig, TrlParser
 
-from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.config import REMOVED, AtroposGRPOConfig
 from trl_atropos.environments import EnvironmentSpec, RecipeError
 from trl_atropos.flags import server_flags, stated_flags
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
@@ -258,6 +258,8 @@ def _wanted(value: Any, hint: Any) -> str | None:
 
 
 def _suggest(key: str, known: set[str]) -> str:
+    if key in REMOVED:
+        return f" It is no setting any more: {REMOVED[key]}."
     close = difflib.get_close_matches(key, known, n=1)
     return f" Did you mean `{close[0]}`?" if close else " See `python -m trl_atropos.train --help`."
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 
-from trl_atropos.signals import die_with_launcher, install_handlers, interrupt_main_with
+from trl_atropos.services.signals import die_with_launcher, install_handlers, interrupt_main_with
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
@@ -110,11 +110,11 @@ def run(recipe) -> None:
     """Trains by `recipe` (a `trl_atropos.recipe.Recipe`)."""
     from accelerate import PartialState
 
+    from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
     from trl_atropos.output_lock import locked
-    from trl_atropos.report.hub import make_repository
-    from trl_atropos.services import Services
-    from trl_atropos.weights import ranks
+    from trl_atropos.report.card import make_repository
+    from trl_atropos.services.manager import Services
 
     _set_up_logging(recipe.training)
     _heed_ddp_timeout(recipe.training)
@@ -148,8 +148,8 @@ def _heed_ddp_timeout(training) -> None:
 
 def check_files(recipe) -> None:
     """What a run reads and writes, before it starts anything that takes long. What one rank lacks ends all of them."""
+    from trl_atropos import distributed as ranks
     from trl_atropos.protocol import environment_token
-    from trl_atropos.weights import ranks
 
     environment_token()  # raises if no header can carry it
     ranks.together(lambda: _check_folder_and_model(recipe))
@@ -259,7 +259,7 @@ def start_services(recipe, services) -> None:
     import secrets
 
     from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
-    from trl_atropos.services import ATROPOS, ENVIRONMENT
+    from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
     from trl_atropos.supervision import variables_of_environment
 
     training, config = recipe.training, recipe.services
@@ -295,7 +295,7 @@ def start_services(recipe, services) -> None:
 def require_room(recipe) -> None:
     """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared memory."""
     from trl_atropos.flags import parallel
-    from trl_atropos.services import require_free_port, require_shared_memory, require_sockets
+    from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
 
     training, config = recipe.training, recipe.services
     if config.start_vllm:
@@ -318,7 +318,7 @@ def _device(index: int) -> str:
 def _module(name: str, url: str, *arguments: str) -> list[str]:
     from urllib.parse import urlsplit
 
-    from trl_atropos.services import port_of
+    from trl_atropos.services.manager import port_of
 
     host = urlsplit(url).hostname
     return [sys.executable, "-m", name, *arguments, "--host", host, "--port", str(port_of(url))]
@@ -331,8 +331,7 @@ def train(recipe, services) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_atropos.errors import PushError
-    from trl_atropos.report.summary import CURVE, RecordingSource, closing_lines, draw_reward_curve, write_summary
-    from trl_atropos.supervision import Supervisor
+    from trl_atropos.report.summary import CURVE, closing_lines, draw_reward_curve, write_summary
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
     from trl_atropos.weights.checkpoint import disk_errors
 
@@ -341,11 +340,10 @@ def train(recipe, services) -> None:
     usual = {"revision": "main", "attn_implementation": None, "dtype": "float32"}
     stated = {name: value for name, value in stated.items() if value != usual[name]}
     training.model_init_kwargs = {**stated, **(training.model_init_kwargs or {})} or None
-    recorded = RecordingSource(source_of(training, Supervisor(services, interrupt_main_with)))
     trainer = AtroposGRPOTrainer(
         model=model.model_name_or_path,
         args=training,
-        rollout_source=recorded,
+        rollout_source=source_of(training, Supervisor(services, interrupt_main_with)),
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
@@ -366,17 +364,17 @@ def train(recipe, services) -> None:
     if trainer.accelerator.is_main_process:
         summary = write_summary(
             training.output_dir,
-            recorded,
+            trainer.run_log,
             trainer.state.global_step,
             trainer.policy_publisher.probe_max_abs_diff,
             time.monotonic() - STARTED,
         )
-        if recorded.rewards:
+        if trainer.run_log.rewards:
             curve = os.path.join(training.output_dir, CURVE)
             if sum("reward" in entry for entry in trainer.state.log_history) < 2:  # of which the card draws none
-                draw_reward_curve(training.output_dir, recorded.rewards)
+                draw_reward_curve(training.output_dir, trainer.run_log.rewards)
             replayed = training.replay_paths is not None
-            lines = closing_lines(summary, recorded, trainer.processing_class.decode, curve, replayed)
+            lines = closing_lines(summary, trainer.run_log, trainer.processing_class.decode, curve, replayed)
             lines.append(f"All of it on one page: trl-atropos report {training.output_dir}")
             sys.stdout.write("\n".join(lines) + "\n")
     if not_pushed is not None:
@@ -391,8 +389,8 @@ def _checkpoint(training) -> str | None:
     """
     from accelerate.utils import gather_object
 
+    from trl_atropos import distributed as ranks
     from trl_atropos.recipe import RecipeError
-    from trl_atropos.weights import ranks
 
     asked = training.resume_from_checkpoint
     if asked is None or str(asked).lower() in ("false", "none", ""):

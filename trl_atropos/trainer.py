@@ -26,20 +26,36 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
-from trl_atropos.batching import Plan, chunks, plan_rows, regroups, row_share
+from trl_atropos import distributed as ranks
+from trl_atropos.batches.distillation import distillation_inputs, distillation_loss
+from trl_atropos.batches.micro_batches import (
+    Batch,
+    Plan,
+    chunks,
+    join,
+    plan_rows,
+    regroups,
+    row_share,
+    take,
+    trim,
+    without_padding,
+)
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.distillation import distillation_inputs, distillation_loss
 from trl_atropos.errors import RolloutError
-from trl_atropos.forward import keep_soft_cap, prepare_model
-from trl_atropos.gradients import accumulate_gradients
-from trl_atropos.health import Health
-from trl_atropos.measures import History, row_measures, sampling_measures, share_dropped, staleness_classes
+from trl_atropos.metrics.batch_metrics import (
+    History,
+    row_measures,
+    sampling_measures,
+    share_dropped,
+    staleness_classes,
+)
+from trl_atropos.metrics.health import Health
+from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.output_lock import locked
-from trl_atropos.padding import Batch, join, take, trim, without_padding
 from trl_atropos.protocol import environment_token
-from trl_atropos.report.hub import model_only, repository_made
-from trl_atropos.report.page_log import RunLog
-from trl_atropos.report.progress import show_lines
+from trl_atropos.report.card import model_only, repository_made
+from trl_atropos.report.run_log import RunLog
+from trl_atropos.report.summary import show_lines
 from trl_atropos.rollouts.advantages import (
     advantage_tensor,
     columns,
@@ -52,25 +68,19 @@ from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSour
 from trl_atropos.rollouts.spool import source_state
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.saving import BackgroundSaver
-from trl_atropos.staging import sweep
-from trl_atropos.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
-from trl_atropos.weights import ranks
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,
-    optimizer_errors,
-    put_in_force,
-    require_same_optimizer,
+    optimizer_resumed,
     require_same_weights,
     require_whole,
-    warn_without_optimizer,
+    save_whole,
     weight_errors,
 )
-from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
-from trl_atropos.weights.modes import publisher_of
-from trl_atropos.weights.publisher import PolicyPublisher
-from trl_atropos.weights.transfer import base_model
+from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.masters import accumulate_gradients, exact_gradients, use_masters
+from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +181,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
-        self._saver = BackgroundSaver(self)
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
             super().__init__(
@@ -202,8 +211,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
-        if self.accelerator.is_local_main_process:
-            sweep()
         self._logprobs = TrainerLogprobs(Path(args.output_dir, "rollouts"))
         self.rollout_func = self._hand_over_rows
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
@@ -228,12 +235,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
-        with ranks.held_on_main(lambda: locked(self.args.output_dir)), self._saver:
+        with ranks.held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 self.policy_publisher.hold()
-                output = super().train(*args, **kwargs)
-                self._saver.wait()
-                return output
+                return super().train(*args, **kwargs)
             finally:
                 self.policy_publisher.close()
                 if self.accelerator.is_main_process:
@@ -314,10 +319,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
         with self.stopwatch.part(SAVE):
-            self._saver.save(lambda: write(model, trial))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._saver.folder or super()._get_output_dir(trial)
+            save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -346,14 +348,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with optimizer_errors(checkpoint, self.args.optim.value):
+        with optimizer_resumed(self, checkpoint, self._fresh_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
-            if self.is_world_process_zero():
-                warn_without_optimizer(checkpoint)
-            within = self.optimizer.optimizer  # of accelerate's
-            loaded = within.inner if isinstance(within, MasterOptimizer) else within
-            require_same_optimizer(self._fresh_groups, groups_of(loaded))
-        put_in_force(self._fresh_groups, self.optimizer, self.lr_scheduler, self.args.optim_args)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -465,7 +461,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _poll(self, waited: float) -> list[Row] | None:
         """Rows, or nothing yet."""
-        self._saver.check()
         with self.stopwatch.part(WAIT):
             rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rows is not None:
@@ -581,7 +576,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
-        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/hub.py`)."""
+        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/card.py`)."""
         if self.hub_model_id is None:  # no repository yet: where none can be made, the model is saved all the same
             self.save_model(_internal_call=True)
         with model_only():

@@ -14,8 +14,8 @@ from transformers import TrainerState
 
 from recipes.quickstart.make_model import byte_tokenizer
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.health import Health
-from trl_atropos.report.page_log import RunLog
+from trl_atropos.metrics.health import Health
+from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.advantages import group_statistics
 from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.selection import Books

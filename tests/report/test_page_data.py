@@ -16,12 +16,20 @@ from tests.rollout_factory import make_trainer, uniform_batch
 from tests.rollouts.test_spool import REGION, append, make_row
 from trl_atropos.report import page_data
 from trl_atropos.report.page import build
-from trl_atropos.report.page_gap import TrainerLogprobs as ReportedLogprobs
-from trl_atropos.report.page_gap import why_none
-from trl_atropos.report.page_log import RunLog, spans
-from trl_atropos.report.page_rows import HEADER, UNKNOWN, Fate, advantages, read_all, trace
-from trl_atropos.report.page_run import LOG, ReportError, read_run
-from trl_atropos.report.page_tokens import texts
+from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
+from trl_atropos.report.page_data import why_none
+from trl_atropos.report.run_folder import (
+    HEADER,
+    LOG,
+    UNKNOWN,
+    Fate,
+    ReportError,
+    advantages,
+    read_all,
+    read_run,
+    trace,
+)
+from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.advantages import scalar_advantages
 from trl_atropos.rollouts.spool import Part, Spool, read_rollouts
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs

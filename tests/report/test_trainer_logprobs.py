@@ -19,15 +19,14 @@ from tests.rollouts.conftest import Api
 from tests.rollouts.test_spool import append, make_row
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.report import page_data
-from trl_atropos.report.page_gap import TrainerLogprobs as ReportedLogprobs
-from trl_atropos.report.page_rows import read_all, trace
-from trl_atropos.report.page_run import read_run
+from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
+from trl_atropos.report.run_folder import read_all, read_run, trace
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.row import Row
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.rollouts.spool import Spool, read_rollouts
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
-from trl_atropos.services import free_port
+from trl_atropos.services.manager import free_port
 from trl_atropos.weights.publisher import NullPublisher
 
 STEPS, ROWS = 3, 16  # rows of a generation batch

@@ -17,13 +17,13 @@ import requests
 
 from tests.server_process import Server
 from trl_atropos.errors import ServerError
-from trl_atropos.weights.client import ServerClient
+from trl_atropos.server_client import ServerClient
 
 pytestmark = pytest.mark.server
 
 HOLD_LEASE = """
 import sys, time
-from trl_atropos.weights.client import ServerClient
+from trl_atropos.server_client import ServerClient
 client = ServerClient(sys.argv[1], 30, sys.argv[2])
 client.hold_lease()
 if sys.argv[3] == "paused":

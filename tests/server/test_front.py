@@ -23,9 +23,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
-from trl_atropos.guard import members
 from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
-from trl_atropos.services import Services, port_of
+from trl_atropos.services.guard import members
+from trl_atropos.services.manager import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

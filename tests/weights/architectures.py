@@ -357,9 +357,8 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
     """One optimizer step of a trainer with default settings that publishes to `engine`, and what that led to."""
     from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
     from trl_atropos.errors import ProbeError
-    from trl_atropos.weights.fence import ServerPublisher
-    from trl_atropos.weights.modes import transfer_of
-    from trl_atropos.weights.servers import Servers
+    from trl_atropos.server_client import Servers
+    from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
     publisher = ServerPublisher(transfer_of(mode, Servers([engine.url], 60, client=engine), "auto", str(folder)))
     args = AtroposGRPOConfig(

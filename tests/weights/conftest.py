@@ -11,8 +11,8 @@ from tests.server_process import running_server
 from tests.weights import trainers
 from tests.weights.live import MODES, Live
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.server_client import ServerClient
+from trl_atropos.weights.publisher import ServerPublisher
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,8 @@ from tests.weights.live import MODES, Weights, disturb, publish, snapshot
 from tests.weights.watched import Sampled, sample, score
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import ServerError
-from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.modes import transfer_of
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import ServerClient, Servers
+from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 SETUP_TIMEOUT = 60.0  # seconds: of all calls before the fault, on a machine that may be busy
 SMALL_CHUNK = 1 << 16  # bytes: makes several messages of the tests' model
@@ -52,11 +50,11 @@ class PointClient(ServerClient):
     when, route = "", ""
     act: Act
 
-    def _send(self, method: str, path: str, *rest: Any) -> requests.Response:
+    def _send(self, method: str, path: str, *rest: Any, **options: Any) -> requests.Response:
         here = bool(self.route) and path.endswith(self.route)
         if here and self.when == "in":
             self._once()
-        response = super()._send(method, path, *rest)
+        response = super()._send(method, path, *rest, **options)
         if here and self.when == "after":
             self._once()
         return response

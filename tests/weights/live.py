@@ -15,9 +15,8 @@ from peft import LoraConfig
 from tests.server_process import Server
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.modes import transfer_of
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import Servers
+from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 PUBLISH_TIMEOUT = 60.0  # seconds
 

@@ -16,8 +16,7 @@ from tests.weights.architectures import make_model as save_family
 from tests.weights.live import snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.errors import AttachError
-from trl_atropos.weights.colocate import Colocate
-from trl_atropos.weights.servers import Servers
+from trl_atropos.weights.colocate import check_dtype
 
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
@@ -55,10 +54,9 @@ def test_a_family_that_keeps_its_routers_in_float32_itself_can_be_attached_in_bf
     save_family(FAMILIES["ERNIE 4.5 MoE"], tmp_path, "bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
-    transfer = Colocate(Servers([], 30))
-    transfer._check_dtype(model, "bfloat16")
+    check_dtype(model, "bfloat16")
     with pytest.raises(AttachError, match=r"are bfloat16, float32, the server.s float16\..* in float16"):
-        transfer._check_dtype(model, "float16")
+        check_dtype(model, "float16")
 
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}

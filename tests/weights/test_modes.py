@@ -29,7 +29,7 @@ from tests.weights.watched import (
     wait_for_requests,
 )
 from trl_atropos import AtroposSource
-from trl_atropos.services import Services
+from trl_atropos.services.manager import Services
 from trl_atropos.weights.publisher import NullPublisher
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -16,10 +16,8 @@ from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import AttachError, ProbeError, ServerError
 from trl_atropos.protocol import ADAPTER_MODES
-from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.modes import transfer_of
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import ServerClient, Servers
+from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 pytestmark = pytest.mark.server
 

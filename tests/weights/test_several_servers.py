@@ -13,9 +13,8 @@ from tests.weights.live import snapshot
 from tests.weights.test_sharded_publish import ADAPTER, continuations, give_back_the_weights, servers_for
 from tests.weights.trainers import make_trainer
 from tests.weights.watched import largest_difference
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.modes import transfer_of
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import Servers
+from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -28,10 +28,8 @@ from tests.weights.live import snapshot
 from tests.weights.trainers import make_trainer
 from tests.weights.watched import largest_difference, sample
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.modes import transfer_of
-from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import Servers
+from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher, ServerPublisher, transfer_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.server_process import Server
 from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.row import Row
-from trl_atropos.weights.client import ServerClient
-from trl_atropos.weights.layout import open_views, replace
+from trl_atropos.server_client import ServerClient
+from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.names import parameter_specs
+from trl_atropos.weights.transfer import open_views
 
 SCALE = 0.05  # of a change between two versions: nearly every log-probability changes by more than the tolerance
 TOLERANCE = 2e-5  # nats; a float32 server and a float32 reference have never differed by more than 6e-6

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from tests.server_process import Server
 from tests.weights.live import Weights, snapshot
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.weights.fence import ServerPublisher
+from trl_atropos.weights.publisher import ServerPublisher
 
 NUM_SEQUENCES = 32
 LONG_SEQUENCES = 8  # of them: longer than two KV blocks

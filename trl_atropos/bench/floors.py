@@ -1,9 +1,8 @@
 """What the machine allows: the time of one bare copy of as many bytes over the link that a publish takes.
 
-`gloo` and `nccl`: a broadcast over the package's own channel (`channel.py`, so the same settings) to a second process
-that does nothing with it. `memory`: a copy on the device that the weights are on. `file`: writing a file and reading
-it again in the folder that adapters and checkpoints go to, which may all happen in the system's cache, as in a
-publish.
+`gloo` and `nccl`: a broadcast over the package's own channel (`tensors/channel.py`) to a second process that does
+nothing with it. `memory`: a copy on the device that the weights are on. `file`: writing a file and reading it again in
+the folder that adapters and checkpoints go to, which may all happen in the system's cache, as in a publish.
 
 Run as a module, this file is that second process.
 """
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from trl_atropos.channel import ChannelError, open_group, open_receiver
+from trl_atropos.tensors.channel import ChannelError, open_group, open_receiver
 
 ROUNDS = 5  # of which the best counts
 TIMEOUT = 120.0  # seconds for one of them

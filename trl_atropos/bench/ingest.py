@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trl_atropos import __version__
 from trl_atropos.bench.options import Parser, give_result, positive, writable
-from trl_atropos.signals import install_handlers
+from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
 Measure how long a batch of rollouts takes from the socket to the tensors that are trained on, validation included.

@@ -19,8 +19,8 @@ from trl_atropos import __version__
 from trl_atropos.bench.models import config_fields, dtype, make_model
 from trl_atropos.bench.options import Parser, give_result, positive, writable
 from trl_atropos.errors import ServiceError
-from trl_atropos.services import Services, free_port, tail
-from trl_atropos.signals import install_handlers
+from trl_atropos.services.manager import Services, free_port, tail
+from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
 Measure whether sampling and training overlap: seconds per optimizer step, with sampling that takes 0 to 2 times as

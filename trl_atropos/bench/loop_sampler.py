@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_atropos.metrics.timing import PUBLISH
 from trl_atropos.rollouts.row import Row
-from trl_atropos.timing import PUBLISH
 from trl_atropos.weights.publisher import PolicyPublisher
 
 BASE = 256  # of the digits in which a group's number begins its prompt: token ids of any model

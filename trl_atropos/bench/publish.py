@@ -19,14 +19,13 @@ from peft import LoraConfig
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.bench.floors import Floors
 from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
-from trl_atropos.services import Services, free_port
+from trl_atropos.server_client import Servers
+from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.file_lora import FileLora
-from trl_atropos.weights.links import choose_transport
-from trl_atropos.weights.modes import transfer_of
+from trl_atropos.weights.lora import FileLora
+from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 from trl_atropos.weights.restart import Restart
-from trl_atropos.weights.servers import Servers
+from trl_atropos.weights.transfer import choose_transport
 
 WARM_UP = 2  # publishes before those that count: the first goes a slower way, with adapters one in each of two places
 RESOLUTION_MS = 0.05  # of a transfer: below, what is measured is the interpreter

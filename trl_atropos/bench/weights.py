@@ -20,7 +20,7 @@ from trl_atropos import __version__
 from trl_atropos.bench.models import PRESETS, config_fields, make_model
 from trl_atropos.bench.options import Parser, give_result, positive, writable
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.signals import install_handlers
+from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:  # it imports torch
     from trl_atropos.bench.floors import Floors

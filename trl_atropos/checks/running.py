@@ -12,7 +12,7 @@ from trl_atropos.checks.versions import requirement
 from trl_atropos.errors import RolloutError, ServerError, ServiceError
 from trl_atropos.flags import parallel
 from trl_atropos.protocol import ADAPTER_MODES, ServerInfo, tokenizer_fingerprint
-from trl_atropos.services import port_of, require_free_port, require_shared_memory, require_sockets
+from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
 
 ANSWER = 5.0  # seconds
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
@@ -98,7 +98,7 @@ def _api(recipe, launch: Launch) -> Iterator[Finding]:
 
 
 def _server(recipe, url: str) -> Iterator[Finding]:
-    from trl_atropos.weights.client import ServerClient
+    from trl_atropos.server_client import ServerClient
 
     try:
         info = ServerClient(url, ANSWER).info()

@@ -125,7 +125,7 @@ def _conditions(recipe) -> list[tuple[bool, str, str, list[str]]]:
     services, training = recipe.services, recipe.training
     replays, starts = training.replay_paths is not None, services.start_atropos or services.start_vllm
     own, sends = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", ("server", "nccl_lora")
-    keeps, saving = training.save_strategy != "no", ["save_steps", "save_total_limit", "save_in_background"]
+    keeps = training.save_strategy != "no"
     return [
         (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
         (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),
@@ -136,7 +136,7 @@ def _conditions(recipe) -> list[tuple[bool, str, str, list[str]]]:
         (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", ["lora_*"]),
         (not training.vllm_enable_sleep_mode, "the server does not sleep", "", ["vllm_sleep_level"]),
         (not training.master_weights, "there are no master weights", "", ["offload_master_weights"]),
-        (not keeps, "nothing is saved on the way", "Set `save_strategy: steps`", saving),
+        (not keeps, "nothing is saved on the way", "Set `save_strategy: steps`", ["save_steps", "save_total_limit"]),
         (True, "the server is no part of TRL", "", list(TRL_SERVER)),
     ]
 

@@ -9,10 +9,10 @@ from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
 from trl_atropos.flags import server_flags as flags_of
-from trl_atropos.forward import drops_soft_cap
 from trl_atropos.memory.plan import Plan
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
+from trl_atropos.weights.probe import drops_soft_cap
 
 # vLLM's defaults for a server: (bytes of the device, tokens of a batch, sequences of a batch)
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).

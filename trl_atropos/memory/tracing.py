@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from trl_atropos.forward import silence
+from trl_atropos.weights.probe import silence
 
 ACTIVATIONS, HEAD, GRADIENTS = "activations", "log-probabilities", "gradients"
 

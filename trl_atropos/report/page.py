@@ -1,7 +1,7 @@
 """`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a library.
 
-`page_run.py` reads the log, `page_rows.py` and `page_data.py` the rollouts, `page_tokens.py` their text. What they
-find goes as gzipped JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it.
+`run_folder.py` reads the log and the rollouts, `page_data.py` chooses what is shown of them. That goes as
+gzipped JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it.
 """
 
 import argparse
@@ -14,14 +14,16 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.report import page_data, page_tokens
-from trl_atropos.report.page_gap import TrainerLogprobs, why_none
-from trl_atropos.report.page_rows import Rows, advantages, read_all, trace
-from trl_atropos.report.page_run import Run, read_run, series
+from trl_atropos.report import page_data
+from trl_atropos.report.page_data import TrainerLogprobs, why_none
+from trl_atropos.report.run_folder import Rows, Run, advantages, read_all, read_run, series, trace
 
 HERE = Path(__file__).parent
 SCRIPTS = ("page_charts.js", "page_list.js", "page_tokens.js", "page_rollouts.js", "page.js")
@@ -124,8 +126,8 @@ def _collect(run: Run, rows: Rows, max_rollouts: int) -> tuple[dict[str, Any], p
     trainer = TrainerLogprobs(run.folder / "rollouts")
     packed = page_data.pack(rows, chosen, advantages(rows, run.config.get("scale_rewards")), trainer)
     has_gap = not all(map(math.isnan, packed.columns["gap"]))
-    tokenizer = page_tokens.find_tokenizer(run.folder)
-    texts = page_tokens.texts(tokenizer, packed.token_ids.tolist()) if tokenizer is not None else {}
+    tokenizer = find_tokenizer(run.folder)
+    shown = token_texts(tokenizer, packed.token_ids.tolist()) if tokenizer is not None else {}
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
@@ -148,7 +150,7 @@ def _collect(run: Run, rows: Rows, max_rollouts: int) -> tuple[dict[str, Any], p
         "total_rollouts": len(rows),
         "no_gap": None if has_gap else why_none(run, rows, trainer),
         "unreadable": [*rows.unreadable, *trainer.unreadable],
-        "texts": texts,
+        "texts": shown,
         "has_tokenizer": tokenizer is not None,
     }
     return data, packed
@@ -177,3 +179,46 @@ def write(path: Path, page: str) -> None:
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text(page, encoding="utf-8")
     os.replace(draft, path)
+
+
+# -------------------------------------------------------------------------------------------------- the text of tokens
+
+REPLACEMENT = "�"  # what a decoder makes of bytes that are no character
+SPACE = "▁"  # of SentencePiece
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """The run's own, or else that of its newest checkpoint."""
+    saved = list(folder.glob("checkpoint-*/tokenizer.json"))
+    return next((path for path in [folder / "tokenizer.json", *_newest_first(saved)] if path.is_file()), None)
+
+
+def _newest_first(paths: list[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
+    """The text of every id that the tokenizer at `path` knows."""
+    tokenizer = Tokenizer.from_file(str(path))
+    alphabet = _byte_alphabet()
+    return {
+        number: _text(tokenizer, number, piece, alphabet)
+        for number in ids
+        if (piece := tokenizer.id_to_token(number)) is not None
+    }
+
+
+def _text(tokenizer: Tokenizer, number: int, piece: str, alphabet: dict[str, int]) -> str:
+    if SPACE in piece:
+        return piece.replace(SPACE, " ")  # a decoder would strip the first one
+    text = tokenizer.decode([number], skip_special_tokens=False)
+    if REPLACEMENT in text and all(character in alphabet for character in piece):
+        return "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
+    return text or piece
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, the other way)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

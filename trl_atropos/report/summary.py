@@ -2,61 +2,23 @@
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Sequence
 
-from trl_atropos.rollouts.row import Row
-from trl_atropos.rollouts.source import RolloutSource, RunInfo
+from tqdm.auto import tqdm
+from transformers import ProgressCallback
+from transformers.trainer_callback import CallbackHandler
+
+from trl_atropos.metrics.timing import bottleneck
+from trl_atropos.report.run_log import RunLog
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end
-NUM_SAMPLES = 3
 CURVE = "reward_curve.png"
 
 
-@dataclass
-class RecordingSource:
-    """A rollout source that notes what the trainer took from the one it wraps."""
-
-    source: RolloutSource
-    rewards: list[float] = field(default_factory=list)  # mean score of each batch
-    first_rows: list[Row] = field(default_factory=list)
-    last_rows: list[Row] = field(default_factory=list)
-
-    def start(self, run: RunInfo) -> None:
-        self.source.start(run)
-
-    def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
-        rows = self.source.poll(num_rows, timeout)
-        if rows is not None:
-            self.rewards.append(sum(row.score for row in rows) / len(rows))
-            self.last_rows = _spread(rows)
-            self.first_rows = self.first_rows or self.last_rows
-        return rows
-
-    def metrics(self) -> dict[str, float]:
-        return self.source.metrics()
-
-    def diagnose(self) -> str:
-        return self.source.diagnose()
-
-    def state(self) -> dict:
-        return self.source.state()
-
-    def close(self) -> None:
-        self.source.close()
-
-
-def _spread(rows: Sequence[Row]) -> list[Row]:
-    """A few rows from across the batch, so that they come from different groups."""
-    stride = max(1, len(rows) // NUM_SAMPLES)
-    return list(rows[::stride][:NUM_SAMPLES])
-
-
-def write_summary(
-    output_dir: str, recorded: RecordingSource, steps: int, probe_max_abs_diff: float | None, wall_s: float
-) -> dict:
+def write_summary(output_dir: str, log: RunLog, steps: int, probe_max_abs_diff: float | None, wall_s: float) -> dict:
     """Writes `summary.json` into `output_dir`. Returns what it holds."""
-    rewards = recorded.rewards
+    rewards = log.rewards
     summary = {
         "steps": steps,
         "reward_first": _mean(rewards[:WINDOW]),
@@ -95,12 +57,12 @@ def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence
     return path
 
 
-def closing_lines(summary: dict, recorded: RecordingSource, decode, curve: str, replayed: bool) -> list[str]:
+def closing_lines(summary: dict, log: RunLog, decode, curve: str, replayed: bool) -> list[str]:
     """What a person reads at the end. `decode` turns token ids into text. Rows that are `replayed` were sampled by
     another policy, and say nothing of this training."""
     lines = [""]
     when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
-    for title, rows in zip(when, (recorded.first_rows, recorded.last_rows), strict=True):
+    for title, rows in zip(when, (log.first_rows, log.last_rows), strict=True):
         lines.append(f"Sample completions {title} (prompt -> completion, reward):")
         lines += [f"  {decode(row.prompt_ids)!r} -> {decode(row.completion_ids)!r}  {row.score:.3f}" for row in rows]
     lines.append(
@@ -110,3 +72,67 @@ def closing_lines(summary: dict, recorded: RecordingSource, decode, curve: str, 
     if (probe := summary["probe_max_abs_diff"]) is not None:
         lines.append(f"Largest probe difference: {probe:.1e} nats")
     return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
+
+
+# ---------------------------------------------------------------------------------------------------- while it goes on
+
+# metric -> (label, format)
+COLUMNS = {
+    "reward": ("reward", "{:.3f}"),
+    "reward_std": ("std", "{:.3f}"),
+    "loss": ("loss", "{:+.4f}"),
+    "grad_norm": ("grad", "{:.2f}"),
+    "completions/mean_length": ("length", "{:.1f}"),
+    "rollouts/staleness_mean": ("stale", "{:.1f}"),
+    "health/dropped": ("dropped", "{:.0%}"),
+    "time/wait_for_rollouts": ("wait", "{:.2f}s"),
+    "time/publish": ("publish", "{:.3f}s"),
+    "policy/probe_max_abs_diff": ("probe", "{:.1e}"),
+}
+SHOWN_ABOVE_ZERO = ("health/dropped",)
+IN_BAR = ("reward", "rollouts/staleness_mean")
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
+class LineCallback(ProgressCallback):
+    """Transformers' progress bar, with the metrics that matter here on one line in place of the whole dictionary."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            # `disable=None` is tqdm's word for: only on a terminal.
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, bar_format=BAR)
+        self.current_step = 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or self.training_bar is None or "reward" not in (logs or {}):
+            return
+        self.training_bar.set_postfix_str(format_postfix(logs), refresh=False)
+        self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
+        sys.stdout.flush()  # a file would get it only when there are pages of them
+        if args.log_completions:
+            self.training_bar.clear()  # TRL prints its table next, which would begin in the middle of the bar
+
+
+def show_lines(handler: CallbackHandler) -> None:
+    """Puts a `LineCallback` in the place of transformers' own bar, if there is one. A notebook keeps its table."""
+    for index, callback in enumerate(handler.callbacks):
+        if type(callback) is ProgressCallback:
+            handler.callbacks[index] = LineCallback()
+
+
+def format_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
+    """One line: the step, every column that was logged, and what the run waits for if that is one thing."""
+    told = bottleneck(logs)
+    cells = "  ".join(_cells(logs, COLUMNS))
+    return f"step {step:>{len(str(max_steps))}}/{max_steps}  {cells}" + (f"  ({told})" if told else "")
+
+
+def format_postfix(logs: dict[str, float]) -> str:
+    """What stands behind the bar: the reward, the staleness, and the bottleneck without its share."""
+    told = bottleneck(logs)
+    return ", ".join([*_cells(logs, IN_BAR), *([told.partition(":")[0]] if told else [])])
+
+
+def _cells(logs: dict[str, float], names: Iterable[str]) -> list[str]:
+    shown = [name for name in names if logs.get(name) is not None and (logs[name] or name not in SHOWN_ABOVE_ZERO)]
+    return [f"{COLUMNS[name][0]} {COLUMNS[name][1].format(float(logs[name]))}" for name in shown]

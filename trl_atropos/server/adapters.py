@@ -15,9 +15,9 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from trl_atropos.channel import Channel, message_layout, unpack
 from trl_atropos.protocol import LoadReply, ParameterSpec
 from trl_atropos.server import compat
+from trl_atropos.tensors.channel import Channel, message_layout, unpack
 
 
 @contextmanager

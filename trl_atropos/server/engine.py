@@ -1,7 +1,7 @@
 """The engine server behind the front: a child process on a loopback port of its own, started, stopped and watched.
 
 The front (`trl_atropos.server.front`) makes one `Engine`. The child is `trl_atropos.server.launch` under a guard
-(`trl_atropos.services`), which ends it whatever becomes of the front.
+(`trl_atropos.services.manager`), which ends it whatever becomes of the front.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import aiohttp
 from trl_atropos.errors import ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
-from trl_atropos.services import Services, free_port, tail
+from trl_atropos.services.manager import Services, free_port, tail
 
 NAME = "engine"
 HOST = "127.0.0.1"

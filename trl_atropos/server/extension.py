@@ -8,12 +8,12 @@ take and return plain JSON values.
 import torch
 from vllm.config import set_current_vllm_config
 
-from trl_atropos.channel import open_receiver
 from trl_atropos.protocol import Attachment, LoraInfo, ParameterSpec
 from trl_atropos.server import layout, loader
 from trl_atropos.server.adapters import AdapterReceiver, without_adapters
 from trl_atropos.server.weights import WeightReceiver
-from trl_atropos.transport import export_storage
+from trl_atropos.tensors.channel import open_receiver
+from trl_atropos.tensors.shared_memory import export_storage
 
 
 class WorkerExtension:

@@ -12,10 +12,10 @@ from multidict import CIMultiDict
 from starlette.requests import ClientDisconnect, Request
 from yarl import URL
 
-from trl_atropos.guard import KILL_DEADLINE
 from trl_atropos.server.engine import Engine
 from trl_atropos.server.routes import disconnected, error
-from trl_atropos.services import GRACE
+from trl_atropos.services.guard import KILL_DEADLINE
+from trl_atropos.services.manager import GRACE
 
 # Of one connection, not of the message; and what the client library writes itself.
 NOT_PASSED_ON = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}

@@ -21,8 +21,8 @@ from trl_atropos.server.forward import make_session
 from trl_atropos.server.launch import DEFAULTS
 from trl_atropos.server.ready import ready_text, set_up_token
 from trl_atropos.server.restart import WATCH_EVERY, Front
-from trl_atropos.services import require_free_port
-from trl_atropos.signals import install_handlers
+from trl_atropos.services.manager import require_free_port
+from trl_atropos.services.signals import install_handlers
 
 
 class _Server(uvicorn.Server):

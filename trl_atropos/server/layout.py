@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_atropos.protocol import ParameterSpec, View
-from trl_atropos.transport import export_storage
+from trl_atropos.tensors.shared_memory import export_storage
 
 
 class WriteTracer(TorchDispatchMode):

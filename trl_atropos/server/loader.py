@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trl_atropos.transport import allocate_arena
+from trl_atropos.tensors.shared_memory import allocate_arena
 
 logger = logging.getLogger("vllm.trl_atropos")
 

@@ -9,10 +9,10 @@ import time
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from trl_atropos.channel import Channel, message_layout, unpack
 from trl_atropos.protocol import LoadReply, ParameterSpec
 from trl_atropos.server import compat
 from trl_atropos.server.adapters import without_adapters
+from trl_atropos.tensors.channel import Channel, message_layout, unpack
 
 
 class WeightReceiver:

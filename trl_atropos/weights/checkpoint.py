@@ -1,8 +1,8 @@
 """A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
 
-`saving.py` writes within `written_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything that
-takes long; then `AtroposGRPOTrainer` calls `load_weights`, and `put_in_force` because the optimizer's state brings the
-settings of the run that saved it.
+`AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything
+that takes long. Then the trainer calls `load_weights`, and loads the optimizer's state within `optimizer_resumed`,
+because that state brings the settings of the run that saved it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import textwrap
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
 
+from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, SaveError
+from trl_atropos.weights.masters import MasterOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +44,26 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-@contextlib.contextmanager
-def written_whole(checkpoint: str | Path) -> Iterator[None]:
-    """Around the writing of a checkpoint: after an error or Ctrl-C, nothing half written stays."""
+def save_whole(trainer: Any, write: Callable[[], None]) -> None:
+    """
+    Saves a checkpoint of `trainer`, on every rank, by calling `write`. After an error or Ctrl-C, nothing half written
+    stays.
+    """
+    folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
+
+    def write_or_explain() -> None:
+        with disk_errors(folder, "The checkpoint"):
+            write()
+
     try:
-        yield
-    except BaseException:
-        if not has_state(checkpoint):
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            write_or_explain()  # in which ranks wait for each other already
+        else:
+            together(write_or_explain)
+    except BaseException:  # also Ctrl-C
+        if not has_state(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -124,7 +139,7 @@ def _sharded(folder: Path) -> bool:
     return any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
 
 
-def warn_without_optimizer(checkpoint: str | Path) -> None:
+def _warn_without_optimizer(checkpoint: str | Path) -> None:
     """Says that a checkpoint saved with `save_only_model: true` holds the weights and nothing else to go on from."""
     folder = Path(checkpoint)
     if not _sharded(folder) and not (folder / OPTIMIZER_NAME).exists():
@@ -157,51 +172,46 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def optimizer_errors(checkpoint: str | Path, optim: str) -> Iterator[None]:
-    """Around the loading of the optimizer's state. Raises `CheckpointError` if it is of another kind of optimizer."""
+def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """
+    Around the loading of the state of optimizer and schedule, after which the settings of this run are in force.
+
+    Args:
+        fresh: `groups_of` the optimizer before.
+
+    Raises:
+        CheckpointError: The state is of another kind of optimizer, or the learning rate is another and the schedule
+            cannot go on from it.
+    """
+    optim = trainer.args.optim.value
     try:
         yield
+        if trainer.is_world_process_zero():
+            _warn_without_optimizer(checkpoint)
+        within = trainer.optimizer.optimizer  # of accelerate's
+        loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
+        # Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its
+        # own. A newer version of one optimizer only adds entries.
+        for before, after in zip(fresh, loaded, strict=True):
+            ours, theirs = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+            if ours and theirs:
+                raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"The optimizer's state in {checkpoint} is not that of `optim: {optim}` on this model ({error}). Resume "
             "with the `optim` and the trained parameters of the run that saved it, or begin anew from its weights: "
             "name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
         ) from error
+    _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args)
 
 
-def require_same_optimizer(fresh: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """
-    Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its own.
-
-    Args:
-        fresh: `groups_of` the optimizer before it was loaded.
-        loaded: The same afterwards.
-
-    Raises:
-        ValueError: Each has entries that the other lacks. A newer version of one optimizer only adds some.
-    """
-    for before, after in zip(fresh, loaded, strict=True):
-        ours, theirs = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
-        if ours and theirs:
-            raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
-
-
-def put_in_force(
+def _put_in_force(
     fresh: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
     optim_args: str | None,
 ) -> None:
-    """
-    The settings of this run, in place of those that came with the state of optimizer and schedule.
-
-    Args:
-        fresh: `groups_of` the optimizer before its state was loaded.
-        optim_args: Of the run's settings; what it names is set, too.
-
-    Raises:
-        CheckpointError: The learning rate is another, and the schedule cannot go on from it.
-    """
+    """Sets what this run's settings say, and its `optim_args`, in place of what the state brought along."""
     named = {part.split("=")[0].strip() for part in (optim_args or "").split(",")}
     changed: dict[str, tuple[Any, Any]] = {}
     for before, group in zip(fresh, optimizer.param_groups, strict=True):

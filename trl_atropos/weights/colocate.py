@@ -3,9 +3,8 @@
 The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view,
 which frees the loaded copy: one copy of the weights remains. The optimizer writes into it in place, under the fence.
 
-With adapters, the frozen base is shared in this way and the adapter goes through memory (`memory_lora.py`). Where a
-server's memory cannot be shared at all, its weights are copied on the device instead (`full_weights.py`), and a
-warning says so.
+With adapters, the frozen base is shared in this way and the adapter goes through memory (`lora.py`). Where a server's
+memory cannot be shared, its weights are copied on the device instead (`full_weights.py`), and a warning says so.
 """
 
 import logging
@@ -14,15 +13,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import set_seed
 from transformers import PreTrainedModel
+from trl.trainer.utils import create_model_from_path
 
+from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
-from trl_atropos.weights import layout, ranks
+from trl_atropos.server_client import Servers
 from trl_atropos.weights.full_weights import FullWeights
-from trl_atropos.weights.memory_lora import MemoryLora
+from trl_atropos.weights.lora import MemoryLora
 from trl_atropos.weights.names import parameter_specs
-from trl_atropos.weights.servers import Servers
-from trl_atropos.weights.transfer import Moved, Transfer, load_model
+from trl_atropos.weights.transfer import Moved, Transfer, open_views
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Colocate(Transfer):
 
     def __init__(self, servers: Servers):
         super().__init__(servers)
-        self.views: dict[str, torch.Tensor] = {}
+        self.views: dict[str, torch.Tensor] = {}  # of the server's memory, by parameter name
 
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
         self.servers.connect(one_per_rank=True)
@@ -42,7 +43,7 @@ class Colocate(Transfer):
             # With several processes accelerate numbers it, and `model.to("cpu:0")` copies what is on "cpu".
             PartialState().device = vars(args)["_setup_devices"] = torch.device("cpu")
         info = self.servers.infos[0]
-        refusals = ranks.together(lambda: list(info.refusals))
+        refusals = together(lambda: list(info.refusals))
         model = load_model(model, args, None if refusals else info.dtype)
         if not isinstance(model, PreTrainedModel):
             raise AttachError(
@@ -50,37 +51,28 @@ class Colocate(Transfer):
                 "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`)."
             )
         if not refusals:
-            ranks.together(lambda: self._check_dtype(model, info.dtype))
+            together(lambda: check_dtype(model, info.dtype))
             self.servers.hold_leases()
-            refusals = ranks.together(lambda: self._attach_views(model))
+            refusals = together(lambda: self._attach_views(model))
         if refusals:
             return self._fall_back(refusals, peft_config), model
         if peft_config is not None:
             return MemoryLora(self.servers, "memory", base=self), model
         return self, model
 
-    def _check_dtype(self, model: PreTrainedModel, dtype: str) -> None:
-        own = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-        if dtype not in own:  # some families keep a few parameters in float32, and so does vLLM
-            raise AttachError(
-                f"The model's parameters are {', '.join(sorted(own))}, the server's {dtype}. With "
-                f"vllm_mode='colocate' they are the same memory: load the model in {dtype}, or start the server with "
-                "another `--dtype`."
-            )
-
     def _attach_views(self, model: PreTrainedModel) -> list[str]:
-        """Replaces the parameters by views. Returns why it cannot be done, if so; then nothing is replaced."""
+        """Replaces the parameters by views. If it cannot be done, returns why not and replaces nothing."""
         (client,) = self.servers.clients
         started = time.perf_counter()
         try:
-            opened = layout.open_views(model.named_parameters(), client.attach(parameter_specs(model)))
+            opened = open_views(model.named_parameters(), client.attach(parameter_specs(model)))
         except AttachError as error:
             raise AttachError(
                 f"{error} (The server has {self.servers.infos[0].model}, the trainer {model.name_or_path}.)"
             ) from error
         if opened.refused:
             return [f"{name}: {reason}" for name, reason in opened.refused.items()]
-        layout.replace(model, opened.views)
+        replace(model, opened.views)
         self.views = opened.views
         logger.info(
             "attached %d parameters (%.1f MB) of %s in %.2f s, bit for bit the checkpoint",
@@ -109,7 +101,8 @@ class Colocate(Transfer):
 
     def check(self) -> None:
         """Everything depends on the parameters still being the server's memory: checked before the step writes."""
-        lost = layout.detached(self._model, self.views)
+        present = {parameter.data_ptr() for parameter in self._model.parameters()}
+        lost = [name for name, view in self.views.items() if view.data_ptr() not in present]
         if lost:
             raise AttachError(
                 f"{len(lost)} parameters are no longer the server's memory (first: {lost[0]!r}). Something replaced "
@@ -117,5 +110,57 @@ class Colocate(Transfer):
             )
 
     def send(self, policy_version: int) -> Moved:
-        """Nothing to move: the step has written into the server's memory."""
+        """Nothing is left to move: the step has written into the server's memory."""
         return Moved()
+
+
+def load_model(model: Any, args: Any, dtype: str | None = None) -> PreTrainedModel:
+    """
+    The model that a name, a folder or a model object means, on the CPU. TRL would do the same, but later.
+
+    Args:
+        dtype (`str`, *optional*): What its parameters must be. Defaults to what `args` or TRL say.
+    """
+    if isinstance(model, str):
+        kwargs = dict(args.model_init_kwargs or {})
+        stated = str(kwargs.get("dtype")).removeprefix("torch.")
+        if dtype is not None and stated not in (dtype, "auto", "None"):
+            raise AttachError(
+                f"The trainer's dtype is {stated}, the server's {dtype}. With vllm_mode='colocate' they are the same "
+                f"memory: set `dtype: {dtype}`, or start the server with `--dtype {stated}`."
+            )
+        # On the CPU first, so that the device never holds the weights twice.
+        kwargs |= {"device_map": None} | ({} if dtype is None else {"dtype": dtype})
+        kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+        set_seed(args.seed)
+        model = create_model_from_path(model, **kwargs)
+    return model
+
+
+def check_dtype(model: PreTrainedModel, dtype: str) -> None:
+    own = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    if dtype not in own:  # some families keep a few parameters in float32, and so does vLLM
+        raise AttachError(
+            f"The model's parameters are {', '.join(sorted(own))}, the server's {dtype}. With "
+            f"vllm_mode='colocate' they are the same memory: load the model in {dtype}, or start the server with "
+            "another `--dtype`."
+        )
+
+
+def replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
+    """Puts the views in place of the parameters, everywhere a tied parameter is used."""
+    replacements = {
+        id(parameter): torch.nn.Parameter(views[name], requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, leaf, replacements[id(parameter)])
+    model.register_state_dict_post_hook(_make_contiguous)
+
+
+def _make_contiguous(model: torch.nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+    """Transposed views, such as those of GPT-2's linear layers, cannot be saved: they leave the model as copies."""
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            state_dict[name] = value.contiguous()

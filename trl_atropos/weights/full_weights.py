@@ -2,7 +2,7 @@
 
 Also what `colocate` falls back to. Rank 0 packs what all ranks gather, and sends it through a channel (NCCL between
 devices, gloo on the CPU, shared memory on one device). On one device, parameters that vLLM keeps as they are get
-written straight into the server's memory, and only the others take the way through its loader.
+written straight into the server's memory, and only the others go through its loader.
 """
 
 import itertools
@@ -14,21 +14,19 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from trl_atropos.channel import ALIGNMENT, Channel, message_layout
+from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
-from trl_atropos.weights import layout, ranks
-from trl_atropos.weights.gather import WHOLE, iter_full_parameters, shapes_of, sharding_of
-from trl_atropos.weights.links import choose_transport, open_channel, send_message
+from trl_atropos.server_client import Servers
+from trl_atropos.tensors.channel import ALIGNMENT, Channel, message_layout
+from trl_atropos.weights.gather import WHOLE, base_model, buffers_of, iter_full_parameters, shapes_of, sharding_of
 from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
-from trl_atropos.weights.parameters import buffers_of
-from trl_atropos.weights.servers import Servers
-from trl_atropos.weights.transfer import Moved, Transfer, base_model
+from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, open_views, send_message
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Of one message. A larger one costs memory on both sides, a smaller one a call to the server more often."""
+"""Bytes of one message. A larger one costs memory on both sides, a smaller one more calls to the server."""
 
 
 class FullWeights(Transfer):
@@ -43,14 +41,10 @@ class FullWeights(Transfer):
         super().__init__(servers)
         self.transport = transport
         self.chunk_bytes = chunk_bytes
-        self.views: list[dict[str, torch.Tensor]] = []  # of each client's memory, by parameter name
+        self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
         self._channel: Channel | None = None
         self._room = 0  # bytes of a message
-        self._checked = False
-
-    def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
-        self.servers.connect()
-        return self, model
+        self._checked = False  # whether a publish has shown that both sides have the same parameters
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -58,16 +52,16 @@ class FullWeights(Transfer):
         specs = shapes_of(trainer.model, trainer.accelerator, self._dtype)
         self._shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
         device = trainer.accelerator.device
-        transport = ranks.on_main(lambda: choose_transport(self.transport, self.servers, device))
+        transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
         if transport == "memory" and sharding_of(trainer.accelerator) in WHOLE:
-            ranks.together(self._open_views)
+            together(self._open_views)
         self.in_place = bool(self.views)
         self._shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
         self._direct = self._all_direct(trainer.model)
-        ranks.together(lambda: self._connect(transport, specs, device))
+        together(lambda: self._connect(transport, specs, device))
 
     def _open_views(self) -> None:
-        """The parameters that the servers keep as they are, as views of their memory."""
+        """Opens the parameters that the servers keep as they are, as views of their memory."""
         if any(info.refusals for info in self.servers.infos):
             return
         specs = [
@@ -76,14 +70,14 @@ class FullWeights(Transfer):
         ]
         for client in self.servers.clients:
             parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
-            self.views.append(layout.open_views(parameters, client.attach(specs)).views)
+            self.views.append(open_views(parameters, client.attach(specs)).views)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Those of the checkpoint, for servers that take all of it through their loader."""
+        """Buffers that the checkpoint has, for servers that take all of it through their loader."""
         return [] if self.views else buffers_of(self._trainer.model)
 
     def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """The views and what goes into them, if that is all there is to do: every parameter as it is."""
+        """The views and the parameters that go into them, if every parameter of every server is such a view."""
         if not self.views or isinstance(model, PeftModel):
             return None
         parameters = dict(model.named_parameters())
@@ -114,98 +108,73 @@ class FullWeights(Transfer):
 
     # -------------------------------------------------------------------------------------------------- each publish
 
+    @torch.no_grad()
     def send(self, policy_version: int) -> Moved:
-        """
-        Every rank gathers every layer, to the end, also after rank 0 has failed to send one: the others could not
-        know.
-        """
-        sender = _Sender(self._channel, self.servers, self._room) if self.servers.clients else None
-        model = self._trainer.model
-        with torch.no_grad():
-            if self._direct is not None:
-                torch._foreach_copy_(*self._direct)
-                return ranks.together(lambda: None) or Moved(sum(view.nbytes for view in self._direct[0]))
-            parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
-            rest = itertools.chain(self._write_views(parameters, sender), self._buffers())
-            for name, tensor in checkpoint_tensors(base_model(model), rest, self._shapes):
-                if sender is not None:
-                    sender.add(name, tensor)
-        return ranks.together(lambda: self._finish(sender)) or Moved()
+        if self._direct is not None:
+            torch._foreach_copy_(*self._direct)
+            together(lambda: None)  # all ranks have written
+            return Moved(sum(view.nbytes for view in self._direct[0]))
+        moved, model = Moved(), self._trainer.model
+        parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
+        rest = itertools.chain(self._write_views(parameters, moved), self._buffers())
+        tensors = checkpoint_tensors(base_model(model), rest, self._shapes)
+        together(lambda: self._send_messages(tensors, moved))
+        return moved
 
     def _write_views(
-        self, parameters: Iterator[tuple[str, torch.Tensor]], sender: "_Sender | None"
+        self, parameters: Iterator[tuple[str, torch.Tensor]], moved: Moved
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
         for name, tensor in parameters:
             held = [views[name] for views in self.views if name in views]
             for view in held:
                 view.copy_(tensor)
-                sender.moved.num_bytes += view.nbytes
+                moved.num_bytes += view.nbytes
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _finish(self, sender: "_Sender | None") -> Moved | None:
-        if sender is None:
-            return None
-        missing = sender.finish()
+    def _send_messages(self, tensors: Iterator[tuple[str, torch.Tensor]], moved: Moved) -> None:
+        """Sends all tensors, on rank 0; every rank gathers them, to the end, also after rank 0 has failed to send."""
+        try:
+            sent = 0
+            for specs, message in self._pack(tensors) if self.servers.clients else ():
+                replies = send_message(
+                    self._channel, message, self.servers, lambda client, specs=specs: client.load_weights(specs)
+                )
+                sent += message.numel()
+                moved.apply_ms += max(reply.apply_ms for reply in replies)
+            moved.num_bytes += sent
+            if sent:
+                started = time.perf_counter()
+                missing = self.servers.each_here(lambda client: client.finish_weights())
+                moved.apply_ms += (time.perf_counter() - started) * 1e3
+                self._check_complete(sorted(set().union(*missing)))
+        finally:
+            for _ in tensors:
+                pass
+
+    def _pack(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
+        """Copies tensors into messages. Yields what is in each, and its bytes, which the next one overwrites."""
+        specs, filled, buffer = [], 0, None
+        for name, tensor in tensors:
+            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            if specs and filled + size > self._room:
+                yield specs, buffer[:filled]
+                specs, filled = [], 0
+            if not specs:
+                buffer = self._channel.staging(max(size, self._room))
+            target = buffer[filled : filled + tensor.nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            specs.append(ParameterSpec.of(name, tensor))
+            filled += size
+        if specs:
+            yield specs, buffer[:filled]
+
+    def _check_complete(self, missing: list[str]) -> None:
+        """`missing`: parameters of a server that nothing was loaded into. Without views, all go through its loader."""
         if missing and not self.views and not self._checked:
             raise AttachError(
                 f"{len(missing)} of the server's parameters got no value from the trainer (first: {missing[:3]}): "
                 f"they are different models. The server has {self.servers.info.model}."
             )
         self._checked = True
-        return sender.moved
-
-
-class _Sender:
-    """Packs tensors into messages and sends each when it is full. An error is kept until `finish`."""
-
-    def __init__(self, channel: Channel | None, servers: Servers, room: int):
-        self.channel = channel
-        self.servers = servers
-        self.room = room
-        self.moved = Moved()
-        self.error: Exception | None = None
-        self.specs: list[ParameterSpec] = []
-        self.filled = 0  # bytes of the buffer
-        self.sent = False
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies `tensor` into the message in the making: it may change afterwards."""
-        if self.error is not None:
-            return
-        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        try:
-            if self.specs and self.filled + size > self.room:
-                self._flush()
-            if not self.specs:
-                self.buffer = self.channel.staging(max(size, self.room))
-            target = self.buffer[self.filled : self.filled + tensor.nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        except Exception as error:  # noqa: BLE001 - raised in `finish`, where all ranks meet
-            self.error = error
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.specs.append(ParameterSpec(name=name, shape=list(tensor.shape), dtype=dtype))
-        self.filled += size
-
-    def _flush(self) -> None:
-        specs = self.specs
-        replies = send_message(
-            self.channel, self.buffer[: self.filled], self.servers, lambda client: client.load_weights(specs)
-        )
-        self.moved.num_bytes += self.filled
-        self.moved.apply_ms += max(reply.apply_ms for reply in replies)
-        self.specs, self.filled, self.sent = [], 0, True
-
-    def finish(self) -> list[str]:
-        """Sends what is left. Returns the parameters that a server did not get, if all went through its loader."""
-        if self.error is None and self.specs:
-            self._flush()
-        if self.error is not None:
-            raise self.error
-        if not self.sent:
-            return []
-        started = time.perf_counter()
-        missing = self.servers.each_here(lambda client: client.finish_weights())
-        self.moved.apply_ms += (time.perf_counter() - started) * 1e3
-        return sorted(set().union(*missing))

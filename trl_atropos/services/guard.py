@@ -1,6 +1,6 @@
 """A guard: the small process between the trainer and one service, which leaves nothing behind.
 
-`trl_atropos.services` runs this file by its path, once per service:
+`trl_atropos.services.manager` runs this file by its path, once per service:
 
     python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
 

@@ -22,7 +22,6 @@ OPTIMIZER = "optimizer"  # clipping included
 PUBLISH = "publish"  # pause, transfer, resume, probe
 SAVE = "save"  # of a checkpoint: told by itself, and a share of `other`
 OTHER = "other"
-SAVE_BACKGROUND = "save_background"  # of a thread beside the steps (`saving.py`), and no part of them
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
 DOMINATES = 0.5  # share of the step from which on a part is what it waits for

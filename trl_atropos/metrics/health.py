@@ -1,6 +1,6 @@
 """A run that learns nothing, or learns from the wrong data, must say so.
 
-Every generation batch is measured (`measures.py`). Each signal below is one of those measures: it is logged as
+Every generation batch is measured (`batch_metrics.py`). Each signal below is one of those measures: it is logged as
 `health/NAME`, and when it stays above its threshold for some batches in a row, the log says what was seen, what that
 means and what to do. `AtroposGRPOTrainer` owns one `Health` and asks it on rank 0.
 """

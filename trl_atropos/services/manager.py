@@ -1,10 +1,10 @@
 """The services of a run: the Atropos API, the inference server and the environments, started and stopped with it.
 
 `trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
-Each runs under a guard (`trl_atropos.guard`) and writes a log of its own; a death is reported with the end of that
-log. A service that may be restarted is started again by its guard, and `watch` says so in the run's log. Leaving the
-`with` block stops them in reverse order. Should the trainer be killed outright, the guards stop them. Services that
-run elsewhere are used by their URLs and never appear here.
+Each runs under a guard (`guard.py`) and writes a log of its own; a death is reported with the end of that log. A
+service that may be restarted is started again by its guard, and `watch` says so in the run's log. Leaving the `with`
+block stops them in reverse order. Should the trainer be killed outright, the guards stop them. Services that run
+elsewhere are used by their URLs and never appear here.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
+from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Services:
 
         Args:
             env: Set on top of the trainer's environment without the variables of the launcher.
-            restarts: How often within an hour it is started again when it ends, see `trl_atropos.guard`.
+            restarts: How often within an hour it is started again when it ends, see `trl_atropos.services.guard`.
             settled: Seconds that it must have lived for that.
             scratch: Give it a temporary folder of its own, which is removed with it: vLLM leaves sockets and files in
                 `TMPDIR`, wandb folders. Compiled kernels are kept beside it for the next run.

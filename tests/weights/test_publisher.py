@@ -6,9 +6,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from trl_atropos.weights.fence import ServerPublisher
-from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
-from trl_atropos.weights.servers import Servers
+from trl_atropos.server_client import Servers
+from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher, ServerPublisher
 from trl_atropos.weights.transfer import Moved, Transfer
 
 

@@ -1,10 +1,10 @@
-"""Sharing one storage between two processes: the handle that crosses the wire, and the bytes behind it.
+"""One storage in two processes: the handle that crosses the wire, and the bytes behind it.
 
-This is the only place where CPU and GPU differ. A storage is exported as a JSON handle by the process that owns it and
-opened by the other as a flat `uint8` tensor over the same memory:
+The process that owns a storage exports it as a JSON handle. The other opens it as a flat `uint8` tensor over the same
+memory. What differs between devices:
 
-- CPU: an anonymous memory file (`memfd_create`), opened through `/proc/<pid>/fd`. It has no name that could be left
-  behind, is not bounded by the size of `/dev/shm`, and is open to processes of the same user on the same machine only.
+- CPU: an anonymous memory file (`memfd_create`), opened through `/proc/<pid>/fd`. It leaves no name behind, is not
+  bounded by the size of `/dev/shm`, and is open only to processes of the same user on the same machine.
 - CUDA: the IPC handle of the allocation, as `torch.multiprocessing.reductions.reduce_tensor` takes it, in base64.
 
 Nothing is pickled. A handle is a capability to the weights: it must not be logged or written to disk.
@@ -36,7 +36,7 @@ def allocate_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def export_storage(storage: torch.UntypedStorage) -> dict:
-    """Returns the JSON handle of a storage of this process. The storage must outlive every process that opens it."""
+    """The JSON handle of a storage of this process. The storage must outlive every process that opens it."""
     if storage.device.type == "cpu":
         if storage.data_ptr() not in _arenas:
             raise ValueError("only memory of `allocate_arena` can be shared on the CPU")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trl_atropos.guard import LINUX, PR_SET_PDEATHSIG, prctl
+from trl_atropos.services.guard import LINUX, PR_SET_PDEATHSIG, prctl
 
 LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun")
 LAUNCHER_MODULES = ("accelerate", "torch.distributed")

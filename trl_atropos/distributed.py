@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 
 def together(call: Callable[[], Any]) -> Any:
-    """This rank's result of `call`, made on every rank. If it fails on any, the first error is raised on all."""
+    """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the first error."""
     state = PartialState()
     result, error = None, None
     try:
@@ -23,16 +23,8 @@ def together(call: Callable[[], Any]) -> Any:
     return result
 
 
-@contextmanager
-def held_on_main(make: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """The context that `make` returns, entered on rank 0 only. If that fails, its error is raised on every rank."""
-    with ExitStack() as stack:
-        on_main(lambda: stack.enter_context(make()) and None)
-        yield
-
-
 def on_main(call: Callable[[], Any]) -> Any:
-    """The result of `call`, made on rank 0, on every rank. Or its error."""
+    """Calls `call` on rank 0 only, and returns its result, or raises its error, on every rank."""
     state = PartialState()
     outcome: list[Any] = [None, None]
     if state.is_main_process:
@@ -46,3 +38,11 @@ def on_main(call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+@contextmanager
+def held_on_main(make: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Enters the context that `make` returns, on rank 0 only. If entering fails, every rank raises the error."""
+    with ExitStack() as stack:
+        on_main(lambda: stack.enter_context(make()) and None)
+        yield

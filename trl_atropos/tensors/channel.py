@@ -1,10 +1,10 @@
-"""How tensors travel from the trainer (rank 0) to the workers of its servers: all that differs between devices.
+"""How tensors travel from the trainer (rank 0) to the workers of its servers.
 
 A channel carries flat byte buffers. Both ends are here, because they must agree byte for byte:
 
 - `gloo` and `nccl`: one process group of the trainer and every worker of every server; a send is a broadcast.
-- `memory`: one buffer of shared memory (a memfd on the CPU, CUDA IPC on a GPU) that the trainer fills and the workers
-  of the same machine read; nothing is sent.
+- `memory`: one buffer of shared memory (`shared_memory.py`) that the trainer fills and the workers of the same machine
+  read; nothing is sent.
 
 The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`.
 What a channel must know of the other end comes as JSON over the authenticated control routes. Nothing is pickled.
@@ -18,18 +18,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trl_atropos.protocol import ParameterSpec
-from trl_atropos.transport import allocate_shared, export_storage, open_storage
+from trl_atropos.tensors.shared_memory import allocate_shared, export_storage, open_storage
 
-ALIGNMENT = 16
-"""Bytes: where each tensor of a message begins, so that any dtype can be viewed in place."""
-POLL = 2e-4  # seconds between looks at a transfer in flight
+ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
+POLL = 2e-4  # seconds between two checks of a transfer in flight
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
@@ -54,14 +55,15 @@ def unpack(message: torch.Tensor, tensors: list[ParameterSpec]) -> list[torch.Te
 
 
 class ChannelError(RuntimeError):
-    """A transfer failed or did not end in time; the message names what was waited for."""
+    """A transfer failed, or did not end in time. The message names what was waited for."""
 
 
 class Channel(ABC):
     """One end of a channel. Buffers are flat `uint8` tensors on `device`."""
 
     device: torch.device
-    broken = False  # a message may have been sent in part, or not been received
+    broken = False  # whether a message may have been sent in part, or not received
+    _staging: torch.Tensor | None = None
 
     @abstractmethod
     def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
@@ -69,15 +71,13 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """What the trainer sent, valid until the next call."""
+        """What the trainer sent: valid until the next call."""
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """A buffer for the sender to fill, of `num_bytes`."""
         if self._staging is None or self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._staging[:num_bytes]
-
-    _staging: torch.Tensor | None = None
 
 
 class GlooChannel(Channel):
@@ -100,7 +100,7 @@ class GlooChannel(Channel):
         def done() -> bool:
             if not work.is_completed():
                 return False
-            work.wait()  # raises what the other side's end has caused
+            work.wait()  # raises an error if the other side is gone
             return True
 
         return done
@@ -115,9 +115,9 @@ class NcclChannel(Channel):
     """
     An NCCL communicator made from an id that came over HTTP: no store, no open port of ours.
 
-    Through vLLM's binding, which both sides have, rather than a process group of torch's: vLLM sets NCCL variables in
-    its own processes, and a communicator shared with a process without them hangs. It is left to the process's end:
-    destroying it waits for the other side, which may be gone.
+    It uses vLLM's binding, which both sides have, and no process group of torch: vLLM sets NCCL variables in its own
+    processes, and a communicator shared with a process without them hangs. It is never destroyed, because that waits
+    for the other side, which may be gone.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
@@ -156,7 +156,7 @@ class NcclChannel(Channel):
 
 
 class MemoryChannel(Channel):
-    """A buffer that both ends map. Only as large as the largest message, which `num_bytes` states in advance."""
+    """A buffer that both ends map. It is as large as the largest message, and cannot grow."""
 
     def __init__(self, buffer: torch.Tensor):
         self.device = buffer.device
@@ -206,25 +206,23 @@ def open_group(
     """
     world_size = 1 + sum(workers for _, workers in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
-    store = None
     if kind == "nccl":
         identity = NcclChannel.unique_id()
         common["unique_id"] = base64.b64encode(identity).decode()
+        make_own = partial(NcclChannel, device, 0, world_size, identity)
     else:
         address = _own_address([host for host, _ in servers])
         store, port = _bound_store(address, world_size, timeout)
         common |= {"host": address, "port": port}
-    first = 1
-    joining = []
+        make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
+    calls, first = [], 1
     for index, (_, workers) in enumerate(servers):
         specification = {**common, "rank_offset": first}
-        joining.append(Background(lambda i=index, s=specification: join(i, s)))
+        calls.append(in_background(partial(join, index, specification)))
         first += workers
-    if kind == "nccl":
-        own = Background(lambda: NcclChannel(device, 0, world_size, identity))
-    else:
-        own = Background(lambda: GlooChannel(store, 0, world_size, address, timeout))
-    wait_for(lambda: all(part.done() for part in (*joining, own)), timeout, f"{world_size - 1} workers to join {kind}")
+    own = in_background(make_own)
+    everyone = f"{world_size - 1} workers to join {kind}"
+    wait_for(lambda: all(has_ended(call) for call in (*calls, own)), timeout, everyone)
     return own.result()
 
 
@@ -249,7 +247,7 @@ def open_receiver(specification: dict, rank: int, device: torch.device) -> Chann
 
 
 def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:
-    """Waits until `done` is true, whose errors come through. Raises `ChannelError` at the deadline, naming `what`."""
+    """Waits until `done()` is true. Raises `ChannelError` that names `what` if that takes longer than `timeout`."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -257,35 +255,29 @@ def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(POLL)
 
 
-class Background:
-    """A call in a thread that nobody has to wait for: if it hangs, it does not keep the process."""
+def in_background(call: Callable[[], Any]) -> Future:
+    """Makes a call in a thread that does not keep the process if it hangs, as the threads of an executor would."""
+    future: Future = Future()
 
-    def __init__(self, call: Callable[[], Any]):
-        self._outcome: list[Any] = []
-        threading.Thread(target=self._run, args=(call,), daemon=True).start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
+    def run() -> None:
         try:
-            self._outcome.append((call(), None))
+            future.set_result(call())
         except Exception as error:  # noqa: BLE001 - raised again where the result is taken
-            self._outcome.append((None, error))
+            future.set_exception(error)
 
-    def done(self) -> bool:
-        """Raises the call's error, if it ended in one."""
-        if not self._outcome:
-            return False
-        self.result()
-        return True
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
-    def result(self) -> Any:
-        value, error = self._outcome[0]
-        if error is not None:
-            raise error
-        return value
+
+def has_ended(future: Future) -> bool:
+    """Whether the call has ended. Raises its error."""
+    if future.done():
+        future.result()
+    return future.done()
 
 
 def _own_address(hosts: list[str]) -> str:
-    """The address of this machine by which the given ones are reached: loopback if they are all here."""
+    """The address from which this machine reaches the given hosts: loopback if all of them are this machine."""
     addresses = []
     for host in hosts:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,0 +1,1 @@
+"""Micro-batches: their order, their padding, and what is added to their loss."""

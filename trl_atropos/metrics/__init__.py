@@ -1,0 +1,1 @@
+"""What a batch says, what that means, and where the time goes."""

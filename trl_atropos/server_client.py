@@ -1,0 +1,379 @@
+"""The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
+
+`ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
+`ServerError` that names the server, what was being done, and the way out.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+from accelerate import PartialState
+from pydantic import ValidationError
+
+from trl_atropos.distributed import on_main, together
+from trl_atropos.errors import AttachError, ServerError, ServerTimeout
+from trl_atropos.protocol import (
+    PROTOCOL_VERSION,
+    ROUTE_PREFIX,
+    TOKEN_VARIABLE,
+    Attachment,
+    LoadReply,
+    Note,
+    ParameterSpec,
+    RefusalsReply,
+    ServerInfo,
+    VersionsQuery,
+    VersionsReply,
+    environment_token,
+    reason_in,
+)
+
+RESTART_TIMEOUT = 1800.0  # seconds: requests in flight are drained, and a large model takes minutes to load
+TOKEN_TIMEOUT = 20.0  # seconds in which a working server samples one token, even behind many other requests
+HELD = b"held\n"  # what the response of a lease begins with
+
+
+class ServerClient:
+    """
+    Args:
+        url (`str`): Base URL of the server, without `/v1`.
+        timeout (`float`): Seconds that any one call may take.
+        token (`str`, *optional*): The control token. Defaults to the environment variable `TRL_ATROPOS_TOKEN`.
+    """
+
+    def __init__(self, url: str, timeout: float, token: str | None = None):
+        self.url = url.rstrip("/")
+        self.host = urlsplit(url).hostname
+        self.timeout = timeout
+        self.session = requests.Session()
+        self.session.trust_env = False  # a proxy of the environment must not see the token
+        self.token = token if token is not None else environment_token()
+        # A connection for each call: a server may close an idle one at the moment in which it is used again.
+        self.session.headers.update({"authorization": f"Bearer {self.token}", "connection": "close"})
+        self._lease: requests.Response | None = None
+
+    # ------------------------------------------------------------------------------------------------ what it is, does
+
+    def info(self) -> ServerInfo:
+        reply = self._call("GET", "/info", "asking the server what it is")
+        if reply.get("protocol") != PROTOCOL_VERSION:
+            raise ServerError(
+                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}. "
+                "Install the same version of trl_atropos on both sides."
+            )
+        return ServerInfo.model_validate(reply)
+
+    def versions(self, keys: Sequence[bytes]) -> list[Note | None]:
+        """What the server noted about each completion, by `completion_key`; `None` for one that it does not know."""
+        query = VersionsQuery(keys=[key.hex() for key in keys])
+        reply = self._call("POST", "/versions", "asking which policy versions sampled", query.model_dump())
+        notes = []
+        with contextlib.suppress(ValidationError):
+            notes = VersionsReply.model_validate(reply).notes()
+        if len(notes) != len(keys):
+            raise self._stranger(f"to a question about {len(keys)} completions, it answered {str(reply)[:80]}")
+        return notes
+
+    def refusals(self) -> RefusalsReply:
+        """The requests that the server has answered with an error."""
+        return RefusalsReply.model_validate(self._call("GET", "/refusals", "asking what the server has refused"))
+
+    def sample(
+        self,
+        prompt_ids: list[int],
+        num_tokens: int,
+        temperature: float,
+        num_samples: int = 1,
+        phase: str = "sampling the probe",
+    ) -> list[tuple[list[int], list[float]]]:
+        """Samples continuations. Returns the ids and the log-probabilities of each, `num_tokens` of both."""
+        body = {
+            "prompt": {"prompt_token_ids": prompt_ids},
+            "n": num_samples,
+            "max_tokens": num_tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
+        reply = self._call("POST", "/generate", phase, body, prefix="")
+        return [
+            (tokens, [next(iter(entry[0].values())) for entry in entries])
+            for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
+        ]
+
+    def why_silent(self) -> str:
+        """Asks for one token. Returns what is wrong if none comes, and an empty string if one does."""
+        try:
+            self.sample([0], 1, temperature=1.0, phase="sampling one token")
+        except ServerTimeout:
+            return (
+                f"The server at {self.url} did not sample one token within {self.timeout:g} s: it hangs or is "
+                "overloaded, and environments wait for it. Look at its log; if it hangs, end it, and resume the run "
+                "from its last checkpoint."
+            )
+        except ServerError as error:
+            return str(error)
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------- a publish
+
+    def pause(self, clear_cache: bool = True, in_place: bool = False) -> None:
+        """
+        Stops sampling after the running step. Requests in flight stay.
+
+        Args:
+            clear_cache (`bool`): Requests in flight recompute what they cached, with the new weights.
+            in_place (`bool`): This process will write into the server's memory, so that its death would leave the
+                weights torn.
+        """
+        body = {"clear_cache": clear_cache, "in_place": in_place}
+        self._call("POST", "/pause", "pausing the server", body)
+
+    def resume(self, policy_version: int) -> None:
+        self._call("POST", "/resume", "resuming the server", {"policy_version": policy_version})
+
+    def sleep(self, level: int) -> None:
+        self._call("POST", "/sleep", "putting the server to sleep", {"level": level})
+
+    def wake(self, tag: str) -> None:
+        """Takes memory again: first `"weights"`, then `"kv_cache"`."""
+        self._call("POST", "/wake", f"waking the server ({tag})", {"tags": [tag]})
+
+    def attach(self, specs: list[ParameterSpec]) -> Attachment:
+        body = {"parameters": [spec.model_dump() for spec in specs]}
+        return Attachment.model_validate(self._call("POST", "/attach", "attaching to the server's memory", body))
+
+    def open_channel(self, specification: dict) -> None:
+        """Lets the server's workers join a channel of `trl_atropos.tensors.channel`."""
+        self._call("POST", "/channel", "opening a channel to the server's workers", specification)
+
+    def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
+        """Lets the server receive one message and load it. Returns when it has."""
+        body = {"tensors": [tensor.model_dump() for tensor in tensors]}
+        return LoadReply.model_validate(self._call("POST", "/weights/load", "loading weights into the server", body))
+
+    def finish_weights(self) -> list[str]:
+        """Ends a transfer of weights. Returns vLLM's names of the parameters that nothing was loaded into."""
+        return self._call("POST", "/weights/finish", "finishing the server's weights", {})["missing"]
+
+    def set_up_adapter(self, tensors: list[ParameterSpec], config: dict) -> str | None:
+        """Announces an adapter. Returns why the server cannot serve it, or `None` if it can."""
+        body = {"tensors": [tensor.model_dump() for tensor in tensors], "config": config}
+        return self._call("POST", "/adapter/setup", "setting up the adapter", body)["refused"]
+
+    def load_adapter(self) -> LoadReply:
+        """Lets the server receive the adapter's next version. Returns when it has."""
+        return LoadReply.model_validate(self._call("POST", "/adapter/load", "loading the adapter", {}))
+
+    def swap_adapter(self, name: str, path: str) -> float:
+        """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
+        started = time.monotonic()
+        phase = f"loading the adapter in {path}"
+        self._vllm("/v1/unload_lora_adapter", phase, {"lora_name": name}, may_be_absent=True)
+        self._vllm("/v1/load_lora_adapter", phase, {"lora_name": name, "lora_path": path})
+        return time.monotonic() - started
+
+    def drain(self) -> None:
+        """Pauses a front, which first lets the requests in flight end."""
+        phase = "waiting for the requests in flight to end"
+        self._call("POST", "/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
+
+    def restart(self, path: str) -> float:
+        """Lets a front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
+        timeout = max(self.timeout, RESTART_TIMEOUT)
+        return self._call("POST", "/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
+
+    # ----------------------------------------------------------------------------------------------------------- lease
+
+    def hold_lease(self) -> None:
+        """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
+        if self._lease is not None:
+            return
+        phase = "taking the lease"
+        response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
+        if response.status_code != 200:
+            raise self._refused(phase, response)
+        self._lease = response
+
+    def release_lease(self) -> None:
+        """Closes the lease. If the server is paused at this moment, it takes its weights for torn and leaves."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    # ------------------------------------------------------------------------------------------------ requests, errors
+
+    def _call(
+        self,
+        method: str,
+        route: str,
+        phase: str,
+        body: dict | None = None,
+        timeout: float | None = None,
+        prefix: str = ROUTE_PREFIX,
+    ) -> dict:
+        """The JSON that the server answers. `phase` says in messages what is being done."""
+        path = prefix + route
+        response = self._send(method, path, phase, body, timeout)
+        if response.status_code != 200:
+            raise self._refused(phase, response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._stranger(f"{method} {path} gave {response.text[:80]!r}") from error
+
+    def _vllm(self, path: str, phase: str, body: dict, may_be_absent: bool = False) -> None:
+        """One of vLLM's own routes for adapters, which answer in plain text."""
+        response = self._send("POST", path, phase, body)
+        # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
+        absent = response.status_code == 404 and "NotFoundError" in response.text
+        if absent and may_be_absent:
+            return
+        if absent:
+            raise ServerError(
+                f"The server at {self.url} cannot read {body['lora_path']}: the trainer's `output_dir` must be "
+                "readable where the server runs, under the same path."
+            )
+        if response.status_code == 404:
+            raise ServerError(
+                f"The server at {self.url} has no route {path}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in "
+                "its environment, or by `trl-atropos serve --vllm_mode lora`."
+            )
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
+                "`vllm_mode: server`, which sends merged weights."
+            )
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        body: dict | None = None,
+        timeout: float | None = None,
+        stays_open: bool = False,
+    ) -> requests.Response:
+        """`stays_open`: of the answer, only the beginning is read."""
+        timeout = timeout or self.timeout
+        try:
+            response = self.session.request(method, self.url + path, json=body, timeout=timeout, stream=stays_open)
+            if stays_open and response.status_code == 200:
+                response.raw.read(len(HELD))
+        except (requests.Timeout, urllib3.exceptions.TimeoutError) as error:
+            raise ServerTimeout(
+                f"The server at {self.url} did not answer within {timeout:.0f} s while {phase}. It hangs or is "
+                "overloaded: look at its log, or raise `publish_timeout`."
+            ) from error
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            raise ServerError(
+                f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__}). If it was "
+                "running, it died: look at its log. If it runs elsewhere, check `vllm_server_base_url`; start one "
+                "with `trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
+            ) from error
+        return response
+
+    def _stranger(self, answer: str) -> ServerError:
+        return ServerError(
+            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step. Start "
+            "it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else altogether, "
+            "correct `vllm_server_base_url`."
+        )
+
+    def _refused(self, phase: str, response: requests.Response) -> ServerError:
+        status = response.status_code
+        if status == 401:
+            return ServerError(
+                f"The server at {self.url} refused the control token. Set {TOKEN_VARIABLE} to the value that the "
+                "server was started with; `trl-atropos serve` prints it where it is not set."
+            )
+        if status in (404, 405, 501):
+            return self._stranger(f"HTTP {status}")
+        reason = reason_in(response.text)
+        return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {reason}")
+
+
+class Servers:
+    """
+    The servers of a run as one: the same call to each of them, and an outcome that all ranks share.
+
+    Args:
+        urls (`list[str]`): Base URL of each server.
+        timeout (`float`): Seconds that a server may take for any one step of a publish.
+        token (`str`, *optional*): Control token; defaults to `TRL_ATROPOS_TOKEN`.
+        client (`type`): What talks to each of them.
+
+    Attributes:
+        clients (`list[ServerClient]`): Those that this rank talks to: rank 0 to all, or with `one_per_rank` each rank
+            to one of its own.
+        infos (`list[ServerInfo]`): What each of `clients` is.
+        info (`ServerInfo`): What the first server is, on every rank.
+    """
+
+    def __init__(
+        self, urls: list[str], timeout: float, token: str | None = None, client: type[ServerClient] = ServerClient
+    ):
+        self.urls = urls
+        self.timeout = timeout
+        self._token = token
+        self._client = client
+        self.one_per_rank = False
+        self.clients: list[ServerClient] = []
+        self.infos: list[ServerInfo] = []
+        self.info: ServerInfo | None = None
+
+    def connect(self, one_per_rank: bool = False) -> None:
+        """Asks every server what it is. Raises `AttachError` if there are not as many servers as needed."""
+        state = PartialState()
+        self.one_per_rank = one_per_rank
+        if one_per_rank and len(self.urls) != state.num_processes:
+            raise AttachError(
+                f"Every process trains the memory of a server of its own, but there are {state.num_processes} "
+                f"processes and {len(self.urls)} servers: list one URL per process in `vllm_server_base_url`, or "
+                f"start `--num_processes {len(self.urls)}`."
+            )
+        urls = self.urls if state.is_main_process else []
+        if one_per_rank:
+            urls = [self.urls[state.process_index]]
+        self.clients = [self._client(url, self.timeout, self._token) for url in urls]
+        self.infos = self.each(lambda client: client.info())
+        self.info = on_main(lambda: self.infos[0])
+
+    def each(self, call: Callable[[ServerClient], Any]) -> list[Any]:
+        """Calls all of this rank's clients at the same time. All ranks call this; an error on one is raised on all."""
+        return together(lambda: self.each_here(call))
+
+    def each_here(self, call: Callable[[ServerClient], Any]) -> list[Any]:
+        """As `each`, on this rank alone."""
+        if len(self.clients) < 2:
+            return [call(client) for client in self.clients]
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            calls = [pool.submit(call, client) for client in self.clients]
+        return [done.result() for done in calls]
+
+    def silence(self) -> list[str]:
+        """Asks every server of the run for one token. Returns what is wrong with those that give none."""
+        clients = [self._client(url, min(self.timeout, TOKEN_TIMEOUT), self._token) for url in self.urls]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            return [wrong for wrong in pool.map(lambda client: client.why_silent(), clients) if wrong]
+
+    def hold_leases(self) -> None:
+        """Also makes sure that the servers are still those of `connect`."""
+        self.each(lambda client: client.hold_lease())
+        for before, now in zip(self.infos, self.each(lambda client: client.info()), strict=True):
+            if now.instance != before.instance:
+                raise ServerError(
+                    f"The server at {self.urls[0]} was restarted since this trainer was built, so that what they "
+                    "shared is gone: build the trainer again (its last checkpoint can be resumed)."
+                )
+
+    def release_leases(self) -> None:
+        """On this rank only: called where other ranks may not come along."""
+        for client in self.clients:
+            client.release_lease()
