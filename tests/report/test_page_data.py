@@ -274,7 +274,7 @@ def test_tokens_that_are_no_text_by_themselves_are_shown_as_bytes(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     ids = tokenizer("a é<|end|>")["input_ids"]
-    assert [texts(tmp_path / "tokenizer.json", ids)[i] for i in ids] == ["a", " ", "<0xC3>", "<0xA9>", "<|end|>"]
+    assert [token_texts(tmp_path / "tokenizer.json", ids)[i] for i in ids] == ["a", " ", "<0xC3>", "<0xA9>", "<|end|>"]
 
 
 def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):
