@@ -332,6 +332,7 @@ def train(recipe, services) -> None:
 
     from trl_atropos.errors import PushError
     from trl_atropos.report.summary import CURVE, closing_lines, draw_reward_curve, write_summary
+    from trl_atropos.supervision import Supervisor
     from trl_atropos.trainer import AtroposGRPOTrainer, source_of
     from trl_atropos.weights.checkpoint import disk_errors
 

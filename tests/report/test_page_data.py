@@ -15,7 +15,7 @@ from tests.report.synthetic_run import make_run
 from tests.rollout_factory import make_trainer, uniform_batch
 from tests.rollouts.test_spool import REGION, append, make_row
 from trl_atropos.report import page_data
-from trl_atropos.report.page import build
+from trl_atropos.report.page import build, token_texts
 from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
 from trl_atropos.report.page_data import why_none
 from trl_atropos.report.run_folder import (
