@@ -20,15 +20,6 @@ PROTOCOL_VERSION = 3
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
-# Methods of the worker extension, called in every worker of the server. The prefix keeps them apart from vLLM's own.
-DESCRIBE_METHOD = "trl_atropos_describe"
-ATTACH_METHOD = "trl_atropos_attach"
-OPEN_CHANNEL_METHOD = "trl_atropos_open_channel"
-LOAD_WEIGHTS_METHOD = "trl_atropos_load_weights"
-FINISH_WEIGHTS_METHOD = "trl_atropos_finish_weights"
-SET_UP_ADAPTER_METHOD = "trl_atropos_set_up_adapter"
-LOAD_ADAPTER_METHOD = "trl_atropos_load_adapter"
-
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -55,6 +46,15 @@ def environment_token() -> str:
             "trainer and server."
         )
     return token
+
+
+def reason_in(text: str) -> str:
+    """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
+    try:
+        told = json.loads(text)["error"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, TypeError):
+        return text[:300]
 
 
 class Strict(BaseModel):

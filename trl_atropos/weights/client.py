@@ -21,6 +21,7 @@ from trl_atropos.protocol import (
     ParameterSpec,
     ServerInfo,
     environment_token,
+    reason_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -251,11 +252,6 @@ class ServerClient:
         )
 
     def _refused(self, phase: str, status: int, text: str) -> str:
-        try:
-            message = json.loads(text)["error"]
-            message = message["message"] if isinstance(message, dict) else message  # as vLLM's own routes answer
-        except (ValueError, KeyError, TypeError):
-            message = text[:300]
         if status == 401:
             return (
                 f"The server at {self.url} refused the control token. Set {TOKEN_VARIABLE} to the value that the "
@@ -263,4 +259,4 @@ class ServerClient:
             )
         if status in (404, 405, 501):
             return self._stranger(f"HTTP {status}")
-        return f"The server at {self.url} failed while {phase} (HTTP {status}): {message}"
+        return f"The server at {self.url} failed while {phase} (HTTP {status}): {reason_in(text)}"
