@@ -29,11 +29,8 @@ def has(owner, name: str) -> bool:
     if hasattr(owner, name) or not inspect.isclass(owner):
         return hasattr(owner, name)
     own = [parent for parent in owner.__mro__ if parent.__module__.startswith("vllm")]
-    return any(
-        name in getattr(parent, "__annotations__", {})
-        or re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent))
-        for parent in own
-    )
+    declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
+    return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
 
 
 def what_moved(place: str, name: str) -> str | None:
@@ -49,9 +46,7 @@ def what_moved(place: str, name: str) -> str | None:
     attribute, _, arguments = name.rstrip(")").partition("(")
     if attribute and not has(found, attribute):
         return f"{place} has no {attribute}"
-    missing = set(filter(None, arguments.split(", "))) - (
-        arguments_of(getattr(found, attribute)) if arguments else set()
-    )
+    missing = set(arguments.split(", ")) - arguments_of(getattr(found, attribute)) if arguments else set()
     return f"{place}.{attribute} takes no {', '.join(sorted(missing))}" if missing else None
 
 
@@ -119,6 +114,7 @@ from vllm.model_executor.model_loader import get_model
 from trl_atropos.server import compat, extension, loader
 
 address = f"file://{sys.argv[1]}/rendezvous"
+torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
 torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
 for folder in sys.argv[2:]:
     arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=loader.LOAD_FORMAT)
