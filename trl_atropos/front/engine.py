@@ -30,25 +30,16 @@ POLL = 0.2  # seconds
 
 
 class Engine:
-    """
-    `trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front.
-
-    Args:
-        first_model (`str`): Name of the model that clients know; it stays the same whatever is served.
-        flags (`list[str]`): Further flags of the engine's command line.
-        seed (`int`): Seed of the first start; each further start takes the next, or it would draw the same numbers.
-        session (`aiohttp.ClientSession`): Sends requests to the engine.
-
-    Attributes:
-        model (`str`, *optional*): What is served now; `None` while the engine is away.
-        url (`str`): Where the engine answers; another URL after each start.
-        description (`dict`): Its answer to `GET /trl_atropos/info` after the last start; empty before the first.
-    """
+    """`trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front."""
 
     def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
+        self.model: str | None = None  # what is served now; None while the engine is away
+        self.url = ""  # another one after each start
+        self.description: dict = {}  # the answer to `GET /trl_atropos/info` after the last start
         named = "--served-model-name" in server_flags(flags)
+        # Clients know the first model's name, whatever is served.
         self._flags = flags if named else [*flags, "--served-model-name", first_model]
-        self._next_seed = seed
+        self._next_seed = seed  # each start takes the next one, or it would draw the same numbers again
         self._session = session
         self._token = secrets.token_urlsafe(24)  # another one than the trainer's, who has no business behind the front
         self._log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
@@ -56,9 +47,6 @@ class Engine:
         self._shown = 0  # bytes of the log
         self._services = Services(self._log.parent)
         self._stopping = threading.Lock()
-        self.model: str | None = None
-        self.url = ""
-        self.description: dict = {}
 
     async def serve(self, model: str) -> None:
         """

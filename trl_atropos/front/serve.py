@@ -77,20 +77,12 @@ class ResumeBody(Strict):
 
 
 class Front:
-    """
-    The ASGI app that environments and the trainer talk to.
-
-    Args:
-        engine (`Engine`): The server behind, not started yet.
-        session (`aiohttp.ClientSession`): Sends requests to the engine.
-        first_model (`str`): What the engine serves first.
-        drain_timeout (`float`): Seconds that a pause waits for the requests in flight.
-    """
+    """The ASGI app that environments and the trainer talk to."""
 
     def __init__(self, engine: Engine, session: aiohttp.ClientSession, first_model: str, drain_timeout: float) -> None:
         self.engine = engine
         self.session = session
-        self.drain_timeout = drain_timeout
+        self.drain_timeout = drain_timeout  # seconds that a pause waits for the requests in flight
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
         self.policy_version = 0  # the requests that go through now are sampled from it

@@ -127,11 +127,6 @@ class WeightReceiver:
     """
     Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
     does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
-
-    Args:
-        model (`torch.nn.Module`): vLLM's model.
-        config (`VllmConfig`): The engine's configuration.
-        channel (`Channel`): Where the trainer's bytes come from.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
