@@ -311,31 +311,23 @@ class Control:
     # ------------------------------------------------------------------------------ when a trainer or the engine dies
 
     async def _trainer_left(self) -> None:
-        """Puts what a trainer left behind in order before another one may come."""
+        """Before another trainer may come: goes on with the weights if they are whole, and exits if they are not."""
         if not self.torn:
             try:
-                async with asyncio.timeout(RECOVERY), self.changing:  # its last call decides whether weights are whole
+                async with asyncio.timeout(RECOVERY), self.changing:  # its last call decides which
                     if self.sampling.paused and not self.torn:
-                        await self._recover()
-            except TimeoutError:
+                        version = self.sampling.policy_version
+                        logger.warning("the trainer left while the server was paused; resuming version %d", version)
+                        self.next_adapter = None
+                        if self.asleep:
+                            await self.wake({"tags": ["weights", "kv_cache"]})
+                        await self._let_go()
+            except Exception as problem:  # also when time is up: a server that stays paused helps nobody
+                logger.exception("resuming failed")
                 if self.sampling.paused:
-                    self._leave(f"the trainer left in a pause, and the engine did not answer for {RECOVERY:.0f} s")
+                    self._leave(f"the trainer left in a pause, and the server cannot resume ({problem!r})")
         if self.torn:
             self._leave("the trainer left in the middle of a publish: the weights may be half written")
-
-    async def _recover(self) -> None:
-        """Resumes with the weights that are there, which are whole."""
-        version = self.sampling.policy_version
-        logger.warning("the trainer left while the server was paused; resuming version %d", version)
-        self.next_adapter = None
-        try:
-            if self.asleep:
-                await self.engine.wake_up(["weights", "kv_cache"])
-                self.asleep = 0
-            await self._let_go()
-        except Exception as problem:  # whatever it is, a server that stays paused helps nobody
-            logger.exception("resuming failed")
-            self._leave(f"the trainer left while the server was paused, and it cannot resume ({problem})")
 
     def _watch_engines(self) -> None:
         """An engine that is killed is noticed at once, also while nobody asks for anything."""
