@@ -195,7 +195,9 @@ class Sampling:
         await self._until_open()
         version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
         adapter_id = None if adapter is None else adapter.lora_int_id
-        whole, settings = _WholeCompletions(sampling_params), settings_of(sampling_params)
+        noted, settings = sampling_params.logprobs is not None, settings_of(sampling_params)
+        in_parts = sampling_params.output_kind is RequestOutputKind.DELTA
+        sampled = defaultdict(lambda: ([], []))  # tokens and log-probabilities so far, by completion
         self._versions_in_flight[version] += 1
         self.in_flight[adapter_id] += 1
         try:
@@ -204,12 +206,16 @@ class Sampling:
                 async for output in outputs:
                     spans = []
                     for completion in output.outputs:
-                        whole.add(completion)
-                        span = self._span(completion, admitted, adapter_id) if _is_whole(completion) else None
+                        whole = completion.finish_reason not in (None, "abort", "error")
+                        if noted and (whole or in_parts):
+                            tokens, logprobs = sampled[completion.index]
+                            tokens += completion.token_ids
+                            logprobs += _sampled_logprobs(completion)
+                        span = self._span(completion, admitted, adapter_id) if whole else None
                         if span is not None:
                             spans.append(span)
-                            if whole.has_logprobs:
-                                key = completion_key(output.prompt_token_ids, *whole.pop(completion.index))
+                            if noted:
+                                key = completion_key(output.prompt_token_ids, *sampled.pop(completion.index))
                                 self.ledger.note(key, Note(span, settings))
                     yield output, spans
         finally:
@@ -233,28 +239,6 @@ class Sampling:
         first, last = compat.marks_of(completion) or (admitted, self.history.publishes)
         begun, ended = (self.history.version(publishes, adapter_id) for publishes in (first, last))
         return None if begun is None or ended is None else (begun, ended)
-
-
-class _WholeCompletions:
-    """The tokens and log-probabilities of one request's completions, which come whole or in parts."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.has_logprobs = params.logprobs is not None
-        self._in_parts = params.output_kind is RequestOutputKind.DELTA
-        self._so_far: defaultdict[int, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-
-    def add(self, completion: CompletionOutput) -> None:
-        if self.has_logprobs and (self._in_parts or _is_whole(completion)):
-            token_ids, logprobs = self._so_far[completion.index]
-            token_ids += completion.token_ids
-            logprobs += _sampled_logprobs(completion)
-
-    def pop(self, index: int) -> tuple[list[int], list[float]]:
-        return self._so_far.pop(index)
-
-
-def _is_whole(completion: CompletionOutput) -> bool:
-    return completion.finish_reason not in (None, "abort", "error")
 
 
 def settings_of(params: SamplingParams) -> SamplingSettings:
