@@ -52,7 +52,7 @@ test-nodes: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes --folder runs/nodes
 
 bench: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m tests.bench_baseline
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks.baseline
 
 soak: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --folder runs/soak

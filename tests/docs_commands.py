@@ -136,7 +136,7 @@ HERE = [
     (r"trl-atropos report ", run_report),
     (r"python -m trl_atropos\.train .*--replay_paths ", run_replay),
     (r"python recipes/quickstart/make_model\.py ", make_model),
-    (r"python -m trl_atropos\.config_reference ", run_script),
+    (r"python docs/make_reference\.py", run_script),
     (r"(cp -r|sed -i) ", run_script),
     (r"pip install .*-e ", require_extras),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_atropos.bench.weights import table
+from benchmarks.weights import table
 from trl_atropos.weights.probe import Tolerance
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]

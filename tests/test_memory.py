@@ -16,13 +16,13 @@ import torch
 import yaml
 from transformers import AutoConfig, Trainer, TrainingArguments
 
+from benchmarks.models import config_fields
 from recipes.quickstart.make_model import make_model
 from tests.peak_memory import command_line, rows
 from tests.rollout_factory import record
 from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
-from trl_atropos.bench.models import config_fields
 from trl_atropos.memory.advice import findings
 from trl_atropos.memory.estimate import Estimate, estimate
 from trl_atropos.memory.optimizers import state_bytes

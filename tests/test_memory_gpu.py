@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.models import make_model
 from tests.rollout_factory import arguments, record
 from tests.server_process import running_server
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.bench.models import make_model
 from trl_atropos.memory.estimate import Estimate, estimate
 from trl_atropos.memory.plan import plan_of
 from trl_atropos.recipe import Recipe, parse

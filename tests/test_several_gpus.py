@@ -19,9 +19,9 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.models import PRESETS
 from recipes.quickstart.make_model import make_model
 from tests.launching import RECIPE, ROOT, free_urls
-from trl_atropos.bench.models import PRESETS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import Services
 

@@ -17,7 +17,7 @@ import pytest
 from tests.launching import ROOT, free_urls
 
 DISTRIBUTED = ("CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
-FOLDERS = ("configs", "docs", "recipes", "tests", "trl_atropos")
+FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
 
 
@@ -52,12 +52,12 @@ def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built)
     assert {"trl_atropos/py.typed", "trl_atropos/report/page.html"} < needed == names
 
 
-def test_the_source_distribution_has_recipes_and_docs_but_no_tests(built):
+def test_the_source_distribution_has_recipes_and_docs_but_no_tests_and_no_benchmarks(built):
     (sdist,) = built.glob("trl_atropos-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {RECIPE, "configs/accelerate/cpu.yaml", "trl_atropos/report/page.js", "LICENSE"} <= names
-    assert not any(name.startswith(("tests/", "runs/")) or name.endswith(".pyc") for name in names)
+    assert not any(name.startswith(("tests/", "benchmarks/", "runs/")) or name.endswith(".pyc") for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,12 @@ def test_the_command_says_what_there_is_to_do(installed, tmp_path):
     assert all(f"\n  {command} " in told for command in ("check", "serve", "report", "bench"))
     version = distribution("trl_atropos").version
     assert succeed(installed / "trl-atropos", "--version", cwd=tmp_path, timeout=240).split()[-1] == version
+
+
+def test_benchmarks_need_a_checkout(installed, tmp_path):
+    done = subprocess.run([installed / "trl-atropos", "bench", "step"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
 
 
 @pytest.mark.slow

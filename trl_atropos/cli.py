@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--json]
@@ -15,7 +15,7 @@ commands:
   check   find what is wrong with a recipe and its environments before a run, and what to do about it; starts nothing
   serve   start the vLLM server that environments sample from and a trainer keeps in step with
   report  write one HTML file about a run: curves, warnings, settings, and its rollouts token by token
-  bench   measure this machine; `trl-atropos bench --help` lists what
+  bench   measure this machine, in a checkout; `trl-atropos bench --help` lists what
 
 `trl-atropos COMMAND --help` says more. Training is started with accelerate:
   accelerate launch --config_file configs/accelerate/cpu.yaml -m trl_atropos.train --config recipes/NAME/X.yaml
@@ -23,15 +23,6 @@ commands:
 
 Exit codes: 0 when all is well, 1 after an error or with findings of `check`, 2 after wrong use, 130 after Ctrl-C.
 """
-
-
-# A module of `trl_atropos.bench` each.
-BENCHMARKS = {
-    "weights": "how long new weights take to reach the server, for every mode, model size and adapter rank",
-    "ingest": "how long a batch of rollouts takes from the socket to the tensors that are trained on",
-    "loop": "whether sampling and training overlap, with sampling that takes up to twice as long as training",
-    "step": "how many useful tokens a training step works off, beside TRL's own trainer on the same rows",
-}
 
 
 def main() -> None:
@@ -55,7 +46,7 @@ def _run(words: list[str]) -> None:
     elif command == "report":
         from trl_atropos.report.page import main as run
     elif command == "bench":
-        run, arguments = _benchmark(arguments)
+        run = _benchmarks()
     else:
         _refuse(f"trl-atropos: unknown command {command!r}\n\n{USAGE}")
     run(arguments)
@@ -72,17 +63,18 @@ def _refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _benchmark(arguments: list[str]) -> tuple[Callable[[list[str]], None], list[str]]:
-    """The benchmark that the first of `arguments` names, and the rest of them."""
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if name in ("", "-h", "--help"):
-        lines = [f"  {benchmark:<8} {text}" for benchmark, text in BENCHMARKS.items()]
-        sys.stdout.write("usage: trl-atropos bench NAME [options]\n\nbenchmarks:\n" + "\n".join(lines))
-        sys.stdout.write("\n\n`trl-atropos bench NAME --help` says more.\n")
-        sys.exit(0 if name else 2)
-    if name not in BENCHMARKS:
-        _refuse(f"trl-atropos bench: unknown benchmark {name!r}. There are: {', '.join(BENCHMARKS)}")
-    return import_module(f"trl_atropos.bench.{name}").main, rest
+def _benchmarks() -> Callable[[list[str]], None]:
+    """The command of the folder `benchmarks`, which is beside the package in a checkout and in no wheel."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "benchmarks").is_dir():
+        sys.exit(
+            f"trl-atropos bench: the benchmarks are not installed with the package ({checkout} has no folder "
+            "`benchmarks`). Run this with a checkout of the repository: `pip install --editable .` in it."
+        )
+    sys.path.insert(0, str(checkout))
+    from benchmarks import main
+
+    return main
 
 
 if __name__ == "__main__":

@@ -20,15 +20,6 @@ PROTOCOL_VERSION = 3
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
-# Methods of the worker extension, called in every worker of the server. The prefix keeps them apart from vLLM's own.
-DESCRIBE_METHOD = "trl_atropos_describe"
-ATTACH_METHOD = "trl_atropos_attach"
-OPEN_CHANNEL_METHOD = "trl_atropos_open_channel"
-LOAD_WEIGHTS_METHOD = "trl_atropos_load_weights"
-FINISH_WEIGHTS_METHOD = "trl_atropos_finish_weights"
-SET_UP_ADAPTER_METHOD = "trl_atropos_set_up_adapter"
-LOAD_ADAPTER_METHOD = "trl_atropos_load_adapter"
-
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

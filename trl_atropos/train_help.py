@@ -8,8 +8,46 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.config_reference import GROUPS
 from trl_atropos.recipe import ServicesConfig
+
+# Title -> fields. Every field that `AtroposGRPOConfig` declares itself is in one of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Server and weights": (
+        "vllm_mode",
+        "vllm_server_base_url",
+        "sync_every_n_steps",
+        "weight_transport",
+        "publish_timeout",
+        "probe_every_n_steps",
+        "vllm_enable_sleep_mode",
+        "vllm_sleep_level",
+        "master_weights",
+        "offload_master_weights",
+    ),
+    "Rollouts": (
+        "atropos_url",
+        "reset_atropos",
+        "rollout_timeout",
+        "max_sequence_length",
+        "single_row_groups",
+        "sampling_temperature",
+        "max_staleness",
+        "prefetch_batches",
+        "replace_zero_variance_groups",
+        "enforce_environment_weights",
+        "record_rollouts",
+        "replay_paths",
+        "max_spool_gb",
+    ),
+    "Loss and micro-batches": (
+        "vllm_importance_sampling_mode",
+        "distillation_coef",
+        "group_by_length",
+        "max_tokens_per_micro_batch",
+    ),
+    "Checkpoints": ("save_in_background",),
+    "Warnings": ("warning_thresholds", "stop_on_warnings"),
+}
 
 USAGE = (
     "accelerate launch [its options] -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"

@@ -15,10 +15,10 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from benchmarks.ingest_roles import replying
 from tests.rollouts import oracle
 from tests.rollouts.conftest import make_group
 from tests.rollouts.malformed import malformed_bodies
-from trl_atropos.bench.ingest_roles import replying
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import subprocess
 import sys
 import time
 
@@ -16,8 +17,7 @@ from trl_atropos.memory.case import case_of
 from trl_atropos.memory.plan import Plan
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import RecipeError, parse
-from trl_atropos.server.launch import main, vllm_arguments
-from trl_atropos.server.ready import ready_text, set_up_token
+from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 
 PUBLISHING_MODES = ("colocate", "server", *ADAPTER_MODES)
 
@@ -169,12 +169,22 @@ def test_a_mode_that_there_is_not_is_refused(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
-def test_the_restart_mode_starts_the_front(capsys):
+def test_the_restart_mode_becomes_the_front(tmp_path):
     """Which alone knows a drain timeout."""
-    with pytest.raises(SystemExit):
-        main(["m", "--vllm_mode", "restart", "--drain_timeout", "soon"])
-    error = capsys.readouterr().err
-    assert "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'" in error
+    command = [
+        sys.executable,
+        "-m",
+        "trl_atropos.server.launch",
+        "m",
+        "--vllm_mode",
+        "restart",
+        "--drain_timeout",
+        "soon",
+    ]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "--vllm_mode restart: error: argument --drain_timeout: invalid float value: 'soon'" in done.stderr
 
 
 @pytest.mark.parametrize(

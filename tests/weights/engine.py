@@ -12,11 +12,6 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 
 from trl_atropos.protocol import (
-    ATTACH_METHOD,
-    DESCRIBE_METHOD,
-    FINISH_WEIGHTS_METHOD,
-    LOAD_WEIGHTS_METHOD,
-    OPEN_CHANNEL_METHOD,
     PROTOCOL_VERSION,
     Attachment,
     LoadReply,
@@ -77,7 +72,7 @@ class Engine:
     # ------------------------------------------------------------------- what a publisher asks of a `ServerClient`
 
     def info(self) -> ServerInfo:
-        (worker,), model = self.llm.collective_rpc(DESCRIBE_METHOD), self.llm.model_config
+        worker, model = self._worker("describe"), self.llm.model_config
         del worker["device_uuid"]
         return ServerInfo(
             **worker,
@@ -100,17 +95,17 @@ class Engine:
         )
 
     def attach(self, specs: list[ParameterSpec]) -> Attachment:
-        return Attachment.model_validate(self._worker(ATTACH_METHOD, [spec.model_dump() for spec in specs]))
+        return Attachment.model_validate(self._worker("attach", [spec.model_dump() for spec in specs]))
 
     def open_channel(self, specification: dict) -> None:
-        self._worker(OPEN_CHANNEL_METHOD, specification)
+        self._worker("open_channel", specification)
 
     def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
-        reply = self._worker(LOAD_WEIGHTS_METHOD, [tensor.model_dump() for tensor in tensors])
+        reply = self._worker("load_weights", [tensor.model_dump() for tensor in tensors])
         return LoadReply.model_validate(reply)
 
     def finish_weights(self) -> list[str]:
-        return self._worker(FINISH_WEIGHTS_METHOD)
+        return self._worker("finish_weights")
 
     def sample(
         self, prompt_ids: list[int], num_tokens: int, temperature: float, num_samples: int = 1
@@ -141,5 +136,5 @@ class Engine:
     release_lease: Callable[["Engine"], None] = hold_lease
 
     def _worker(self, method: str, *arguments):
-        (result,) = self.llm.collective_rpc(method, args=arguments)
+        (result,) = self.llm.collective_rpc(f"trl_atropos_{method}", args=arguments)
         return result

@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.models import PRESETS
 from tests.server_process import running_server
 from tests.weights.live import publish
 from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import sample, score
-from trl_atropos.bench.models import PRESETS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

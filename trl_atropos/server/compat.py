@@ -1,7 +1,11 @@
-"""What differs between the vLLM versions that are supported (0.26 to 0.32). Nothing else looks at a version."""
+"""All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
+
+`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES` in the installed vLLM and says which one moved.
+"""
 
 from collections.abc import Callable
 
+import torch
 import vllm
 from packaging.version import Version
 from vllm.outputs import CompletionOutput
@@ -13,9 +17,67 @@ except ImportError:
     VLLMClientError = ValueError
 
 VLLM_VERSION = Version(Version(vllm.__version__).base_version)
+NEW = Version("0.32") <= VLLM_VERSION
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
-MARKS_TOKENS = Version("0.32") <= VLLM_VERSION
-UNMARKED = "default"  # how vLLM marks what it samples before it was told anything
+PREFIXES_KEYED_BY_ADAPTER_PATH = NEW  # cached prefixes of an adapter; before, they were keyed by its name alone
+UNMARKED = "default"  # how vLLM marks what it samples before it was told a version
+ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin with
+
+MODULES = "vllm.model_executor"
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
+    # Of the API server: its application's state, and the engine client.
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests", "base_model_paths"),
+    "vllm.v1.engine.async_llm:AsyncLLM": (
+        *("engine_core", "model_config", "vllm_config", "get_tokenizer()", "check_health()", "is_sleeping()"),
+        *("generate(prompt, sampling_params, request_id, lora_request)", "collective_rpc(method, args)"),
+        *("resume_generation()", "reset_prefix_cache(reset_running_requests)", "sleep(level, mode)", "wake_up(tags)"),
+        *(("update_weight_version(new_version)",) if NEW else ()),
+    ),
+    "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
+    "vllm.outputs:CompletionOutput": ("index", "token_ids", "finish_reason", *(("weight_versions",) if NEW else ())),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    # Of a worker: its configuration, and the model that it runs.
+    "vllm.config:ModelConfig": (
+        *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
+        *("enable_sleep_mode", "get_vocab_size()"),
+    ),
+    "vllm.config:ParallelConfig": (
+        *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
+    ),
+    "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
+    f"{MODULES}.model_loader.reload:": ("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
+    # Of adapters: the buffers that they are put into, and how.
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
+        *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
+        *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
+    ),
+    "vllm.lora.layers:BaseLayerWithLoRA": (),
+    "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer",),
+    "vllm.lora.lora_model:LoRAModel": (
+        "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
+        "skip_prefixes)",
+    ),
+    "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
+    f"{MODULES}.models.utils:WeightsMapper": ("get_rename_mapper()" if NEW else "get_unstacked_mapper()",),
+    # Of the loader for the CPU: the methods by which layers compute, and where they are kept.
+    f"{MODULES}.model_loader:": ("register_model_loader(load_format)",),
+    f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
+    f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.fused_moe:FusedMoEMethodBase": (),
+    f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
+    f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
+    f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
+}
+if NEW:
+    PRIVATE_NAMES[f"{MODULES}.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"] = (
+        "process_weights_after_loading(layer)",
+        "apply(output, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)",
+        *("w1_bias", "w2_bias", "activation(activation, output, input)"),
+    )
 
 
 def server_main() -> Callable[[], None]:
@@ -51,50 +113,59 @@ async def pause(engine, clear_cache: bool) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-async def resume(engine) -> None:
-    await engine.resume_generation()
-
-
 async def mark_tokens(engine, publishes: int) -> None:
-    """Lets the engine mark what it samples from now on. Only while it is paused."""
-    if MARKS_TOKENS:
+    """Has the engine mark what it samples from now on. Only while it is paused."""
+    if NEW:
         await engine.update_weight_version(str(publishes))
 
 
 def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
-    """After how many publishes the first and the last token of an ended completion were sampled, if it is marked."""
-    marks = completion.weight_versions if MARKS_TOKENS else None
+    """After how many publishes the first and the last token of a whole completion were sampled, if it is marked."""
+    marks = completion.weight_versions if NEW else None
     if not marks:
         return None
     first, last = (0 if mark.version == UNMARKED else int(mark.version) for mark in (marks[0], marks[-1]))
     return first, last
 
 
-async def drop_caches(engine) -> None:
-    """Drops cached prefixes, and the KV cache of paused requests, which recompute it when they go on."""
-    await engine.reset_prefix_cache(reset_running_requests=True)
-
-
-def begin_reload(model) -> None:
+def begin_reload(model: torch.nn.Module) -> None:
     """From here to `finish_reload`, loaded weights are kept until a layer is whole, then processed as at the start."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
 
 
-def finish_reload(model, model_config) -> None:
+def finish_reload(model: torch.nn.Module, model_config) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
 
 
-def adapter_name_mapper(model):
-    """Renames modules of an adapter as vLLM's model does, without joining those that vLLM packs; or nothing."""
+def expert_methods(model: torch.nn.Module) -> list:
+    """
+    The methods by which the mixture-of-experts layers of a model compute; empty for a dense model.
+
+    If vLLM kept experts in other classes, their layers would go on computing with old weights. So a name that moved
+    fails here, and a test looks at a model with experts.
+    """
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # in a worker only: it imports many kernels
+
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return [method for method in methods if isinstance(method, FusedMoEMethodBase)]
+
+
+def cpu_experts() -> type | None:
+    """vLLM's class that computes experts on the CPU. None for 0.26, which has functions in its place."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return None
+    return CPUUnquantizedExperts
+
+
+def adapter_name_mapper(model: torch.nn.Module):
+    """Renames modules of an adapter as vLLM's model does, without joining those that vLLM packs; or None."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)  # as vLLM asks for it: most models have none
     if mapper is None:
         return None
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
-
-
-# From which version on cached prefixes of an adapter are told apart by its path; before, only by its name.
-PREFIXES_KEYED_BY_ADAPTER_PATH = Version("0.32") <= VLLM_VERSION

@@ -1,18 +1,24 @@
-"""The worker extension: what runs inside every worker of the vLLM server (`--worker-extension-cls`).
+"""What runs inside every worker of the vLLM server: it shares the model's memory, and receives weights and adapters.
 
-vLLM mixes this class into its worker, so that `self` is the worker. Importing the module also registers the shared
-loader, which happens before the model is built. Methods are reached through `collective_rpc` from `control.py` and
-take and return plain JSON values.
+vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the worker. `control.py`
+calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module registers the
+shared loader, too, which happens before the model is built.
 """
 
-import torch
-from vllm.config import set_current_vllm_config
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from trl_atropos.protocol import Attachment, LoraInfo, ParameterSpec
-from trl_atropos.server import layout, loader
-from trl_atropos.server.adapters import AdapterReceiver, without_adapters
-from trl_atropos.server.weights import WeightReceiver
-from trl_atropos.tensors.channel import open_receiver
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from trl_atropos.protocol import Attachment, LoadReply, LoraInfo, ParameterSpec
+from trl_atropos.server import compat, layout, loader
+from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
 
 
@@ -36,16 +42,15 @@ class WorkerExtension:
         }
 
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
-        """Traces where each of the trainer's parameters lives here, and exports the memory behind them."""
+        """Finds where each of the trainer's parameters lives here, and exports the memory behind them."""
         model = self.model_runner.get_model()
-        parsed = [ParameterSpec.model_validate(spec) for spec in specs]
         with set_current_vllm_config(self.vllm_config), without_adapters(model):
-            views, refused = layout.trace(model, parsed, self.device)
+            views, refused = layout.trace(model, _parsed(specs), self.device)
         storages = [export_storage(storage) for storage in layout.unique_storages(model).values()]
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
 
     def trl_atropos_open_channel(self, specification: dict) -> None:
-        """Joins the trainer's channel, in place of a former one."""
+        """Joins the trainer's channel, in place of an earlier one."""
         parallel = self.vllm_config.parallel_config
         # Not `data_parallel_rank`, which is 0 in every replica of a dense model.
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
@@ -55,19 +60,17 @@ class WorkerExtension:
 
     def trl_atropos_load_weights(self, tensors: list[dict]) -> dict:
         if self._trl_atropos_weights is None:
-            self._trl_atropos_weights = WeightReceiver(
-                self.model_runner.get_model(), self.vllm_config, self._trl_atropos_channel
-            )
-        return self._trl_atropos_weights.load([ParameterSpec.model_validate(t) for t in tensors]).model_dump()
+            model = self.model_runner.get_model()
+            self._trl_atropos_weights = WeightReceiver(model, self.vllm_config, self._trl_atropos_channel)
+        return self._trl_atropos_weights.load(_parsed(tensors)).model_dump()
 
     def trl_atropos_finish_weights(self) -> list[str]:
         return self._trl_atropos_weights.finish()
 
     def trl_atropos_set_up_adapter(self, tensors: list[dict], config: dict) -> str | None:
-        """Returns why vLLM cannot serve such an adapter, or nothing."""
-        parsed = [ParameterSpec.model_validate(tensor) for tensor in tensors]
+        """Returns why vLLM cannot serve such an adapter, or None."""
         try:
-            self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, parsed, config)
+            self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, _parsed(tensors), config)
         except ValueError as error:
             return str(error)
         return None
@@ -76,7 +79,11 @@ class WorkerExtension:
         return self._trl_atropos_adapter.load(adapter_id).model_dump()
 
 
-def _refusals(config, device: str) -> list[str]:
+def _parsed(specs: list[dict]) -> list[ParameterSpec]:
+    return [ParameterSpec.model_validate(spec) for spec in specs]
+
+
+def _refusals(config: VllmConfig, device: str) -> list[str]:
     """Why this engine's weights cannot be trained in place, each with the way out."""
     parallel, found = config.parallel_config, []
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
@@ -93,3 +100,206 @@ def _refusals(config, device: str) -> list[str]:
     if device == "cpu" and config.load_config.load_format != loader.LOAD_FORMAT:
         found.append(f"it was not started with --load-format {loader.LOAD_FORMAT}; start it by `trl-atropos serve`")
     return found
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Takes vLLM's LoRA layers from around the base layers, where some versions do not find a checkpoint's names."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), torch.nn.Module)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
+# -------------------------------------------------------------------------------------------------------- full weights
+
+
+class WeightReceiver:
+    """
+    Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
+    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
+        self.model = model
+        self.config = config
+        self.channel = channel
+        self.reloads = needs_reload(model, config, channel.device)
+        self.loading = False
+        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not tell
+
+    def load(self, tensors: list[ParameterSpec]) -> LoadReply:
+        """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
+        if not self.loading:
+            self.loading = True
+            self.loaded = set()
+            if self.reloads:
+                compat.begin_reload(self.model)
+        started = time.perf_counter()
+        message = self.channel.receive(message_layout(tensors)[1])
+        received = time.perf_counter()
+        values = unpack(message, tensors)
+        if self.reloads:
+            values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
+        names = [tensor.name for tensor in tensors]
+        with torch.no_grad(), set_current_vllm_config(self.config), without_adapters(self.model):
+            told = self.model.load_weights(zip(names, values, strict=True))
+        self.loaded = None if told is None or self.loaded is None else self.loaded | told
+        return _reply(started, received, self.channel.device)
+
+    def finish(self) -> list[str]:
+        """Names of vLLM's parameters that nothing was loaded into since the first `load`."""
+        self.loading = False
+        if self.reloads:
+            with torch.no_grad(), set_current_vllm_config(self.config):
+                compat.finish_reload(self.model, self.config.model_config)
+            _synchronize(self.channel.device)
+            return []
+        if self.loaded is None:
+            return []
+        with without_adapters(self.model):
+            return unloaded(self.model, self.loaded)
+
+
+def needs_reload(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> bool:
+    """Whether vLLM transforms weights after loading, so that new ones must go through the whole of it again."""
+    if config.model_config.quantization is not None or config.model_config.use_mla:
+        return True
+    # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
+    return device.type != "cpu" and bool(compat.expert_methods(model))
+
+
+def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
+    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have several names."""
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
+    return sorted(name for name, place in places.items() if place not in filled)
+
+
+def _reply(started: float, received: float, device: torch.device) -> LoadReply:
+    _synchronize(device)
+    return LoadReply(receive_ms=(received - started) * 1e3, apply_ms=(time.perf_counter() - received) * 1e3)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+class AdapterReceiver:
+    """
+    Receives LoRA adapters from memory to memory: no file, and no request waits for one.
+
+    An adapter's tensors arrive as one message and are kept per adapter id. The first time, vLLM's own code puts them
+    into its stacked buffers while a dispatch mode notes every copy; from then on the same copies are made directly.
+    The first time also proves that nothing is lost: vLLM silently drops tensors of modules that it does not know.
+
+    Args:
+        worker: vLLM's worker, started with `--enable-lora`.
+        channel (`Channel`): Where the trainer's bytes come from.
+        tensors (`list[ParameterSpec]`): The adapter's tensors, in the order of every message, under peft's names and
+            in vLLM's LoRA dtype. The scaling is already in B.
+        config (`dict`): The adapter's `LoraConfig` as JSON.
+
+    Raises:
+        ValueError: vLLM does not serve such adapters; the message says why.
+    """
+
+    def __init__(self, worker, channel: Channel, tensors: list[ParameterSpec], config: dict):
+        self.manager = worker.model_runner.lora_manager
+        self.adapters = self.manager._adapter_manager
+        self.device = worker.device
+        self.channel = channel
+        self.tensors = tensors
+        self.offsets, self.num_bytes = message_layout(tensors)
+        self.splits = worker.vllm_config.parallel_config.world_size > 1
+        rank = max(min(tensor.shape) for tensor in tensors)
+        # B comes scaled, so that alpha equals the rank here; the other fields are for vLLM to refuse.
+        self.helper = PEFTHelper.from_dict({**config, "r": rank, "lora_alpha": rank, "use_rslora": False})
+        self.helper.rank_pattern, self.helper.alpha_pattern = {}, {}
+        self.helper.validate_legal(self.manager.lora_config)
+        self.values: dict[int, torch.Tensor] = {}  # by adapter id: the message
+        self.plans: dict[int, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}  # slot, targets, sources
+
+    def load(self, adapter_id: int) -> LoadReply:
+        """Receives the adapter and puts it into the buffers of `adapter_id`, which no request may be using."""
+        started = time.perf_counter()
+        message = self.channel.receive(self.num_bytes)
+        received = time.perf_counter()
+        if adapter_id not in self.values:
+            self.values[adapter_id] = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        self.values[adapter_id].copy_(message)
+        slot, targets, sources = self.plans.get(adapter_id, (None, [], []))
+        with torch.no_grad():
+            if slot is not None and self.adapters.lora_index_to_id[slot] == adapter_id:
+                torch._foreach_copy_(targets, sources)
+            else:
+                self._activate(adapter_id)
+        return _reply(started, received, self.device)
+
+    def _activate(self, adapter_id: int) -> None:
+        """The slow way, through vLLM's own code."""
+        values = self.values[adapter_id]
+        model = self.adapters.model
+        lora = LoRAModel.from_lora_tensors(
+            lora_model_id=adapter_id,
+            tensors=dict(zip([t.name for t in self.tensors], unpack(values, self.tensors), strict=True)),
+            peft_helper=self.helper,
+            device=str(self.device),
+            dtype=self.manager.lora_config.lora_dtype,
+            model_vocab_size=self.manager.vocab_size,
+            weights_mapper=compat.adapter_name_mapper(model),
+            skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+        )
+        self.adapters.remove_adapter(adapter_id)
+        if len(self.adapters) >= self.adapters.capacity:
+            self.adapters.remove_oldest_adapter()
+        self.adapters.add_adapter(lora)
+        with _CopyTracer(values) as tracer:
+            self.adapters.activate_adapter(adapter_id)
+        self._check_coverage(tracer.copies)
+        slot = self.adapters.lora_index_to_id.index(adapter_id)
+        self.plans[adapter_id] = (slot, [t for t, _ in tracer.copies], [s for _, s in tracer.copies])
+
+    def _check_coverage(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Every tensor of the trainer must have arrived whole."""
+        itemsize = copies[0][1].element_size() if copies else 1
+        arrived = dict.fromkeys(self.offsets, 0)
+        for _, source in copies:
+            begin = source.storage_offset() * itemsize
+            arrived[max(offset for offset in self.offsets if offset <= begin)] += source.numel()
+        lost = [
+            tensor.name
+            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
+            if arrived[offset] == 0 or (not self.splits and arrived[offset] != tensor.shape[0] * tensor.shape[1])
+        ]
+        if lost:
+            raise ValueError(
+                f"vLLM has no place for {len(lost)} of the adapter's {len(self.tensors)} tensors (first: {lost[:3]})"
+            )
+
+
+class _CopyTracer(TorchDispatchMode):
+    """Notes every copy out of one storage, and lets it take place."""
+
+    def __init__(self, source: torch.Tensor):
+        super().__init__()
+        self.pointer = source.untyped_storage().data_ptr()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.pointer:
+            self.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))

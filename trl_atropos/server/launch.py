@@ -2,16 +2,22 @@
 
     python -m trl_atropos.server.launch MODEL [--vllm_mode colocate] [any flag of `vllm serve`]
 
-`trl-atropos serve` is the same. Called in a process of its own, because vLLM reads `sys.argv` and owns the event loop.
+`trl-atropos serve` is the same. Run in a process of its own, because vLLM reads `sys.argv` and owns the event loop.
+For `--vllm_mode restart`, the process becomes the front (`trl_atropos.front.serve`), which starts this as its child.
 """
 
 import argparse
+import asyncio
 import importlib.util
 import os
+import secrets
+import socket
 import sys
+from pathlib import Path
 
+from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES
+from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES, environment_token
 
 # What the user did not say. Loopback only: the control routes change weights.
 DEFAULTS = {
@@ -29,6 +35,12 @@ CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
 # For a mode that sends adapters: places for the version in use and the next, and room for those of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
 MIDDLEWARE = "trl_atropos.server.control.Control"
+FRONT = "trl_atropos.front.serve"
+
+READY_VARIABLE = "TRL_ATROPOS_READY"
+"""Environment variable with the text that a server prints when it is ready, below all that vLLM logs as it starts."""
+
+UVICORN_ENDS = 0.5  # seconds after which the last lines of uvicorn's start are out
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +60,43 @@ def build_parser() -> argparse.ArgumentParser:
         "'restart' puts a front before the server that holds requests while it is away",
     )
     return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, given = build_parser().parse_known_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(
+            f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: `pip install "
+            '"trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment with it.'
+        )
+    stated = DEFAULTS | server_flags(given)
+    try:
+        ready = ready_text(stated["--host"], stated["--port"], options.vllm_mode, set_up_token(stated["--port"]))
+    except AtroposTrainingError as error:
+        sys.exit(f"trl-atropos serve: {error}")
+    os.environ.setdefault(READY_VARIABLE, ready)  # a front sets it to nothing: its child is not what users talk to
+    if options.vllm_mode == "restart":
+        os.execv(sys.executable, [sys.executable, "-m", FRONT, options.model, *given])
+    if options.vllm_mode == "lora":
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    import torch  # after the help text, which should not wait for it
+
+    cpu = not torch.cuda.is_available()
+    if cpu and "--data-parallel-size" not in stated:
+        # One process less, and eight seconds less to start; forced back to two unless this is set.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    try:
+        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
+    except ValueError as error:
+        sys.stderr.write(f"trl-atropos serve: {error}\n")
+        sys.exit(2)
+    if cpu and "--enforce-eager" in arguments:
+        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    sys.argv = ["trl-atropos serve", *arguments]
+    from trl_atropos.server.compat import server_main
+
+    server_main()()
 
 
 def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colocate") -> list[str]:
@@ -71,46 +120,49 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colo
     return arguments
 
 
-def main(argv: list[str] | None = None) -> None:
-    options, given = build_parser().parse_known_args(argv)
-    if importlib.util.find_spec("vllm") is None:
-        sys.exit(
-            f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: `pip install "
-            '"trl_atropos[vllm]"`; on a CPU: `make quickstart` makes an environment with it.'
-        )
-    if options.vllm_mode == "restart":
-        from trl_atropos.server.front import main as front
-
-        return front([options.model, *given])
-    if options.vllm_mode == "lora":
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    import torch  # after the help text, which should not wait for it
-
-    cpu = not torch.cuda.is_available()
-    if cpu and "--data-parallel-size" not in server_flags(given):
-        # One process less, and eight seconds less to start; forced back to two unless this is set.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def set_up_token(port: str) -> str:
+    """
+    Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this user
+    can read, since a terminal scrolls and a log may be read by others. Returns a text that says where the token is.
+    """
+    if environment_token():
+        return f"the one in {TOKEN_VARIABLE}, which the trainer needs, too"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trl_atropos", f"token-{port}")
+    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
     try:
-        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
-    except ValueError as error:
-        sys.stderr.write(f"trl-atropos serve: {error}\n")
-        sys.exit(2)
-    from trl_atropos.errors import AtroposTrainingError
-    from trl_atropos.server.ready import READY_VARIABLE, ready_text, set_up_token
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # the new one has this mode whatever the old one had
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(os.environ[TOKEN_VARIABLE])
+    except OSError as error:
+        raise ServiceError(
+            f"the control token cannot be kept in {path} ({error.strerror}). Make one yourself, for server and "
+            f"trainer: `export {TOKEN_VARIABLE}=$(openssl rand -hex 24)`"
+        ) from error
+    return f"in {path}: `export {TOKEN_VARIABLE}=$(cat {path})` where the trainer starts"
 
-    stated = server_flags(arguments)
-    host, port = stated["--host"], stated["--port"]
-    try:
-        os.environ[READY_VARIABLE] = ready_text(host, port, options.vllm_mode, set_up_token(port))
-    except AtroposTrainingError as error:
-        sys.exit(f"trl-atropos serve: {error}")
-    if cpu and "--enforce-eager" in arguments:
-        # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    sys.argv = ["trl-atropos serve", *arguments]
-    from trl_atropos.server.compat import server_main
 
-    server_main()()
+def ready_text(host: str, port: str, mode: str, token: str) -> str:
+    """What a server prints when it is ready: where it is and what to do next. `token` says where the token is."""
+    url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
+    return (
+        f"\ntrl-atropos serve: ready at {url}, for `vllm_mode: {mode}`.\n"
+        f"  The token is {token}.\n"
+        f"  Environments sample with `--openai.server_type vllm --openai.base_url {url}/v1`.\n"
+        f"  A recipe trains with `--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}`.\n"
+    )
+
+
+def say_when_started(send):
+    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is complete."""
+
+    async def told(message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            text = os.environ.get(READY_VARIABLE, "")
+            asyncio.get_running_loop().call_later(UVICORN_ENDS, sys.stderr.write, text)
+
+    return told
 
 
 if __name__ == "__main__":

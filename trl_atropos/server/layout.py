@@ -8,7 +8,6 @@ place of fused, padded, transposed and sliced weights for any architecture, with
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -140,58 +139,41 @@ def _place(spec: ParameterSpec, tracer: WriteTracer, shared: dict[int, int]) -> 
             return f"vLLM keeps it in {len(tracer.copies)} pieces, in different memory"
     if pointer not in shared:
         return "vLLM keeps it in memory that cannot be shared: it packs or transforms it after loading"
-    place = _merge(spec.shape, [_piece(spec.shape, target, source) for target, source in tracer.copies])
+    place = _one_view(spec.shape, tracer.copies)
     if place is None:
         return "vLLM keeps only a part of it, or in another order"
     offset, strides = place
     return View(storage=shared[pointer], offset=offset, size=spec.shape, stride=strides, dtype=spec.dtype)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rectangular part of a parameter, and where vLLM puts it. One entry per dimension of the parameter."""
-
-    start: list[int]
-    size: list[int]
-    stride: list[int | None]  # in the server's memory; None where the piece is one element wide
-    offset: int  # of its first element in the server's memory
-
-
-def _piece(shape: list[int], target: torch.Tensor, source: torch.Tensor) -> Piece | None:
-    """Reads one copy as a piece of the contiguous probe behind `source`, whatever its dimensions were permuted to."""
+def _one_view(shape: list[int], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, list[int]] | None:
+    """
+    Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
+    together; None if they are not the whole parameter or do not lie that way.
+    """
     contiguous = torch.empty(shape, device="meta").stride()
-    size, stride = [1] * len(shape), [None] * len(shape)
-    for dim in range(source.dim()):
-        if source.size(dim) == 1:
-            continue
-        matches = [d for d in range(len(shape)) if shape[d] > 1 and contiguous[d] == source.stride(dim)]
-        if not matches or target.shape != source.shape:
+    strides: list[int | None] = [None] * len(shape)
+    starts: dict[int, int] = {}  # of each copy: offset of the first element in the probe -> in vLLM's memory
+    for target, source in copies:
+        if target.numel() != source.numel() or (source.numel() > 1 and target.shape != source.shape):
             return None
-        size[matches[0]], stride[matches[0]] = source.size(dim), target.stride(dim)
-    start, rest = [], source.storage_offset()
-    for step in contiguous:
-        start.append(rest // step)
-        rest %= step
-    return Piece(start, size, stride, target.storage_offset())
-
-
-def _merge(shape: list[int], pieces: list[Piece | None]) -> tuple[int, list[int]] | None:
-    """Offset and strides by which one view reads all pieces, if they are the whole parameter and lie that way."""
-    if None in pieces or len({tuple(piece.start) for piece in pieces}) != len(pieces):
+        for size, step, stride in zip(source.shape, source.stride(), target.stride()):
+            if size > 1:
+                dim = next((dim for dim, length in enumerate(shape) if length > 1 and contiguous[dim] == step), None)
+                if dim is None or stride < 0 or strides[dim] not in (None, stride):
+                    return None
+                strides[dim] = stride
+        starts[source.storage_offset()] = target.storage_offset()
+    if len(starts) != len(copies) or sum(source.numel() for _, source in copies) != math.prod(shape):
         return None
-    if sum(math.prod(piece.size) for piece in pieces) != math.prod(shape):
-        return None
-    offsets = {tuple(piece.start): piece.offset for piece in pieces}
-    strides = []
     for dim, length in enumerate(shape):
-        known = {piece.stride[dim] for piece in pieces} - {None}
-        if not known:  # every piece is one element wide here: the step is from the first piece to the second
-            first, second = (tuple(index if d == dim else 0 for d in range(len(shape))) for index in (0, 1))
-            if length > 1 and not {first, second} <= offsets.keys():
+        if strides[dim] is None and length > 1:  # every copy is one element wide here: it is the step between two
+            if not {0, contiguous[dim]} <= starts.keys() or starts[contiguous[dim]] < starts[0]:
                 return None
-            known = {offsets[second] - offsets[first] if length > 1 else 1}
-        if len(known) > 1 or min(known) < 0:
-            return None
-        strides.append(known.pop())
-    origins = {p.offset - sum(s * step for s, step in zip(p.start, strides, strict=True)) for p in pieces}
-    return (origins.pop(), strides) if len(origins) == 1 else None
+            strides[dim] = starts[contiguous[dim]] - starts[0]
+    found = [1 if stride is None else stride for stride in strides]
+    dims = list(zip(shape, contiguous, found, strict=True))
+    origins = {
+        there - sum(here // step % length * stride for length, step, stride in dims) for here, there in starts.items()
+    }
+    return (origins.pop(), found) if len(origins) == 1 else None

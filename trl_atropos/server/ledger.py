@@ -1,32 +1,37 @@
-"""Which policy versions sampled each completion, with which settings: written below the routes, read by the trainer.
+"""What the server remembers for the trainer: which policy versions sampled each completion, and which requests failed.
 
-`recorder.py` (or `front.py`, for an engine that is restarted) notes completions in a `Ledger`; what a token's version
-is, it takes from a `History`. Runs without vLLM.
+`sampling.py` notes completions in a `Ledger` and takes the version of a token from a `History`; the front of the mode
+`restart` keeps a `Ledger` for an engine that it restarts. `Refusals` counts the requests that were answered with an
+error. Runs without vLLM.
 """
 
+import re
+import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-from trl_atropos.protocol import Note, VersionsQuery, VersionsReply
+from trl_atropos.protocol import Note, Refusal, RefusalsReply, VersionsQuery, VersionsReply, reason_in
 
 CAPACITY = 262_144  # completions; about 50 MB
+MAX_REASONS = 20  # reasons of errors that are kept, the latest
+MAX_MESSAGE = 400  # characters
 
 
 class Ledger:
     """
     What sampled the last `capacity` completions, by `protocol.completion_key`.
 
-    A key that is noted again keeps the oldest of its versions, and has the settings that it came with last. Equal keys
-    are rare (they have equal log-probabilities to the last bit: greedy repeats on the same weights, or tokens of
-    probability one), and nothing tells which of them a rollout came from: some never come, and one may be in several
-    rollouts. So the answer may be too old, but never too new. A key is forgotten by when it came first, so that an old
-    version does not stick to it for ever.
+    A key that is noted again keeps the oldest of its versions and gets the new settings. Equal keys are rare (their
+    log-probabilities are equal to the last bit: greedy repeats on the same weights, or tokens of probability one), and
+    nothing tells which of them a rollout came from: some never become a rollout, others become several. So the answer
+    may be too old, but never too new. A key is forgotten by when it came first, so that an old version does not stick
+    to it for ever.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self._notes: dict[bytes, Note] = {}  # in the order in which they were noted first
+        self._notes: dict[bytes, Note] = {}  # in the order in which they were first noted
 
     def note(self, key: bytes, note: Note) -> None:
         known = self._notes.get(key)
@@ -45,35 +50,78 @@ class Ledger:
         return VersionsReply.of(self.find(keys)).model_dump()
 
     def keys(self) -> list[str]:
-        """All of them, in hexadecimal, in the order in which they came."""
+        """All keys in hexadecimal, in the order in which they were first noted."""
         return [key.hex() for key in self._notes]
 
 
 class History:
     """
-    What sampled at which time. Time is counted in publishes, because a version may come again: a new trainer begins
-    where it likes.
+    Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a new
+    trainer begins at any version.
 
     Attributes:
-        publishes (`int`): How many there have been.
+        publishes (`int`): Number of publishes so far.
     """
 
     def __init__(self) -> None:
         self.publishes = 0
-        # By adapter id, None for the model itself: from which publish on it held which version.
+        # By adapter id, None for the model itself: (publish, version from then on).
         self._held: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
 
     def publish(self, version: int, adapter_id: int | None) -> None:
-        """From here on, the adapter with this id holds `version`; the model itself, if it is None."""
+        """From now on, the adapter with this id holds `version`; if it is None, the model itself does."""
         self.publishes += 1
         self._held.setdefault(adapter_id, []).append((self.publishes, version))
 
     def version(self, publishes: int, adapter_id: int | None) -> int | None:
-        """What the model, or an adapter, held after that many publishes; None for an adapter that never came by one.
-
-        An adapter that was not held yet had been looked up before its publish, and is used behind it.
-        """
+        """The version that the model or an adapter held after that many publishes; None for an adapter that was never
+        published. A request may look up an adapter right before its first publish and use it after that, so an adapter
+        counts as what it held first until then."""
         held = self._held.get(adapter_id)
         if held is None:
             return None
         return held[max(0, bisect_right(held, publishes, key=itemgetter(0)) - 1)][1]
+
+
+class Refusals:
+    """
+    Counts the requests of environments that were answered with an error, by reason. The client of an environment
+    discards the reason, so without this neither its log nor the trainer would ever show it.
+    """
+
+    def __init__(self) -> None:
+        self._total = 0
+        # By the message without its numbers, the latest last: count, time of the last one, its message.
+        self._reasons: dict[str, tuple[int, float, str]] = {}
+
+    def watched(self, send):
+        """The same `send`, which notes an answer that is an error, except 503: the server is shutting down."""
+        status = 200
+
+        async def watching(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400 and status != 503 and message.get("body"):
+                self.note(f"HTTP {status}: {reason_in(message['body'].decode(errors='replace'))}")
+                status = 200  # an answer counts once
+            await send(message)
+
+        return watching
+
+    def note(self, message: str) -> None:
+        kind = re.sub(r"\d+", "N", message)
+        count, *_ = self._reasons.pop(kind, (0,))
+        self._reasons[kind] = count + 1, time.monotonic(), message[:MAX_MESSAGE]
+        self._total += 1
+        if len(self._reasons) > MAX_REASONS:
+            del self._reasons[next(iter(self._reasons))]
+
+    def answer(self) -> dict:
+        """`GET /trl_atropos/refusals`."""
+        now = time.monotonic()
+        latest = [
+            Refusal(count=count, seconds_ago=now - last, message=message)
+            for count, last, message in reversed(self._reasons.values())
+        ]
+        return RefusalsReply(total=self._total, latest=latest).model_dump()

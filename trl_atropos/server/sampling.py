@@ -1,61 +1,89 @@
-"""What environments ask of the inference server: requests go through to the engine, and are held while it is paused.
+"""What environments ask of the inference server: `POST /generate`, and vLLM's own routes that sample.
 
-A request that arrives during a pause begins with the next policy version. Each is counted with the version and the
-adapter that it began with, because an adapter's place may be overwritten only when no request uses it. The `recorder`
-does both for every route of the server, and notes in the `ledger` which versions have sampled what.
+`Sampling` replaces the `generate` method of vLLM's engine client, which is below all of these routes. So it sees every
+request: one that arrives in a pause waits and begins with the next policy version, each samples from the policy
+whatever it asks for, and the ledger notes which versions sampled each completion. Requests are counted by the version
+and the adapter that they began with, because an adapter may be overwritten only when no request uses it.
+
+`/generate` is the route that an Atropos environment with `server_type: vllm` samples from. Request: `{"prompt":
+{"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`. Response: `{"text":
+[n], "prompt": str, "finish_reasons": [n], "logprobs": [n][tokens][1] {"<token id>": float}, "prompt_token_ids": [...],
+"token_ids": [n][tokens]}`, and with `prompt_logprobs: k` also `"prompt_logprobs": [null, {"<token id>": float, ...},
+...]`. The shape is the one that atroposlib 0.4.0 reads in `envs/server_handling/vllm_server.py`.
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import re
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from functools import lru_cache
+from typing import Annotated, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from trl_atropos.protocol import ADAPTER_NAME
+from trl_atropos.protocol import ADAPTER_NAME, Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
-from trl_atropos.server.generate import BadRequest, NotANumber, NotFinished, generate
+from trl_atropos.server.lease import Refused, answer, disconnected, error
 from trl_atropos.server.ledger import History, Ledger
-from trl_atropos.server.recorder import Recorder
-from trl_atropos.server.routes import disconnected, error
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-# Of vLLM's routes that sample, those that take any model name here. The others want one that vLLM knows; what they
-# sample from is the policy, too.
+# Those of vLLM's sampling routes that take any model name here. Its other routes want a name that vLLM knows; they
+# sample from the policy, too.
 OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
+# Fields of the OpenAI protocol that environments send along and that mean nothing here.
+IGNORED_FIELDS = ("model", "stream", "user")
+# Those that vLLM sets itself. It marks further ones, and some of the structured outputs', by an underscore.
+INTERNAL_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone"}
+# It replays tokens that no policy has sampled.
+REPLAYING_FIELDS = {"trace_decode_token_ids"}
+FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+FIELDS -= INTERNAL_FIELDS | REPLAYING_FIELDS
+STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
 
-class Broken(RuntimeError):
-    """Nothing may be sampled any more."""
+# The engine's reason to end a completion, and what the environments' client is told, which knows two of them. One that
+# repeats itself is stopped if the request asks for it (`repetition_detection`).
+FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 class Sampling:
     """
     Attributes:
-        policy_version (`int`): What requests sample from.
-        adapter (`LoRARequest`, *optional*): What they sample from, if it is not the model itself.
+        policy_version (`int`): The version that new requests sample from.
+        adapter (`LoRARequest`, *optional*): The adapter that they sample from, if it is not the model itself.
         broken (`str`, *optional*): Why nothing may be sampled any more.
-        in_flight (`Counter`): Unfinished requests by adapter id.
-        history (`History`): What was served when.
-        ledger (`Ledger`): Which versions have sampled each completion.
+        in_flight (`Counter`): Number of unfinished requests by adapter id.
+        history (`History`): Which version was sampled from when.
+        ledger (`Ledger`): Which versions sampled each completion.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine) -> None:
         self.policy_version = 0
         self.adapter: LoRARequest | None = None
         self.broken: str | None = None
         self.in_flight: Counter[int] = Counter()
         self.history = History()
         self.ledger = Ledger()
-        self._recorder: Recorder | None = None
         self._versions_in_flight: Counter[int] = Counter()  # by the version that they began with
         self._open = asyncio.Event()
         self._open.set()
+        self._engine_generate, engine.generate = engine.generate, self.engine_generate
+
+    # ------------------------------------------------------------------------------------- for the control plane
 
     @property
     def paused(self) -> bool:
@@ -66,24 +94,12 @@ class Sampling:
         busy = [version for version, count in self._versions_in_flight.items() if count]
         return min(busy, default=self.policy_version)
 
-    def recorder(self, engine) -> Recorder:
-        """The one below every route of the server; put there at the first call."""
-        if self._recorder is None:
-            self._recorder = Recorder(engine, self.history, self.ledger, self.until_open, self._policy)
-        return self._recorder
-
     def hold(self) -> None:
-        """From here on, requests wait."""
+        """From now on, requests wait."""
         self._open.clear()
 
     def let_go(self) -> None:
         self._open.set()
-
-    async def until_open(self) -> None:
-        while self.paused:  # it may be held again between the event and this task's turn
-            await self._open.wait()
-        if self.broken is not None:
-            raise Broken(self.broken)
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
         """What requests sample from once they are let go."""
@@ -91,87 +107,232 @@ class Sampling:
         self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
 
     def register(self, served: dict[str, LoRARequest]) -> None:
-        """Makes the adapter's name in vLLM's `served` mean what `/generate` samples from."""
+        """Makes the adapter's name in vLLM's table `served` mean what `/generate` samples from."""
         if self.adapter is None:
             served.pop(ADAPTER_NAME, None)
         else:
             served[ADAPTER_NAME] = self.adapter
 
+    # ------------------------------------------------------------------------------------------------ the routes
+
     async def generate(self, request: Request, send) -> None:
-        """`POST /generate`. Raises what a handler of the whole server must know: that the engine is dead."""
+        """`POST /generate`. Raises `EngineDeadError`, which concerns the whole server."""
         scope, receive = request.scope, request.receive
-        recorder = self.recorder(scope["app"].state.engine_client)
-        task = asyncio.create_task(generate(recorder, await request.body()))
+        body = await request.body()
+        task = asyncio.create_task(answer(self._completions(body), "a /generate request", compat.EngineDeadError))
         gone = asyncio.create_task(disconnected(receive))
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        if not task.done():  # the client went away: let the engine stop working for it
+        if not task.done():  # the client went away, and cancelling aborts its request in the engine
             task.cancel()
             await asyncio.wait({task})
-            return None
-        await self._answer(task)(scope, receive, send)
+            return
+        await task.result()(scope, receive, send)
 
-    def _answer(self, task: asyncio.Task) -> Response:
+    async def _completions(self, body: bytes) -> Response:
+        prompt, params = parse(body)
+        result, spans = None, []
         try:
-            response, spans = task.result()
-            versions = f"{min(begun for begun, _ in spans)}-{max(ended for _, ended in spans)}"
-            return JSONResponse(response, headers={"x-policy-version": versions})
-        except BadRequest as problem:
-            logger.warning("refused a /generate request: %s", problem)
-            return error(400, str(problem))
-        except (Broken, NotFinished) as problem:
-            return error(503, str(problem))
-        except NotANumber as problem:
-            logger.error("a /generate request failed: %s", problem)
-            return error(500, str(problem))
-        except compat.EngineDeadError:
-            raise
-        except Exception as problem:  # the boundary of the process: the client is told, and the log has the traceback
-            logger.exception("a /generate request failed")
-            cause = problem.__cause__ or problem  # vLLM's own says nothing
-            return error(500, f"{type(cause).__name__}: {cause}")
+            async for output in self._stream(prompt, params, f"trl-atropos-{uuid.uuid4().hex}"):
+                result, spans = output
+        except compat.CLIENT_ERRORS as problem:
+            raise Refused(str(problem), 400) from problem
+        completions = sorted(result.outputs, key=lambda completion: completion.index)
+        for completion in completions:
+            if completion.finish_reason not in FINISHED:
+                raise Refused(f"the engine ended the request with {completion.finish_reason!r}", 503)
+        reply = {
+            "text": [completion.text for completion in completions],
+            "prompt": result.prompt or "",
+            "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
+            "prompt_token_ids": list(result.prompt_token_ids),
+            "token_ids": [list(completion.token_ids) for completion in completions],
+        }
+        if params.logprobs is not None:
+            reply["logprobs"] = [_logprobs_entries(completion) for completion in completions]
+        if params.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = [
+                entry if entry is None else {str(token): _finite(value.logprob) for token, value in entry.items()}
+                for entry in result.prompt_logprobs
+            ]
+        versions = f"{min(begun for begun, _ in spans)}-{max(ended for _, ended in spans)}"
+        return JSONResponse(reply, headers={"x-policy-version": versions})
 
-    async def openai(self, request: Request, send, app) -> None:
-        """vLLM's own routes, under any model name."""
+    async def openai(self, request: Request, send, app, model: str) -> None:
+        """One of vLLM's own routes, under any model name: environments keep one name whatever is served."""
         body = await request.body()
         try:
-            await self.until_open()  # as the recorder does, whose errors these routes would tell as their own
-        except Broken as problem:
-            return await error(503, str(problem))(request.scope, request.receive, send)
-        return await app(request.scope, _with_model_name(request, body), send)
+            await self._until_open()  # `engine_generate` waits, too, but these routes would hide its reason
+        except Refused as problem:
+            return await error(problem.status, str(problem))(request.scope, request.receive, send)
+        with suppress(ValueError, TypeError):  # not a JSON object: vLLM answers with its own message
+            body = json.dumps(json.loads(body) | {"model": model}).encode()
+        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
+        request.scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    @contextmanager
-    def _policy(self) -> Iterator[LoRARequest | None]:
-        """The adapter that is sampled from, if it is one. Counts a request as in flight."""
-        version, adapter = self.policy_version, self.adapter
+        async def receive():
+            return messages.pop() if messages else await request.receive()
+
+        await app(request.scope, receive, send)
+
+    # ------------------------------------------------------------------------------------------- below the routes
+
+    async def engine_generate(self, *args, **kwargs) -> AsyncIterator[RequestOutput]:
+        """Takes the place of the engine client's `generate`."""
+        async with aclosing(self._stream(*args, **kwargs)) as outputs:
+            async for output, _ in outputs:
+                yield output
+
+    async def _stream(
+        self,
+        prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        **options,
+    ) -> AsyncIterator[tuple[RequestOutput, list[Span]]]:
+        """
+        The engine's outputs, each with the policy versions of the completions that end with it.
+
+        `lora_request` is what a model name at one of vLLM's routes stands for. It is not used: some of those routes
+        take any name for the base model, which is not what is trained.
+        """
+        await self._until_open()
+        version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
+        adapter_id = None if adapter is None else adapter.lora_int_id
+        noted, settings = sampling_params.logprobs is not None, settings_of(sampling_params)
+        in_parts = sampling_params.output_kind is RequestOutputKind.DELTA
+        sampled = defaultdict(lambda: ([], []))  # tokens and log-probabilities so far, by completion
         self._versions_in_flight[version] += 1
-        if adapter is not None:
-            self.in_flight[adapter.lora_int_id] += 1
+        self.in_flight[adapter_id] += 1
         try:
-            yield adapter
+            outputs = self._engine_generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
+            async with aclosing(outputs):  # else an abandoned request would run on until it is collected
+                async for output in outputs:
+                    spans = []
+                    for completion in output.outputs:
+                        whole = completion.finish_reason not in (None, "abort", "error")
+                        if noted and (whole or in_parts):
+                            tokens, logprobs = sampled[completion.index]
+                            tokens += completion.token_ids
+                            logprobs += _sampled_logprobs(completion)
+                        span = self._span(completion, admitted, adapter_id) if whole else None
+                        if span is not None:
+                            spans.append(span)
+                            if noted:
+                                key = completion_key(output.prompt_token_ids, *sampled.pop(completion.index))
+                                self.ledger.note(key, Note(span, settings))
+                    yield output, spans
         finally:
             self._versions_in_flight[version] -= 1
-            if adapter is not None:
-                self.in_flight[adapter.lora_int_id] -= 1
+            self.in_flight[adapter_id] -= 1
+
+    async def _until_open(self) -> None:
+        while self.paused:  # it may be held again between the event and this task's turn
+            await self._open.wait()
+        if self.broken is not None:
+            raise Refused(self.broken, 503)
+
+    def _span(self, completion: CompletionOutput, admitted: int, adapter_id: int | None) -> Span | None:
+        """
+        The versions at the completion's first and last token; None for an adapter that no trainer has published.
+
+        Tokens have a version, not requests: the engine marks what it samples with the number of publishes so far. So a
+        request that waited in the engine's queue during a publish is as new as its first token. A vLLM without such
+        marks counts from the publish at which the request was admitted, never too new, to that of its last answer.
+        """
+        first, last = compat.marks_of(completion) or (admitted, self.history.publishes)
+        begun, ended = (self.history.version(publishes, adapter_id) for publishes in (first, last))
+        return None if begun is None or ended is None else (begun, ended)
 
 
-def _with_model_name(request: Request, body: bytes):
-    """Environments keep one model name whatever is served, so any name means the policy of this server."""
+def settings_of(params: SamplingParams) -> SamplingSettings:
+    named = SamplingSettings(*(getattr(params, name) for name in SamplingSettings._fields))
+    return _same(named._replace(top_k=max(0, named.top_k)))  # -1 means 0, all tokens
+
+
+@lru_cache(maxsize=1024)
+def _same(settings: SamplingSettings) -> SamplingSettings:
+    """One object for all completions that are sampled alike: the ledger keeps many of them."""
+    return settings
+
+
+# ---------------------------------------------------------------------------------------------- bodies of `/generate`
+
+
+class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
+    prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+
+
+def parse(body: bytes) -> tuple[dict, SamplingParams]:
+    """
+    Returns vLLM's prompt and sampling parameters.
+
+    Every type is checked, as strictly as in the engine process: a value that cannot be decoded there ends the thread
+    that listens to requests, and the engine would never answer again.
+    """
     try:
-        parsed = json.loads(body)
-        parsed["model"] = request.scope["app"].state.openai_serving_models.base_model_paths[0].name
-        body = json.dumps(parsed).encode()
-    except (ValueError, TypeError):
-        pass  # not a JSON object: vLLM answers with its own message
-    headers = [(k, v) for k, v in request.scope["headers"] if k != b"content-length"]
-    request.scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-    first = True
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
+        raise Refused(f"the body must be a JSON object: {problem}", 400) from problem
+    for name in IGNORED_FIELDS:
+        fields.pop(name, None)
+    prompt = fields.pop("prompt", None)
+    if isinstance(prompt, dict):
+        prompt = {"prompt_token_ids": _convert(prompt, TokenPrompt).prompt_token_ids}
+    elif isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    else:
+        raise Refused("`prompt` must be a string or {'prompt_token_ids': [...]}", 400)
+    unknown = set(fields) - FIELDS
+    if isinstance(fields.get("structured_outputs"), dict):
+        unknown |= {f"structured_outputs.{name}" for name in set(fields["structured_outputs"]) - STRUCTURED_FIELDS}
+    if unknown:
+        raise Refused(f"unknown sampling parameters: {', '.join(sorted(unknown))}", 400)
+    params = _convert(fields, SamplingParams)
+    for name, value in fields.items():
+        try:
+            msgspec.msgpack.encode(value)  # as it goes to the engine
+        except (OverflowError, RecursionError) as problem:
+            raise Refused(f"`{name}` is {value!r:.100}: {problem}", 400) from problem
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return prompt, params
 
-    async def receive():
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await request.receive()
 
-    return receive
+def _convert(fields: dict[str, Any], kind: Any) -> Any:
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as problem:
+        what, _, place = str(problem).partition(" - at ")  # as in "Expected `int`, got `float` - at `$.max_tokens`"
+        name = re.search(r"\$\.(\w+)", place)
+        if name is not None:
+            value = f"`{name[1]}` is {fields[name[1]]!r:.100}"
+            what = f"{place.replace('$.', '')}: {what[:1].lower()}{what[1:]}. {value}"
+        raise Refused(what, 400) from problem
+    except (RecursionError, *compat.CLIENT_ERRORS) as problem:
+        raise Refused(str(problem), 400) from problem
+
+
+def _logprobs_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
+    """One entry per token, the sampled token first: the client reads nothing but the first key."""
+    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
+    return [[{str(token): _finite(logprob)}] for token, logprob in pairs]
+
+
+def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
+    """The log-probability of each sampled token, as every route sends it."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [max(float(entry[token].logprob), LOWEST_LOGPROB) for token, entry in pairs]
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise Refused(
+            "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
+            "overflows (start the server with `--dtype float32`), or the sequence is longer than the model can take "
+            "(start it with a lower `--max-model-len`)",
+            500,
+        )
+    return max(float(logprob), LOWEST_LOGPROB)

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.options import Parser, give_result, positive, writable
 from trl_atropos import __version__
-from trl_atropos.bench.options import Parser, give_result, positive, writable
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> dict:
     """Measures. Returns one flat object: versions, sizes, times in ms, and memory in bytes."""
-    from trl_atropos.bench.ingest_roles import write_reply  # imports NumPy, for which the help need not wait
+    from benchmarks.ingest_roles import write_reply  # imports NumPy, for which the help need not wait
 
     install_handlers()  # SIGTERM as well ends the processes and removes the file
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def _start(*arguments: str, stdout: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "trl_atropos.bench.ingest_roles", *arguments]
+    command = [sys.executable, "-m", "benchmarks.ingest_roles", *arguments]
     environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1"}
     return subprocess.Popen(command, stdout=stdout, text=True, env=environment)
 

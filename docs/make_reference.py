@@ -1,68 +1,31 @@
 """Writes `docs/reference.md`: every setting, warning and command, from the help texts that the program itself shows.
 
-    python -m trl_atropos.config_reference docs/reference.md
+    python docs/make_reference.py
 
 TRL's and Transformers' own fields are not in it: their documentation has them.
 """
 
-import argparse
 import os
+import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Union, get_args, get_origin, get_type_hints
 
-from trl_atropos.cli import BENCHMARKS
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.logging import LEVELS, VARIABLE
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
+from trl_atropos.train_help import GROUPS
 
-COMMAND = "python -m trl_atropos.config_reference docs/reference.md"
+COMMAND = "python docs/make_reference.py"
+PAGE = Path(__file__).with_name("reference.md")
 HELP_WIDTH = "100"  # columns that the commands wrap their help at
 
-# Title -> fields. Every field that `AtroposGRPOConfig` declares itself is in one of them.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Server and weights": (
-        "vllm_mode",
-        "vllm_server_base_url",
-        "sync_every_n_steps",
-        "weight_transport",
-        "publish_timeout",
-        "probe_every_n_steps",
-        "vllm_enable_sleep_mode",
-        "vllm_sleep_level",
-        "master_weights",
-        "offload_master_weights",
-    ),
-    "Rollouts": (
-        "atropos_url",
-        "reset_atropos",
-        "rollout_timeout",
-        "max_sequence_length",
-        "single_row_groups",
-        "sampling_temperature",
-        "max_staleness",
-        "prefetch_batches",
-        "replace_zero_variance_groups",
-        "enforce_environment_weights",
-        "record_rollouts",
-        "replay_paths",
-        "max_spool_gb",
-    ),
-    "Loss and micro-batches": (
-        "vllm_importance_sampling_mode",
-        "distillation_coef",
-        "group_by_length",
-        "max_tokens_per_micro_batch",
-    ),
-    "Warnings": ("warning_thresholds", "stop_on_warnings"),
-}
-COMMANDS = ("check", "serve", "report", "bench", *(f"bench {name}" for name in BENCHMARKS))
 
 HEAD = f"""\
 <!-- Made by `{COMMAND}`. Change the help texts, not this file. -->
@@ -111,27 +74,13 @@ CLI = """\
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m trl_atropos.config_reference",
-        description="Write the reference of all settings, warnings and commands as Markdown.",
-    )
-    parser.add_argument("file", type=Path, nargs="?", help="where to; standard output if left out")
-    options = parser.parse_args(argv)
-    text = reference()
-    if options.file is None:
-        sys.stdout.write(text)
-    else:
-        options.file.write_text(text, encoding="utf-8")
-
-
 def reference() -> str:
     """The whole page. Raises `ValueError` for a field without a group, or a group with a field that is gone."""
     own = own_fields(AtroposGRPOConfig)
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(own):
         raise ValueError(
-            f"GROUPS of config_reference.py and the fields of AtroposGRPOConfig differ in "
+            f"GROUPS of train_help.py and the fields of AtroposGRPOConfig differ in "
             f"{sorted(set(grouped) ^ set(own))}: name each field once."
         )
     parts = [HEAD, "## Training\n"]
@@ -140,7 +89,8 @@ def reference() -> str:
     parts += [SERVICES, _table(ServicesConfig, fields(ServicesConfig)), ENVIRONMENTS.format(keys=_environment_keys())]
     parts += [WARNINGS, _warnings(), VARIABLES, CLI]
     parts.append(f"### `trl-atropos`\n\n```text\n{_help_of(['--help'])}```\n")
-    for command in COMMANDS:
+    benchmarks = re.findall(r"^  (\w+) ", _help_of(["bench", "--help"]), re.MULTILINE)
+    for command in ("check", "serve", "report", "bench", *(f"bench {name}" for name in benchmarks)):
         parts.append(f"### `trl-atropos {command}`\n\n```text\n{_help_of([*command.split(), '--help'])}```\n")
     return "\n".join(parts)
 
@@ -194,4 +144,4 @@ def _help_of(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(reference(), encoding="utf-8")

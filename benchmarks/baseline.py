@@ -1,7 +1,7 @@
-"""Compares the benchmarks' ratios with those in `tests/bench_baseline.json`, and fails where one has got worse.
+"""Compares the benchmarks' ratios with those in `benchmarks/baseline.json`, and fails where one has got worse.
 
 `make bench` runs it. Both sides of a ratio are measured in one run, so that a slow machine does not count; a busy one
-does. After a change that is meant to cost something: `python -m tests.bench_baseline --write`, and say why.
+does. After a change that is meant to cost something: `python -m benchmarks.baseline --write`, and say why.
 """
 
 import argparse

@@ -37,7 +37,7 @@ NEW_VERSION = 7
 
 
 def front_command(model: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "trl_atropos.server.front", model, "--port", str(port)]
+    command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--vllm_mode", "restart", "--port", str(port)]
     command += ["--drain_timeout", str(DRAIN_TIMEOUT), "--max-model-len", str(MAX_MODEL_LEN)]
     return command + (["--gpu-memory-utilization", "0.1"] if torch.cuda.is_available() else [])
 

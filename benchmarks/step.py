@@ -10,9 +10,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.models import config_fields
+from benchmarks.options import Parser, give_result, positive, writable
 from trl_atropos import __version__
-from trl_atropos.bench.models import config_fields
-from trl_atropos.bench.options import Parser, give_result, positive, writable
 
 DESCRIPTION = """\
 Measure how many useful tokens a training step works off in a second, beside TRL's own GRPOTrainer.
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> dict:
     """Measures. Returns `header`, `rows` (one per shape and trainer) and `ranks`."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl_atropos.bench.step_trainers import device_name, measure_balance, measure_shape
+    from benchmarks.step_trainers import device_name, measure_balance, measure_shape
 
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
         rows = [row for shape in options.shapes for row in measure_shape(shape, Path(folder), options)]

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.models import config_fields, dtype, make_model
+from benchmarks.options import Parser, give_result, positive, writable
 from trl_atropos import __version__
-from trl_atropos.bench.models import config_fields, dtype, make_model
-from trl_atropos.bench.options import Parser, give_result, positive, writable
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import Services, free_port, tail
 from trl_atropos.services.signals import install_handlers
@@ -132,8 +132,8 @@ def run(options: argparse.Namespace) -> dict:
 
 def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | None) -> dict:
     """What the trainer measured, with services of its own: an API knows one trainer in its life."""
-    from trl_atropos.bench.loop_roles import Settings  # imports torch, for which the help need not wait
-    from trl_atropos.bench.loop_sampler import Sampler
+    from benchmarks.loop_roles import Settings  # imports torch, for which the help need not wait
+    from benchmarks.loop_sampler import Sampler
 
     folder = shared / ("overlapped" if max_staleness is None else "strict")
     folder.mkdir()
@@ -169,7 +169,7 @@ def _measure(shared: Path, options: argparse.Namespace, max_staleness: int | Non
 
 
 def _command(role: str, folder: Path, url: str) -> list[str]:
-    return [sys.executable, "-m", "trl_atropos.bench.loop_roles", role, str(folder), url]
+    return [sys.executable, "-m", "benchmarks.loop_roles", role, str(folder), url]
 
 
 def table(result: dict) -> str:

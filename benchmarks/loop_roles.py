@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_atropos.bench.loop_sampler import DIGITS, Sampler, SamplerPublisher, Versions, digits_of
-from trl_atropos.bench.models import dtype
+from benchmarks.loop_sampler import DIGITS, Sampler, SamplerPublisher, Versions, digits_of
+from benchmarks.models import dtype
 
 WARM_UP = 2  # steps after each change of the latency that do not count: they meet batches from before
 SPREAD = 0.5  # of the logarithm of the completions' lengths

@@ -14,9 +14,9 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.models import dtype, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.micro_batches import plan
-from trl_atropos.bench.models import dtype, make_model
 from trl_atropos.rollouts.advantages import columns
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.row import Row

@@ -16,14 +16,14 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.models import PRESETS, config_fields, make_model
+from benchmarks.options import Parser, give_result, positive, writable
 from trl_atropos import __version__
-from trl_atropos.bench.models import PRESETS, config_fields, make_model
-from trl_atropos.bench.options import Parser, give_result, positive, writable
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:  # it imports torch
-    from trl_atropos.bench.floors import Floors
+    from benchmarks.floors import Floors
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> dict:
     """Measures everything that `options` names. Returns `{"header": {...}, "rows": [...]}`."""
     import torch  # here and below: after the help text and the errors, which should not wait for it
 
-    from trl_atropos.bench.floors import Floors
+    from benchmarks.floors import Floors
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
@@ -193,7 +193,7 @@ def _rows_of(
     options: argparse.Namespace,
 ) -> Iterator[dict]:
     """One row per rank, or one in all where there is no adapter, from one server."""
-    from trl_atropos.bench.publish import measure, running_server
+    from benchmarks.publish import measure, running_server
 
     ranks = options.ranks if mode in LORA_MODES else []
     left = ranks or [None]

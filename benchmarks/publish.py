@@ -16,8 +16,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from peft import LoraConfig
 
+from benchmarks.floors import Floors
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.bench.floors import Floors
 from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import Services, free_port

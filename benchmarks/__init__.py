@@ -1,0 +1,32 @@
+"""Benchmarks of the package's own parts. `trl-atropos bench NAME` runs one, `make bench` all of them.
+
+They are not installed with the package. A process that a benchmark starts finds this folder by `PYTHONPATH`.
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+BENCHMARKS = {  # one module each
+    "weights": "how long new weights take to reach the server, for every mode, model size and adapter rank",
+    "ingest": "how long a batch of rollouts takes from the socket to the tensors that are trained on",
+    "loop": "whether sampling and training overlap, with sampling that takes up to twice as long as training",
+    "step": "how many useful tokens a training step works off, beside TRL's own trainer on the same rows",
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the benchmark that the first argument names; the others are its own."""
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name in ("", "-h", "--help"):
+        lines = [f"  {benchmark:<8} {text}" for benchmark, text in BENCHMARKS.items()]
+        sys.stdout.write("usage: trl-atropos bench NAME [options]\n\nbenchmarks:\n" + "\n".join(lines))
+        sys.stdout.write("\n\n`trl-atropos bench NAME --help` says more.\n")
+        sys.exit(0 if name else 2)
+    if name not in BENCHMARKS:
+        sys.stderr.write(f"trl-atropos bench: unknown benchmark {name!r}. There are: {', '.join(BENCHMARKS)}\n")
+        sys.exit(2)
+    checkout = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
+    import_module(f"benchmarks.{name}").main(rest)

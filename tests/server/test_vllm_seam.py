@@ -1,0 +1,154 @@
+"""What `trl_atropos/server` touches of vLLM without a promise. A failure here means that vLLM moved it: read the new
+source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the tests of a real server tell whether it
+still fits.
+"""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_atropos.server import compat
+from trl_atropos.server.compat import PRIVATE_NAMES
+
+NAMES = [(place, name) for place, names in PRIVATE_NAMES.items() for name in names or ("",)]
+
+
+def arguments_of(function) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def has(owner, name: str) -> bool:
+    """Whether a class or module has an attribute, if only because a method of the class sets it."""
+    if hasattr(owner, name) or not inspect.isclass(owner):
+        return hasattr(owner, name)
+    own = [parent for parent in owner.__mro__ if parent.__module__.startswith("vllm")]
+    declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
+    return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
+
+
+def what_moved(place: str, name: str) -> str | None:
+    module, _, owner = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        return f"there is no module {module} ({error})"
+    if owner:
+        if not hasattr(found, owner):
+            return f"{module} has no {owner}"
+        found = getattr(found, owner)
+    attribute, _, arguments = name.rstrip(")").partition("(")
+    if attribute and not has(found, attribute):
+        return f"{place} has no {attribute}"
+    missing = set(arguments.split(", ")) - arguments_of(getattr(found, attribute)) if arguments else set()
+    return f"{place}.{attribute} takes no {', '.join(sorted(missing))}" if missing else None
+
+
+@pytest.mark.parametrize(("place", "name"), NAMES, ids=str)
+def test_vllm_has_the_name(place, name):
+    assert what_moved(place, name) is None
+
+
+@dataclass
+class Left:
+    """A class that looks like one of vLLM's from another version."""
+
+    stays: int
+
+    def call(self, first):
+        self.later = first
+
+
+Left.__module__ = "vllm.left"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("stays", None),
+        ("later", None),
+        ("call(first)", None),
+        ("gone", "has no gone"),
+        ("call(first, second)", "Left.call takes no second"),
+    ],
+)
+def test_a_name_that_moved_is_told(name, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.left", sys.modules[__name__])
+    found = what_moved("vllm.left:Left", name)
+    assert (found is None) if told is None else (told in found)
+    assert "no module vllm.gone" in what_moved("vllm.gone:Left", name)
+    assert "vllm.left has no Right" in what_moved("vllm.left:Right", name)
+
+
+@pytest.mark.skipif(not compat.NEW, reason="the lines are those of vLLM 0.32")
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        # The application's state, which the middleware reads.
+        ("vllm.entrypoints.launchers.api_server.app_state", "state.engine_client = engine_client"),
+        ("vllm.entrypoints.launchers.api_server.app_state", "state.openai_serving_models = OpenAIServingModels("),
+        ("vllm.entrypoints.launchers.launcher", "app.state.server = server"),
+        # The process whose death is watched for, and the mark of a token that was sampled before any publish.
+        ("vllm.v1.engine.utils", f'else "{compat.ENGINE_PROCESS}"'),
+        ("vllm.v1.engine.core", f'self._weight_version = "{compat.UNMARKED}"'),
+        # What a linear layer on the CPU computes with.
+        ("vllm.model_executor.layers.utils", "return layer.cpu_linear(x, weight, bias)"),
+    ],
+)
+def test_vllm_says_what_is_counted_on(module, line):
+    assert line in inspect.getsource(importlib.import_module(module))
+
+
+LOADS = """
+import sys
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from trl_atropos.server import compat, extension, loader
+
+address = f"file://{sys.argv[1]}/rendezvous"
+torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
+torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
+for folder in sys.argv[2:]:
+    arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=loader.LOAD_FORMAT)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, address, 0, "gloo")
+            initialize_model_parallel()
+        model = get_model(vllm_config=config)
+    methods = compat.expert_methods(model)
+    kept = all(method.experts_cls is loader.InPlaceExperts for method in methods)
+    print("found", len(methods), kept, extension.needs_reload(model, config, torch.device("cuda")))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[str]:
+    """A model with experts in each of its two layers, and one without any."""
+    folder = tmp_path_factory.mktemp("models")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 32}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    for name, kind, fields in (("experts", "qwen3_moe", size | experts), ("dense", "qwen3", size)):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32).save_pretrained(
+            folder / name
+        )
+    return [str(folder / "experts"), str(folder / "dense")]
+
+
+def test_the_experts_of_a_model_are_found_kept_in_place_and_loaded_anew_on_a_gpu(models, tmp_path):
+    """If vLLM kept them in classes that are not looked for, it would sample from the first experts for ever."""
+    command = [sys.executable, "-c", LOADS, str(tmp_path), *models]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line for line in done.stdout.splitlines() if line.startswith("found")]
+    assert found == ["found 2 True True", "found 0 True False"]

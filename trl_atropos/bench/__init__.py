@@ -1,1 +1,0 @@
-"""Benchmarks of the package's own parts, run by `trl-atropos bench`."""

@@ -1,0 +1,1 @@
+"""The process before the server in `vllm_mode: restart`."""
