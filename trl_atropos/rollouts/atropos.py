@@ -109,8 +109,8 @@ class AtroposClient:
         response = self._request("GET", "/", self._request_timeout)
         if GREETING not in response.text:
             raise RolloutError(
-                f"{self.url} is not an Atropos API: GET / answered {response.status_code} {response.text[:80]!r}. "
-                "Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on."
+                f"{self.url} is not an Atropos API: GET / answered {response.status_code} {response.text[:80]!r}",
+                fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",
             )
 
     def register(self, registration: Registration) -> None:

@@ -51,8 +51,9 @@ class ServerClient:
         reply = self._call("GET", "/info", "asking the server what it is")
         if reply.get("protocol") != PROTOCOL_VERSION:
             raise ServerError(
-                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}. "
-                "Install the same version of trl_atropos on both sides."
+                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}",
+                fix="Install the same version of trl_atropos on both sides.",
+                code="server-version",
             )
         return ServerInfo.model_validate(reply)
 
@@ -169,7 +170,7 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(self._unreachable("taking the lease", error)) from error
         if response.status != 200:
-            raise ServerError(self._refused("taking the lease", response.status, text.decode()))
+            raise self._refused("taking the lease", response.status, text.decode())
         self._lease = (connection, response)
 
     def release_lease(self) -> None:
@@ -215,11 +216,11 @@ class ServerClient:
     def _request(self, method: str, path: str, phase: str, body: dict | None, timeout: float | None = None) -> dict:
         response = self._send(method, path, phase, body, timeout or self.timeout)
         if response.status_code != 200:
-            raise ServerError(self._refused(phase, response.status_code, response.text))
+            raise self._refused(phase, response.status_code, response.text)
         try:
             return response.json()
         except ValueError as error:
-            raise ServerError(self._stranger(f"{method} {path} gave {response.text[:80]!r}")) from error
+            raise self._stranger(f"{method} {path} gave {response.text[:80]!r}") from error
 
     def _send(self, method: str, path: str, phase: str, body: dict | None, timeout: float) -> requests.Response:
         data = None if body is None else json.dumps(body)
@@ -243,24 +244,27 @@ class ServerClient:
             "`trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
         )
 
-    def _stranger(self, answer: str) -> str:
-        return (
-            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step. Start "
-            "it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else altogether, "
-            "correct `vllm_server_base_url`."
+    def _stranger(self, answer: str) -> ServerError:
+        return ServerError(
+            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step",
+            fix="Start it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else "
+            "altogether, correct `vllm_server_base_url`.",
+            code="not-our-server",
         )
 
-    def _refused(self, phase: str, status: int, text: str) -> str:
+    def _refused(self, phase: str, status: int, text: str) -> ServerError:
         try:
             message = json.loads(text)["error"]
             message = message["message"] if isinstance(message, dict) else message  # as vLLM's own routes answer
         except (ValueError, KeyError, TypeError):
             message = text[:300]
         if status == 401:
-            return (
-                f"The server at {self.url} refused the control token. Set {TOKEN_VARIABLE} to the value that the "
-                "server was started with; `trl-atropos serve` prints it where it is not set."
+            return ServerError(
+                f"The server at {self.url} refused the control token",
+                fix=f"Set {TOKEN_VARIABLE} to the value that the server was started with; `trl-atropos serve` prints "
+                "it where it is not set.",
+                code="server-token",
             )
         if status in (404, 405, 501):
             return self._stranger(f"HTTP {status}")
-        return f"The server at {self.url} failed while {phase} (HTTP {status}): {message}"
+        return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {message}")
