@@ -123,7 +123,7 @@ def _default(field: Field) -> str:
 
 
 def _environment_keys() -> str:
-    from trl_atropos.environments import EnvironmentSpec
+    from trl_atropos.recipe import EnvironmentSpec
 
     told = []
     for name, key in EnvironmentSpec.model_fields.items():

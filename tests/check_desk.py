@@ -10,23 +10,14 @@ import yaml
 
 from tests.server_process import free_port
 
-FLAGS = (
-    "--env.rollout_server_url {atropos_url} --env.tokenizer_name {model} "
-    "--openai.base_url {vllm_url}/v1 --openai.model_name {model}"
-)
-HEADER = "from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline\n"
-LISTED = """
+FLAGS = "--slurm false --env.rollout_server_url {atropos_url} --env.tokenizer_name {model}"
+SOURCE = """
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
 class Mine(BaseEnv):
     @classmethod
     def config_init(cls):
-        config = BaseEnvConfig(
-            group_size=8, total_steps=-1, max_token_length=128, wandb_name="mine", use_wandb=False,
-            ensure_scores_are_not_same=False,
-        )
-        return config, [APIServerConfig(server_type="vllm")]
-    async def collect_trajectories(self, item):
-        pass
-Mine.cli()
+        return BaseEnvConfig(group_size=8), APIServerConfig()  # of a single server, Atropos ignores the URL
 """
 
 
@@ -36,17 +27,11 @@ class Desk:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
 
-    def recipe(
-        self,
-        source: str = LISTED,
-        flags: str = FLAGS,
-        entry: dict[str, Any] | None = None,
-        options: tuple[str, ...] = (),
-        **settings: Any,
-    ) -> list[str]:
-        """The command line for a recipe with one environment of this source."""
-        (self.folder / "environment.py").write_text(HEADER + source)
-        one = {"name": "mine", "command": f"{{python}} environment.py serve {flags}", **(entry or {})}
+    def recipe(self, entry: dict[str, Any] | None = None, options: tuple[str, ...] = (), **settings: Any) -> list[str]:
+        """The command line for a recipe with one environment, whose entry has these keys, too."""
+        if not (self.folder / "environment.py").exists():
+            (self.folder / "environment.py").write_text(SOURCE)
+        one = {"name": "mine", **({} if "command" in (entry or {}) else {"path": "environment.py"}), **(entry or {})}
         urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("atropos_url", "vllm_server_base_url")}
         content = {
             "model_name_or_path": str(self.model),
@@ -63,26 +48,19 @@ class Desk:
         (self.folder / "recipe.yaml").write_text(yaml.safe_dump(content))
         return ["--config", "recipe.yaml", *options]
 
-    def without_flag(self, flag: str) -> str:
-        """The environment's flags but for one and its value."""
-        words = FLAGS.split()
-        at = words.index(flag)
-        return " ".join(words[:at] + words[at + 2 :])
+    def configured(self, **config: Any) -> list[str]:
+        """A recipe that states settings of its environment."""
+        return self.recipe({"config": config})
 
-    def changed(self, **settings: Any) -> str:
-        """The environment with other settings in its `config_init`."""
-        stated = "".join(f", {name}={value!r}" for name, value in settings.items())
-        before, _, after = LISTED.partition("BaseEnvConfig(")
-        within, _, after = after.partition(")")
-        arguments = [one.strip() for one in within.split(",") if one.strip()]
-        kept = [one for one in arguments if one.partition("=")[0] not in settings]
-        return f"{before}BaseEnvConfig({', '.join(kept)}{stated}){after}"
+    def commanded(self, flags: str, **entry: Any) -> list[str]:
+        """A recipe with the whole command of its environment."""
+        return self.recipe({"command": f"{{python}} environment.py serve {FLAGS} {flags}", **entry})
 
-    def two(self, first: str, second: str, **settings: Any) -> list[str]:
-        """A recipe with two environments that differ in their flags."""
+    def two(self, first: dict[str, Any], second: dict[str, Any], **settings: Any) -> list[str]:
+        """A recipe with two environments that differ in their settings."""
         entries = [
-            {"name": name, "command": f"{{python}} environment.py serve {FLAGS} {flags}"}
-            for name, flags in (("one", first), ("two", second))
+            {"path": "environment.py", "name": name, "config": config}
+            for name, config in (("one", first), ("two", second))
         ]
         return self.recipe(environments=entries, **settings)
 
@@ -94,13 +72,6 @@ class Desk:
         vocabulary = tokenizer["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        return str(copy)
-
-    def without_template(self) -> str:
-        """A copy of the model whose tokenizer has no chat template."""
-        copy = self.folder / "copy"
-        shutil.copytree(self.model, copy)
-        (copy / "chat_template.jinja").unlink()
         return str(copy)
 
     def python(self, **versions: str | None) -> str:

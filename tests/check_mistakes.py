@@ -5,27 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.check_desk import FLAGS, LISTED, Desk
+from tests.check_desk import Desk
 from tests.server_process import free_port
-from trl_atropos.checks.finding import ERROR, WARNING
+from trl_atropos.errors import ERROR, WARNING
 
 ROOT = Path(__file__).parents[1]
-
-SINGLE = LISTED.replace('[APIServerConfig(server_type="vllm")]', 'APIServerConfig(server_type="vllm")')
-SINGLE_BY_NAME = SINGLE.replace("return config, ", "servers = ").replace(
-    "    async def", "        return config, servers\n    async def"
-)
-LISTED_BY_NAME = LISTED.replace("return config, ", "servers = ").replace(
-    "    async def", "        return config, servers\n    async def"
-)
-INHERITED = "class Mine(BaseEnv):\n    pass\nMine.cli()\n"
-COMPUTED = LISTED.replace('[APIServerConfig(server_type="vllm")]', "make_servers()")
-TOKENIZES = "def f(tokenizer, messages):\n    return tokenize_for_trainer(tokenizer, messages)\n"
-CHATS = LISTED.replace("        pass", "        await self.server.chat_completion(messages=item)")
-ONE_BY_ONE = LISTED.replace("collect_trajectories", "collect_trajectory")
-COOLER = "class Cool(BaseEnvConfig):\n    temperature: float = 0.7\n" + LISTED.replace("= BaseEnvConfig(", "= Cool(")
-TWO_SERVERS = LISTED.replace('"vllm")]', '"vllm"), APIServerConfig(server_type="vllm")]')
-PLAIN = "--env.rollout_server_url {atropos_url} --env.tokenizer_name {model}"  # no flags for servers
 
 
 @dataclass(frozen=True)
@@ -33,13 +17,13 @@ class Mistake:
     """
     Attributes:
         plant: Makes a recipe with it.
-        name: Of the finding.
+        code: Of the finding.
         seen: What the finding has seen.
         fix: A part of what it says to do.
     """
 
     plant: Callable[[Desk], list[str]]
-    name: str
+    code: str
     seen: str
     fix: str
     level: str = ERROR
@@ -75,16 +59,16 @@ MISTAKES = {
         "Correct its quotes",
     ),
     "a server by an unknown placeholder": Mistake(
-        lambda desk: desk.recipe(flags="", entry={"servers": [{"base_url": "{nowhere}/v1"}]}),
+        lambda desk: desk.recipe({"servers": [{"base_url": "{nowhere}/v1"}]}),
         "environment-command",
         "'nowhere'",
         "Known ones: {python}",
     ),
     "an API at a port that there cannot be": Mistake(
-        lambda desk: desk.recipe(flags=FLAGS.replace("{atropos_url}", "http://localhost:99999")),
+        lambda desk: desk.configured(rollout_server_url="http://localhost:99999"),
         "environment-api",
         "rollout_server_url: http://localhost:99999",
-        "Add `--env.rollout_server_url",
+        "Set it to `{atropos_url}`",
     ),
     "no adapter for a mode that sends one": Mistake(
         lambda desk: desk.recipe(vllm_mode="lora"), "no-adapter", "vllm_mode: lora", "Set `use_peft: true`"
@@ -145,7 +129,7 @@ MISTAKES = {
         "pip install galore_torch",
     ),
     "a report to a package that is not installed": Mistake(
-        lambda desk: desk.recipe(report_to="clearml"), "report-to", "report_to: clearml", "pip install clearml"
+        lambda desk: desk.recipe(report_to="clearml"), "report-to", "report_to: clearml", "set `report_to: none`"
     ),
     # where it is launched
     "a server for two processes": Mistake(
@@ -211,30 +195,23 @@ MISTAKES = {
     ),
     # text
     "another tokenizer": Mistake(
-        lambda desk: desk.recipe(
-            flags=desk.without_flag("--env.tokenizer_name") + f" --env.tokenizer_name {desk.other_vocabulary()}"
-        ),
+        lambda desk: desk.configured(tokenizer_name=desk.other_vocabulary()),
         "tokenizer",
         "tokenizer_name: {folder}/copy, the run's model: {model}",
-        "Add `--env.tokenizer_name {model}`",
+        "Leave `tokenizer_name` out of its entry",
     ),
-    "Atropos' own tokenizer": Mistake(
-        lambda desk: desk.recipe(flags=desk.without_flag("--env.tokenizer_name")),
+    "a tokenizer that is not here": Mistake(
+        lambda desk: desk.configured(tokenizer_name="nobody/nothing"),
         "tokenizer",
-        "tokenizer_name: NousResearch/DeepHermes-3-Llama-3-3B-Preview",
-        "Add `--env.tokenizer_name {model}`",
+        "tokenizer_name: nobody/nothing",
+        "or name the model",
+        WARNING,
     ),
     "another tokenizer of the server": Mistake(
         lambda desk: desk.recipe(start_vllm=True, vllm_args=["--tokenizer", desk.other_vocabulary()]),
         "tokenizer",
         "--tokenizer: {folder}/copy",
         "Leave `--tokenizer` out",
-    ),
-    "chats without a chat template": Mistake(
-        lambda desk: desk.recipe(CHATS, model_name_or_path=desk.without_template()),
-        "chat-template",
-        "environment.py:12, {folder}/copy",
-        "Take a model that has one",
     ),
     "no such chat template": Mistake(
         lambda desk: desk.recipe(start_vllm=True, vllm_args=["--chat-template", "my.jinja"]),
@@ -250,7 +227,6 @@ MISTAKES = {
     ),
     "sequences longer than the server": Mistake(
         lambda desk: desk.recipe(
-            desk.changed(max_token_length=64),
             start_vllm=True,
             vllm_args=["--max-model-len", "64"],
             max_sequence_length=100,
@@ -267,199 +243,130 @@ MISTAKES = {
         WARNING,
     ),
     "an environment's sequences longer than the trainer's": Mistake(
-        lambda desk: desk.recipe(max_sequence_length=100),
+        lambda desk: desk.recipe({"config": {"max_token_length": 128}}, max_sequence_length=100),
         "environment-length",
         "max_token_length: 128, the longest sequence: 100",
-        "Add `--env.max_token_length 100`",
+        "Lower `max_token_length` to 100",
         WARNING,
     ),
     # an environment's program
     "no such program": Mistake(
-        lambda desk: desk.recipe(entry={"python": "venv/bin/python"}),
+        lambda desk: desk.recipe({"python": "venv/bin/python"}),
         "environment-program",
         "{folder}/venv/bin/python",
-        "Correct its `command`",
+        "Correct its `python`",
     ),
     "a Python that cannot run": Mistake(
-        lambda desk: desk.recipe(entry={"python": broken_python(desk)}),
+        lambda desk: desk.recipe({"python": broken_python(desk)}),
         "environment-python",
         "exit code 3",
         "Correct its `python`",
     ),
     "no such script": Mistake(
-        lambda desk: desk.recipe(entry={"command": f"{{python}} other.py serve {FLAGS}"}),
+        lambda desk: desk.recipe({"path": "other.py"}), "environment-script", "path: other.py", "Correct its `path` or"
+    ),
+    "no such script in a command": Mistake(
+        lambda desk: desk.recipe({"command": "{python} -u other.py serve"}),
         "environment-script",
         "other.py",
         "Correct its `command` or `cwd`",
     ),
     "no such module": Mistake(
-        lambda desk: desk.recipe(entry={"command": f"{{python}} -u -m nowhere.environment serve {FLAGS}"}),
+        lambda desk: desk.recipe({"command": "{python} -u -m nowhere.environment serve"}),
         "environment-script",
         "nowhere.environment in ",
         "Correct its `command` or `cwd`",
     ),
     "a Python without Atropos": Mistake(
-        lambda desk: desk.recipe(entry={"python": desk.python(atroposlib=None)}),
+        lambda desk: desk.recipe({"python": desk.python(atroposlib=None)}),
         "environment-atroposlib",
         "atroposlib is not installed for {folder}/python3",
         'python3 -m pip install "atroposlib==0.4.0"`',
     ),
     "a Python with another Atropos": Mistake(
-        lambda desk: desk.recipe(entry={"python": desk.python(atroposlib="0.3.0")}),
+        lambda desk: desk.recipe({"python": desk.python(atroposlib="0.3.0")}),
         "environment-atroposlib",
         "atroposlib 0.3.0",
         'python3 -m pip install "atroposlib==0.4.0"`',
     ),
-    "a configuration file that is broken": Mistake(
-        lambda desk: (
-            (desk.folder / "own.yaml").write_text("env: [") and desk.recipe(flags=f"{FLAGS} --config own.yaml")
-        ),
-        "environment-config",
-        "own.yaml: ",
-        "Correct the file",
-    ),
     # its code
-    "a single server config": Mistake(
-        lambda desk: desk.recipe(SINGLE),
-        "single-server",
-        "environment.py:10",
-        '`servers: [{base_url: "{vllm_url}/v1"}]`',
-    ),
     "tokens from transformers 5": Mistake(
-        lambda desk: desk.recipe(TOKENIZES + LISTED, entry={"python": desk.python(transformers="5.1.2")}),
+        lambda desk: tokenizing(desk, transformers="5.1.2"),
         "tokenizes",
-        "environment.py:3, transformers 5.1.2 of {folder}/python3",
-        "pass `return_dict=False`",
-    ),
-    "trajectories one by one": Mistake(
-        lambda desk: desk.recipe(ONE_BY_ONE),
-        "no-logprobs",
-        "environment.py:11",
-        "Write `collect_trajectories`",
-        WARNING,
-    ),
-    "a flag that Atropos does not have": Mistake(
-        lambda desk: desk.recipe(flags=f"{FLAGS} --env.weight 2"),
-        "environment-flag",
-        "--env.weight",
-        "Correct or remove",
-    ),
-    "flags for several servers": Mistake(
-        lambda desk: desk.recipe(TWO_SERVERS),
-        "openai-flags",
-        "2 servers, --openai.base_url",
-        "state them as `servers`",
+        "environment.py, transformers 5.1.2 of {folder}/python3",
+        "name its Python as `python`",
     ),
     # its settings
     "a server type without tokens": Mistake(
-        lambda desk: desk.recipe(flags=f"{FLAGS} --openai.server_type openai"),
+        lambda desk: desk.commanded("--openai.server_type openai"),
         "server-type",
         "server_type: openai",
         "Set `server_type` to 'vllm'",
     ),
-    "no server type in a list that has a name": Mistake(
-        lambda desk: desk.recipe(LISTED_BY_NAME.replace('server_type="vllm"', "")),
+    "a server type without tokens in the entry": Mistake(
+        lambda desk: desk.recipe({"servers": [{"server_type": "trl"}]}),
         "server-type",
-        "server_type: openai",
+        "server_type: trl",
         "Set `server_type` to 'vllm'",
     ),
     "made-up tokens": Mistake(
-        lambda desk: desk.recipe(entry={"env": {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"}}),
+        lambda desk: desk.recipe({"env": {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"}}),
         "dummy-tokens",
         "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER",
         "out of its variables",
     ),
     "another server": Mistake(
-        lambda desk: desk.recipe(
-            flags=desk.without_flag("--openai.base_url") + " --openai.base_url http://localhost:1/v1"
-        ),
+        lambda desk: desk.commanded("--openai.base_url http://localhost:1/v1"),
         "server-url",
         "http://localhost:1/v1; the run has http://127.0.0.1:",
         "Set it to `{vllm_url}/v1`",
         WARNING,
     ),
-    "a server without a name": Mistake(
-        lambda desk: desk.recipe(flags=desk.without_flag("--openai.model_name")),
-        "server-model-name",
-        "model_name: default",
-        "Add `--openai.model_name {model}`",
-    ),
-    "another Atropos API": Mistake(
-        lambda desk: desk.recipe(flags=desk.without_flag("--env.rollout_server_url")),
-        "environment-api",
-        "rollout_server_url: http://localhost:8000, atropos_url: http://127.0.0.1:",
-        "Add `--env.rollout_server_url {atropos_url}`",
-    ),
-    "an environment without a name": Mistake(
-        lambda desk: desk.recipe(desk.changed(wandb_name=None)),
-        "environment-name",
-        "wandb_name: none",
-        "Add `--env.wandb_name NAME`",
-    ),
-    "a log that needs a key": Mistake(
-        lambda desk: desk.recipe(desk.changed(use_wandb=True), entry={"env": {"HOME": str(desk.folder)}}),
-        "environment-wandb",
-        "use_wandb: true, and no WANDB_API_KEY",
-        "Add `--env.use_wandb false`",
-    ),
     "an end before the run's": Mistake(
-        lambda desk: desk.recipe(desk.changed(total_steps=5)),
+        lambda desk: desk.commanded("--env.total_steps 5"),
         "environment-steps",
         "total_steps: 5, max_steps: 10",
-        "Add `--env.total_steps -1`",
-    ),
-    "Atropos' own number of steps": Mistake(
-        lambda desk: desk.recipe(LISTED.replace("total_steps=-1, ", ""), max_steps=1001),
-        "environment-steps",
-        "total_steps: 1000, max_steps: 1001",
-        "Add `--env.total_steps -1`",
+        "Leave `total_steps` out",
     ),
     "groups too old to be trained on": Mistake(
-        lambda desk: desk.recipe(max_staleness=1),
+        lambda desk: desk.recipe({"config": {"max_batches_offpolicy": 3}}, max_staleness=1),
         "staleness",
         "max_batches_offpolicy: 3, max_staleness: 1",
-        "Add `--env.max_batches_offpolicy 1`",
+        "Lower `max_batches_offpolicy` to 1",
         WARNING,
     ),
     "groups that do not fill a batch": Mistake(
-        lambda desk: desk.recipe(desk.changed(group_size=3)),
+        lambda desk: desk.configured(group_size=3),
         "group-size",
         "group_size: 3, a generation batch of 8 rows",
         "a multiple of the group size",
     ),
     "groups of one": Mistake(
-        lambda desk: desk.recipe(desk.changed(group_size=1)),
+        lambda desk: desk.configured(group_size=1),
         "group-of-one",
         "group_size: 1, single_row_groups: refuse",
         "set `single_row_groups` to `raw`",
     ),
-    "groups that are dropped": Mistake(
-        lambda desk: desk.recipe(desk.changed(ensure_scores_are_not_same=True)),
-        "drops-groups",
-        "ensure_scores_are_not_same: true",
-        "Add `--env.ensure_scores_are_not_same false`",
-        WARNING,
-    ),
     "another temperature in the command": Mistake(
-        lambda desk: desk.recipe(flags=f"{FLAGS} --env.temperature 0.7"),
+        lambda desk: desk.commanded("--env.temperature 0.7"),
         "temperature",
         "temperature 0.7 (--env.temperature)",
         "Make the two equal",
     ),
-    "another temperature in the code": Mistake(
-        lambda desk: desk.recipe(COOLER),
+    "another temperature in the entry": Mistake(
+        lambda desk: desk.configured(temperature=0.7),
         "temperature",
-        "temperature: 0.7 there, 1.0 in the run",
-        "Add `--env.temperature {temperature}`",
+        "temperature 0.7 (`config: temperature`), temperature: 1.0",
+        "Make the two equal",
     ),
     "groups of sizes that do not go together": Mistake(
-        lambda desk: desk.two("--env.group_size 6", "--env.group_size 4", per_device_train_batch_size=12),
+        lambda desk: desk.two({"group_size": 6}, {"group_size": 4}, per_device_train_batch_size=12),
         "mixed-group-sizes",
         "one: group_size 6, two: group_size 4",
         "divide the largest",
     ),
     "shares of more than a batch": Mistake(
-        lambda desk: desk.two("--env.min_batch_allocation 0.7", "--env.min_batch_allocation 0.6"),
+        lambda desk: desk.two({"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.6}),
         "batch-shares",
         "one: min_batch_allocation 0.7, two: min_batch_allocation 0.6",
         "Lower `min_batch_allocation`",
@@ -471,3 +378,9 @@ def broken_python(desk: Desk) -> str:
     (desk.folder / "python3").write_text("#!/bin/sh\nexit 3\n")
     (desk.folder / "python3").chmod(0o755)
     return str(desk.folder / "python3")
+
+
+def tokenizing(desk: Desk, **versions: str) -> list[str]:
+    source = "def f(tokenizer, messages):\n    return tokenize_for_trainer(tokenizer, messages)\n"
+    (desk.folder / "environment.py").write_text(source)
+    return desk.recipe({"python": desk.python(**versions)})

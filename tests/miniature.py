@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -41,16 +42,16 @@ def commands(recipe: str) -> list[list[str]]:
 
 @contextmanager
 def miniature(
-    recipe: str, folder: Path, model: Path, *, environment: str = "", flags: tuple[str, ...] = ()
+    recipe: str, folder: Path, model: Path, *, environment: dict[str, Any], flags: tuple[str, ...] = ()
 ) -> Iterator[Run]:
     """
-    The recipe's servers and trainer, started as it says; `environment` and `flags` end their command lines.
+    The recipe's servers and trainer, started as it says; `environment` are settings of the environment, and `flags`
+    end the trainer's command line.
 
     The run's output is in `<folder>/run`.
     """
     settings = yaml.safe_load((ROOT / recipe).read_text())
-    urls = settings["vllm_server_base_url"]
-    urls = urls if isinstance(urls, list) else [urls]
+    urls = server_urls(settings)
     trainer = next(words for words in commands(recipe) if "launch" in words)
     accelerate = yaml.safe_load((ROOT / trainer[trainer.index("--config_file") + 1]).read_text())
     processes = min(PROCESSES, accelerate["num_processes"])
@@ -68,15 +69,19 @@ def miniature(
             yield run
 
 
-def _shrink(settings: dict, here: dict[str, str], environment: str) -> dict:
-    """The recipe's file with other ports, fewer servers, and flags behind the environment's command."""
+def server_urls(settings: dict) -> list[str]:
+    """Of a recipe's servers."""
+    urls = settings.get("vllm_server_base_url", "http://127.0.0.1:9001")
+    return urls if isinstance(urls, list) else [urls]
+
+
+def _shrink(settings: dict, here: dict[str, str], environment: dict[str, Any]) -> dict:
+    """The recipe's file with other ports, fewer servers, and other settings of the environment."""
     (spec,) = settings["environments"]
-    sampled = {f"{url}/v1": f"{local}/v1" for url, local in here.items()}
-    stated = [server for server in spec["servers"] if server.get("base_url") in {None, *sampled}]
-    servers = [{key: sampled[url] for key, url in server.items()} for server in stated]
-    spec = spec | {"servers": servers, "command": f"{spec['command']} {environment}"}
+    spec = spec if isinstance(spec, dict) else {"path": spec}
+    spec = spec | {"config": spec.get("config", {}) | environment}
     urls = list(here.values())
-    several = isinstance(settings["vllm_server_base_url"], list)
+    several = isinstance(settings.get("vllm_server_base_url"), list)
     return settings | {"vllm_server_base_url": urls if several else urls[0], "environments": [spec]}
 
 

@@ -82,10 +82,10 @@ class Tap:
 def write_recipe(path: Path, tap: str) -> str:
     """The quickstart with two environments behind the tap."""
     recipe = yaml.safe_load(Path(RECIPE).read_text(encoding="utf-8"))
-    (environment,) = recipe["environments"]
-    command = environment["command"].replace("{atropos_url}", tap)
+    (script,) = recipe["environments"]
     recipe["environments"] = [
-        {"name": name, "command": command.replace("{seed}", str(seed))} for seed, name in enumerate(ENVIRONMENTS)
+        {"path": script, "name": name, "config": {"rollout_server_url": tap, "seed": seed}}
+        for seed, name in enumerate(ENVIRONMENTS)
     ]
     recipe |= {
         "learning_rate": 1.0e-4,

@@ -17,17 +17,15 @@ import pytest
 import requests
 import torch
 import uvicorn
-import yaml
 
-from tests.check_desk import FLAGS, HEADER, LISTED, Desk
-from tests.check_mistakes import COMPUTED, DDP, GPU, INHERITED, MISTAKES, PLAIN, SINGLE, SINGLE_BY_NAME, TOKENIZES
+from tests.check_desk import SOURCE, Desk
+from tests.check_mistakes import DDP, GPU, MISTAKES, tokenizing
 from tests.server_process import free_port
 from trl_atropos.check import check, examine, main
-from trl_atropos.checks.disk import _checkpoints
-from trl_atropos.checks.finding import ERROR
-from trl_atropos.environment_code import read_environment
+from trl_atropos.check.fit import checkpoints
+from trl_atropos.errors import ERROR, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.recipe import RecipeError, parse
+from trl_atropos.recipe import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,7 +45,7 @@ def test_a_mistake_is_the_one_finding(mistake, desk, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     report = examine(mistake.plant(desk))
     [found] = report.findings
-    assert (found.name, found.level) == (mistake.name, mistake.level)
+    assert (found.code, found.level) == (mistake.code, mistake.level)
     assert mistake.seen.replace("{folder}", str(desk.folder)).replace("{model}", str(desk.model)) in found.seen
     assert mistake.fix in found.fix
     assert report.exit_code == (mistake.level == ERROR)
@@ -71,10 +69,10 @@ def test_the_quickstarts_recipe_has_no_findings(tmp_path, monkeypatch):
 
 
 def test_a_batch_has_the_rows_of_all_processes(desk):
-    argv = desk.recipe(per_device_train_batch_size=4, vllm_mode="server")
+    argv = desk.recipe({"config": {"group_size": 8}}, per_device_train_batch_size=4, vllm_mode="server")
     assert check([*argv, "--num_processes", "2"]) == []
     [found] = examine([*argv, "--num_processes", "3"]).findings
-    assert (found.name, found.seen) == ("group-size", "group_size: 8, a generation batch of 12 rows")
+    assert (found.code, found.seen) == ("group-size", "group_size: 8, a generation batch of 12 rows")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_a_batch_has_the_rows_of_all_processes(desk):
 )
 def test_the_checkpoints_of_a_run_are_counted(settings, number):
     usual = {"max_steps": 200, "save_strategy": "steps", "save_total_limit": None}
-    assert _checkpoints(SimpleNamespace(**{**usual, **settings})) == number
+    assert checkpoints(SimpleNamespace(**{**usual, **settings})) == number
 
 
 def test_a_file_of_accelerate_may_leave_its_numbers_open(desk):
@@ -106,9 +104,9 @@ def test_processes_are_shared_out_over_machines(desk):
 
 
 def test_findings_of_all_kinds_are_told_at_once_and_errors_first(desk):
-    flags = desk.without_flag("--env.rollout_server_url")
-    report = examine(desk.recipe(SINGLE, flags, resume_from_checkpoint="checkpoint-7", top_p=0.9))
-    assert [one.name for one in report.findings] == ["checkpoint", "single-server", "environment-api", "dead-setting"]
+    entry = {"config": {"total_steps": 5}, "env": {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"}}
+    report = examine(desk.recipe(entry, resume_from_checkpoint="checkpoint-7", top_p=0.9))
+    assert [one.code for one in report.findings] == ["checkpoint", "dummy-tokens", "environment-steps", "dead-setting"]
 
 
 def test_the_settings_of_overlays_are_the_recipes(desk):
@@ -119,86 +117,122 @@ def test_the_settings_of_overlays_are_the_recipes(desk):
 
 def test_what_the_hub_says_is_not_taken_for_the_way_out(desk):
     [found] = examine([*desk.recipe(), "--model_name_or_path", "nobody/nothing"]).findings
-    assert found.name == "model" and found.what.startswith("The model 'nobody/nothing' cannot be loaded: ")
+    assert found.code == "model" and found.what.startswith("The model 'nobody/nothing' cannot be loaded: ")
     assert found.fix.startswith("Set `model_name_or_path` to a folder")
 
 
-# ----------------------------------------------------------------------------------- what an environment's code tells
-
-
-@pytest.mark.parametrize("source", [SINGLE, SINGLE_BY_NAME, INHERITED], ids=["returned", "named", "inherited"])
-def test_a_single_server_config_is_found_with_its_line(source, desk):
-    code, found = read_environment(HEADER + source), examine(desk.recipe(source)).findings
-    assert [one.seen for one in found if one.name == "single-server"] == [f"environment.py:{code.single_server}"]
-
-
-@pytest.mark.parametrize("source", [LISTED, COMPUTED], ids=["a list", "unknown"])
-def test_servers_that_are_a_list_or_cannot_be_known_are_no_finding(source, desk):
-    assert check(desk.recipe(source)) == []
-
-
-def test_servers_in_the_recipe_mend_a_single_server_config(desk):
-    assert check(desk.recipe(SINGLE, PLAIN, {"servers": [{"base_url": "{vllm_url}/v1"}]})) == []
+# ------------------------------------------------------------------------------------------------------ environments
 
 
 def test_tokenizing_with_transformers_4_is_no_finding(desk):
-    assert check(desk.recipe(TOKENIZES + LISTED, entry={"python": desk.python(transformers="4.57.1")})) == []
+    assert check(tokenizing(desk, transformers="4.57.1")) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "wrong"),
-    [("x, tokenize=True", True), ("x", True), ("x, tokenize=False", False), ("x, return_dict=False", False)],
-)
-def test_chat_templates_are_found_only_where_token_ids_are_expected(call, wrong):
-    assert bool(read_environment(f"tokens = tokenizer.apply_chat_template({call})").tokenizes) is wrong
-
-
-def test_a_module_is_read_like_a_script(desk):
-    [found] = examine(desk.recipe(SINGLE, entry={"command": f"{{python}} -u -m environment serve {FLAGS}"})).findings
-    assert found.name == "single-server"
-
-
-def test_flags_and_the_environments_own_file_come_before_the_source(desk):
-    source = desk.changed(group_size=3, total_steps=5)
-    (desk.folder / "own.yaml").write_text(yaml.safe_dump({"env": {"group_size": 4}}))
-    assert check(desk.recipe(source, f"{FLAGS} --config own.yaml --env.total_steps -1")) == []
-
-
-def test_settings_that_are_computed_are_no_finding(desk):
-    source = desk.changed(group_size=3).replace("group_size=3", "group_size=2 + 1")
-    source = source.replace("        return", "        config.total_steps = number()\n        return")
-    assert check(desk.recipe(source.replace("total_steps=-1", "total_steps=5"))) == []
-
-
-def test_flags_of_a_configuration_of_another_file_are_not_judged(desk):
-    source = "from elsewhere import Other\n" + LISTED.replace("= BaseEnvConfig(", "= Other.Config(")
-    assert check(desk.recipe(source, f"{FLAGS} --env.weight 2")) == []
+def test_the_module_of_a_command_is_looked_at_like_a_script(desk):
+    assert check(desk.recipe({"command": "{python} -u -m environment serve"})) == []
 
 
 @pytest.mark.parametrize("flag", ["--openai.base_url http://a/v1", "--config own.yaml"])
 def test_servers_and_flags_that_contradict_them_are_refused(flag, desk):
     with pytest.raises(RecipeError, match=r"has both `servers` and --(openai.base_url|config) in its command"):
-        parse(desk.recipe(flags=flag, entry={"servers": [{}]}))
+        parse(desk.commanded(flag, servers=[{}]))
 
 
-@pytest.mark.slow
-def test_servers_are_written_as_a_file_that_a_real_environment_samples_from(desk, tiny_model):
-    """Atropos' own command line reads the file: an environment whose `config_init` returns a single server."""
-    source = SINGLE.replace("Mine.cli()", "") + (
+def written(argv: list[str]) -> dict:
+    recipe = parse(argv)
+    return recipe.environment_file(recipe.environments[0])
+
+
+def test_what_an_environment_needs_of_the_run_is_written_for_it(desk):
+    recipe = parse(desk.recipe({"config": {"weight": 2}}, temperature=0.7, seed=3, per_device_train_batch_size=32))
+    found = recipe.environment_file(recipe.environments[0])
+    assert found["env"] == {
+        "rollout_server_url": recipe.training.atropos_url,
+        "tokenizer_name": str(desk.model),
+        "temperature": 0.7,
+        "seed": 3,
+        "total_steps": -1,
+        "max_batches_offpolicy": 1,
+        "max_num_workers": 32,
+        "ensure_scores_are_not_same": False,
+        "use_wandb": False,
+        "wandb_name": "mine",
+        "weight": 2,
+    }
+
+
+def test_what_the_recipe_states_of_an_environment_wins(desk):
+    found = written(desk.configured(max_batches_offpolicy=2, use_wandb=True, wandb_name="other"))["env"]
+    assert (found["use_wandb"], found["wandb_name"]) == (True, "other")
+    assert (found["max_batches_offpolicy"], found["max_num_workers"]) == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ("games/environment.py", "games"),
+        ("games/chess.py", "chess"),
+        ({"path": "environment.py", "cwd": "games"}, "games"),
+        ({"path": "games/chess.py", "name": "mine"}, "mine"),
+    ],
+)
+def test_an_environment_is_called_like_its_script_or_its_folder(entry, name, desk):
+    (desk.folder / "games").mkdir()
+    for file in ("chess.py", "environment.py"):
+        (desk.folder / "games" / file).touch()
+    recipe = parse(desk.recipe(environments=[entry]))
+    [spec] = recipe.environments
+    file = os.path.abspath(f"run/environments/{name}.yaml")
+    assert recipe.environment_command(spec) == [sys.executable, spec.path, "serve", "--config", file]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"name": "mine"}, "it needs either `path` or `command`"),
+        ({"path": "environment.py", "command": "true"}, "it needs either `path` or `command`"),
+        ({"command": "true"}, "an entry with a `command` needs a `name`"),
+        ({"command": "true", "name": "mine", "config": {"a": 1}}, "`config` goes with `path`; a `command` has flags"),
+    ],
+)
+def test_an_entry_that_says_too_little_or_too_much_is_refused(entry, told, desk):
+    with pytest.raises(RecipeError, match=rf"`environments` entry 1: {told}.* An entry is the path of a script"):
+        parse(desk.recipe(environments=[entry]))
+
+
+def told_by_an_environment(argv: list[str], folder: Path) -> dict:
+    """What a real environment is configured with, by Atropos' own command line: it writes that down and ends."""
+    source = SOURCE + (
         "    async def env_manager(self):\n"
         "        import json\n"
         "        servers = [server.config for server in self.server.servers]\n"
         "        told = [[one.base_url, one.model_name, one.server_type, one.timeout] for one in servers]\n"
-        "        open('told.json', 'w').write(json.dumps(told))\n"
+        "        config = json.loads(self.config.model_dump_json())\n"
+        "        open('told.json', 'w').write(json.dumps({'servers': told, 'config': config}))\n"
         "    setup = evaluate = get_next_item = env_manager\n"
         "Mine.cli()\n"
     )
-    recipe = parse(desk.recipe(source, f"--slurm false {PLAIN}", {"servers": [{"timeout": 77}]}))
+    (folder / "environment.py").write_text(source)
+    recipe = parse(argv)
     [spec] = recipe.environments
-    spec.write_servers(recipe.placeholders())
-    subprocess.run(spec.argv(recipe.placeholders()), check=True, timeout=100, capture_output=True)
-    url = f"{recipe.training.vllm_server_urls[0]}/v1"
-    assert json.loads(Path("told.json").read_text()) == [[url, str(tiny_model), "vllm", 77]] * 2
+    recipe.write_environment_file(spec)
+    subprocess.run(recipe.environment_command(spec), check=True, timeout=100, capture_output=True)
+    return json.loads((folder / "told.json").read_text()) | {"url": f"{recipe.training.vllm_server_urls[0]}/v1"}
+
+
+@pytest.mark.slow
+def test_a_real_environment_takes_what_the_run_writes(desk):
+    """One whose `config_init` returns a single server, of which Atropos ignores the URL, and has no temperature."""
+    told = told_by_an_environment(desk.recipe({"config": {"group_size": 4}}), desk.folder)
+    assert told["servers"] == [[told["url"], str(desk.model), "vllm", 1200]] * 2
+    wanted = {"group_size": 4, "total_steps": -1, "use_wandb": False, "wandb_name": "mine", "max_num_workers": 8}
+    assert {name: told["config"][name] for name in wanted} == wanted
+
+
+@pytest.mark.slow
+def test_the_servers_of_a_command_are_written_as_a_file_that_a_real_environment_samples_from(desk):
+    told = told_by_an_environment(desk.commanded("", servers=[{"timeout": 77}]), desk.folder)
+    assert told["servers"] == [[told["url"], str(desk.model), "vllm", 77]] * 2
 
 
 # ------------------------------------------------------------------------------------------------ what runs already
@@ -237,7 +271,7 @@ def test_a_port_in_use_is_found(setting, stranger, desk):
     start = "start_atropos" if setting == "atropos_url" else "start_vllm"
     [found] = examine(desk.recipe(**{start: True, setting: stranger})).findings
     port = stranger.rpartition(":")[2]
-    assert (found.name, found.level) == ("port-taken", ERROR)
+    assert (found.code, found.level) == ("port-taken", ERROR)
     assert found.seen == f"{setting}: {stranger}, port {port} on 127.0.0.1 is already in use"
     assert found.fix.endswith(f"set `{setting}` to a free port, or use it with `{start}: false`.")
 
@@ -251,7 +285,7 @@ def test_a_port_in_use_is_found(setting, stranger, desk):
 )
 def test_something_else_that_answers_there_is_found(setting, name, fix, stranger, desk):
     [found] = examine(desk.recipe(**{setting: stranger})).findings
-    assert (found.name, found.seen) == (name, f"{setting}: {stranger}")
+    assert (found.code, found.seen) == (name, f"{setting}: {stranger}")
     assert fix in found.fix
 
 
@@ -264,7 +298,7 @@ def test_the_registration_of_an_earlier_run_is_found(atropos, desk):
     assert check(argv) == []  # it may be for two processes
     argv += ["--num_processes", "1"]
     [found] = examine(argv).findings
-    assert (found.name, found.seen) == ("atropos-registered", f"{atropos} has batch_size 16, this run 8")
+    assert (found.code, found.seen) == ("atropos-registered", f"{atropos} has batch_size 16, this run 8")
     assert "Set `reset_atropos: true`" in found.fix
     assert check([*argv, "--reset_atropos", "true"]) == []
 
@@ -274,7 +308,7 @@ def test_the_registration_of_an_earlier_run_is_found(atropos, desk):
 def test_a_running_server_is_asked_whether_it_is_the_runs(server, server_model, desk, monkeypatch):
     def found(**settings) -> list[tuple[str, str]]:
         report = examine(desk.recipe(vllm_server_base_url=server.url, **settings))
-        return [(one.name, one.seen) for one in report.findings]
+        return [(one.code, one.seen) for one in report.findings]
 
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
     assert found() == [("server-token", f"vllm_server_base_url: {server.url}")]
@@ -335,9 +369,9 @@ def test_a_green_line_says_that_all_is_well(desk, monkeypatch):
 
 def test_findings_are_numbered_and_have_no_colours_where_none_are_wanted(desk, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    code, text = shown(desk.recipe(SINGLE, top_p=0.9), monkeypatch)
+    code, text = shown(desk.recipe({"config": {"total_steps": 5}}, top_p=0.9), monkeypatch)
     assert code == 1 and "\033" not in text
-    assert text.startswith("1. error [single-server]\n   Environment 'mine': its `config_init` returns")
+    assert text.startswith("1. error [environment-steps]\n   Environment 'mine': it ends before the run does.\n")
     assert "\n2. warning [dead-setting]\n" in text
     assert "\n   seen  top_p: 0.9\n   fix   Remove them, and set what" in text
     assert "\n1 error, 1 warning.\n" in text
@@ -370,13 +404,13 @@ def test_memory_is_told_as_a_table(desk):
 def test_a_run_in_bfloat16_on_a_gpu_is_planned_where_there_is_none(desk):
     argv = desk.recipe(bf16=True, use_cpu=False, vllm_mode="server")
     [found] = examine(argv).findings
-    assert (found.name, found.seen) == ("no-gpu", "bf16: True")
+    assert (found.code, found.seen) == ("no-gpu", "bf16: True")
     report = examine([*argv, "--device_memory_gb", "80"])
     assert report.findings == []
     assert report.memory["table"][0].startswith("Memory per device at the peak")
 
 
 def test_without_the_models_config_there_is_no_estimate_and_the_rest_is_checked(desk):
-    report = examine(desk.recipe(SINGLE, model_name_or_path="nobody/nothing"))
-    assert [one.name for one in report.findings] == ["model", "single-server"]
+    report = examine(desk.recipe({"config": {"total_steps": 5}}, model_name_or_path="nobody/nothing"))
+    assert [one.code for one in report.findings] == ["model", "environment-steps"]
     assert report.memory["table"][0].startswith("Memory: no estimate, which needs the model's config")

@@ -4,6 +4,7 @@ that promise to be complete."""
 import ast
 import re
 import runpy
+import sys
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
@@ -18,17 +19,16 @@ from trl import GRPOConfig, TrlParser
 
 from tests.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.environments import EnvironmentSpec
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.metrics.timing import PARTS as TIMES
-from trl_atropos.recipe import PARTS, parse
+from trl_atropos.recipe import PARTS, EnvironmentSpec, parse
 
 PACKAGE = ROOT / "trl_atropos"
 PLACEHOLDER = re.compile(r"%(?:\.\d)?[sdgf]")
 FRAGMENT = 8  # letters from which on a part of a quoted message is looked for
 METRIC = re.compile(r"^(rollouts|health|sampling|policy|services|completions|clip_ratio|distillation)/[a-z_/]+$")
 # Keys that are written like those of a recipe and belong to environments, rollouts or accelerate.
-OTHER_KEYS = {"ensure_scores_are_not_same", "server_type", "total_steps", "max_batches_offpolicy", "sft"}
+OTHER_KEYS = {"ensure_scores_are_not_same", "server_type", "total_steps", "max_batches_offpolicy", "sft", "use_wandb"}
 OTHER_KEYS |= {"set_advantage_to_zero", "fsdp_version", "cpu_ram_efficient_loading", *EnvironmentSpec.model_fields}
 YAML_BLOCKS = [block for name in PAGES for block in Page(name).blocks_of("yaml")]
 
@@ -95,7 +95,8 @@ def test_a_block_of_yaml_is_a_part_of_a_recipe(block, tiny_model, tmp_path, monk
     if _is_of_another_file(block):
         return
     monkeypatch.chdir(ROOT)
-    (tmp_path / "part.yaml").write_text(block.text)
+    text = block.text.replace("my_task/", "recipes/own_environment/")  # of which it is a copy
+    (tmp_path / "part.yaml").write_text(text.replace("path/to/venv/bin/python", sys.executable))
     argv = ["--config", str(tmp_path / "part.yaml"), "--model_name_or_path", str(tiny_model), "--max_steps", "1"]
     parse([*argv, "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"])
 

@@ -81,7 +81,7 @@ def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["vllm", pytest.param("environment-first_letter", marks=pytest.mark.full)])
+@pytest.mark.parametrize("service", ["vllm", pytest.param("environment-quickstart", marks=pytest.mark.full)])
 def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model, tmp_path):
     flags = ("--max_steps", "100000", "--restart_environments", "0")
     with Run(tmp_path / "out", model, flags=flags) as run:

@@ -23,11 +23,9 @@ from tests.rollout_factory import record
 from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
-from trl_atropos.memory.advice import findings
-from trl_atropos.memory.estimate import Estimate, estimate
-from trl_atropos.memory.optimizers import state_bytes
-from trl_atropos.memory.plan import GIB, plan_of
-from trl_atropos.memory.tracing import HEAD
+from trl_atropos.check.fit import Estimate, estimate, findings
+from trl_atropos.check.launch import GIB, Launch, plan_of
+from trl_atropos.check.memory import state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -63,9 +61,9 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def estimated(folder: Path, model: str, settings: dict, **plan) -> Estimate:
+def estimated(folder: Path, model: str, settings: dict) -> Estimate:
     recipe = parse(command_line(model, folder, settings))
-    return estimate(recipe, plan_of(recipe.training, **plan))
+    return estimate(recipe, plan_of(recipe.training, Launch()))
 
 
 # ------------------------------------------------------------------------------------------------------------ measured
@@ -111,7 +109,7 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tm
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     argv = ["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", model, "--use_cpu", "true"]
     recipe = parse([*argv, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--bf16", "false"])
-    server = estimate(recipe, plan_of(recipe.training)).server
+    server = estimate(recipe, plan_of(recipe.training, Launch())).server
     assert running.generate(prompt="abcdefgh" * 50, n=8, max_tokens=8, temperature=1.0).ok
     guard = psutil.Process(running.services._services["vllm"].guard.pid)
     accounts = [account(child.pid) for child in guard.children(recursive=True)]
@@ -187,14 +185,14 @@ def large(tmp_path_factory) -> str:
     return str(folder)
 
 
-def on_gpus(folder: Path, model: str, gib: float = 40, **settings) -> Estimate:
+def on_gpus(folder: Path, model: str | Path, gib: float = 40, **settings) -> Estimate:
     """Of a run with a server, on GPUs that are not here."""
     launch = settings.pop("launch", None)
-    recipe = {"model_name_or_path": model, "start_vllm": True, "max_steps": 1, "output_dir": str(folder / "run")}
+    recipe = {"model_name_or_path": str(model), "start_vllm": True, "max_steps": 1, "output_dir": str(folder / "run")}
     recipe |= {"vllm_args": ["--max-model-len", "4096"], "per_device_train_batch_size": 2, **settings}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     parsed = parse(["--config", str(folder / "recipe.yaml")])
-    return estimate(parsed, plan_of(parsed.training, gib, launch))
+    return estimate(parsed, plan_of(parsed.training, Launch(gib, config_file=launch)))
 
 
 def test_a_config_without_weights_is_enough(large, tmp_path):
@@ -224,11 +222,15 @@ def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
 
 
 def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole(large, tmp_path):
-    found = on_gpus(tmp_path, large, per_device_train_batch_size=8, gradient_checkpointing=True, **ADAPTER)
-    tile = 2 * 4096 * 32768  # bytes: tokens x entries of the vocabulary, in bfloat16
-    tokens = 8 * 4096
-    whole = 2 * tokens * 151936
-    assert found.trainer.items.get(HEAD, 0) < tile + 4 * tokens * 4096 * 2 < whole / 4
+    fields = json.loads((Path(large) / "config.json").read_text())
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/config.json").write_text(json.dumps(fields | {"vocab_size": 1024}))
+    settings = {"per_device_train_batch_size": 8, "gradient_checkpointing": True, **ADAPTER}
+    taken = [
+        on_gpus(tmp_path, model, **settings).trainer.items["activations"] for model in (large, tmp_path / "small")
+    ]
+    whole = 2 * 8 * 4096 * 151936  # bytes: rows x tokens x entries of the vocabulary, in bfloat16
+    assert taken[0] - taken[1] < whole / 4
 
 
 def test_offloaded_masters_and_8_bit_optimizers_take_what_they_should(large, tmp_path):
@@ -266,7 +268,7 @@ def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path
 def test_a_run_that_does_not_fit_is_told_what_to_change_and_what_each_change_saves(large, tmp_path):
     settings = {"gradient_checkpointing": False, "per_device_train_batch_size": 16}
     found = on_gpus(tmp_path, large, 12, **settings)
-    [text] = findings(found)
+    [text] = map(str, findings(found))
     assert f"The run takes {found.total / GIB:.2f} GiB" in text and "12.00" in text
     changes = ["--gpu-memory-utilization", "gradient_checkpointing: true", "per_device_train_batch_size: 8"]
     changes += ["optim: adamw_bnb_8bit", "offload_master_weights: true"]
@@ -283,12 +285,12 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     settings |= {"gradient_accumulation_steps": 2}
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.5"]
     found = on_gpus(tmp_path, large, 14, **settings, offload_master_weights=True, vllm_args=arguments)
-    assert "`use_peft: true` with `lora_target_modules: all-linear` (saves" in findings(found)[-1]
+    assert "`use_peft: true` with `lora_target_modules: all-linear` (saves" in str(findings(found)[-1])
 
 
 def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
     found = on_gpus(tmp_path, large, 40, **ADAPTER)
-    [text] = findings(found)
+    [text] = map(str, findings(found))
     share = text.split("`--gpu-memory-utilization ")[1][:4]
     assert text.count("saves") == 1
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
@@ -299,8 +301,8 @@ def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(la
     """One that is started by hand has other flags, and may well fit."""
     settings = {**ADAPTER, "vllm_mode": "server", "max_sequence_length": 4096}
     settings["vllm_args"] = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
-    texts = findings(on_gpus(tmp_path, large, 40, **settings))
-    assert "Raise `--gpu-memory-utilization`" in texts[0]
+    first, *_ = findings(on_gpus(tmp_path, large, 40, **settings))
+    assert first.code == "kv-cache" and "Raise `--gpu-memory-utilization`" in first.fix
     by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
     assert findings(by_hand) == [] and by_hand.server is None
     assert "  The server is not started by this run, and not estimated." in by_hand.table()

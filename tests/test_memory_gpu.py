@@ -17,8 +17,8 @@ from benchmarks.models import make_model
 from tests.rollout_factory import arguments, record
 from tests.server_process import running_server
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.memory.estimate import Estimate, estimate
-from trl_atropos.memory.plan import plan_of
+from trl_atropos.check.fit import Estimate, estimate
+from trl_atropos.check.launch import Launch, plan_of
 from trl_atropos.recipe import Recipe, parse
 from trl_atropos.rollouts.wire import MASKED
 
@@ -68,7 +68,7 @@ def recipe_of(model: str, folder: Path, settings: dict) -> Recipe:
 
 
 def estimated(recipe: Recipe) -> Estimate:
-    return estimate(recipe, plan_of(recipe.training))
+    return estimate(recipe, plan_of(recipe.training, Launch()))
 
 
 def train(model: str, folder: str, name: str) -> None:

@@ -55,7 +55,7 @@ def test_the_quickstart_learns_its_task(tmp_path):
     assert f"Reward curve: {tmp_path}/run/reward_curve.png" in output
     card = (tmp_path / "run" / "README.md").read_text()
     assert "## Atropos run" in card
-    assert "recipes/quickstart/" in card and " serve " in card  # the environment's command
+    assert "python recipes/quickstart/environment.py serve" in card
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
     first = model(torch.tensor([[66, 64, 65, 28]])).logits[0, -1].argmax()  # "cab="
     assert int(first) == 66

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from recipes.gsm8k.environment import score
 from recipes.tool_use import environment as tool_use
 from tests.launching import free_urls
-from tests.miniature import STEPS, commands, miniature
+from tests.miniature import STEPS, commands, miniature, server_urls
 from tests.miniature_model import GOODS, REASONING_GYM, make_speaker
 from trl_atropos.check import check
-from trl_atropos.environments import RecipeError
+from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
 from trl_atropos.rollouts.spool import read_rollouts
@@ -61,8 +61,8 @@ def test_nothing_is_wrong_with_a_recipe(recipe, tiny_model, tmp_path, monkeypatc
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; eight servers' usual share would be more than there is
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the model in place of the recipe's is for 128 tokens
-    servers = yaml.safe_load((ROOT / recipe).read_text())["vllm_server_base_url"]
-    atropos, *urls = free_urls(1 + (len(servers) if isinstance(servers, list) else 1))
+    servers = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
+    atropos, *urls = free_urls(1 + len(servers))
     argv = ["--config", recipe, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path / "run")]
     argv += ["--atropos_url", atropos, "--vllm_server_base_url", ",".join(urls), "--use_cpu", "true"]
     assert check([*argv, "--bf16", "false", "--device_memory_gb", "1000"]) == []
@@ -82,16 +82,21 @@ def test_the_commands_at_the_head_of_a_recipe_belong_to_it(recipe):
         assert (options.model, options.vllm_mode) == (settings["model_name_or_path"], settings["vllm_mode"])
         arguments = vllm_arguments(options.model, flags, cpu=False, mode=options.vllm_mode)
         stated = {name: arguments[arguments.index(name) + 1] for name in ("--host", "--port")}
-        urls = settings["vllm_server_base_url"]
-        assert f"http://{stated['--host']}:{stated['--port']}" in (urls if isinstance(urls, list) else [urls])
+        assert f"http://{stated['--host']}:{stated['--port']}" in server_urls(settings)
 
 
 @pytest.mark.parametrize("recipe", LAYOUTS)
-def test_the_environment_samples_from_every_server_of_a_recipe(recipe):
-    settings = yaml.safe_load((ROOT / recipe).read_text())
-    urls = settings["vllm_server_base_url"]
-    sampled = [server.get("base_url") for server in settings["environments"][0]["servers"]]
-    assert sampled == ([f"{url}/v1" for url in urls] if isinstance(urls, list) else [None])
+def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    urls = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
+    parsed = parse(["--config", recipe, "--model_name_or_path", str(tiny_model), "--bf16", "false"])
+    sampled = [server["base_url"] for server in parsed.environment_file(parsed.environments[0])["openai"]]
+    # Twice the same, as Atropos ignores the URL of a single one.
+    assert sampled == [f"{url}/v1" for url in (urls if len(urls) > 1 else urls * 2)]
+
+
+def test_a_new_environment_is_one_line_of_a_recipe():
+    assert "\nenvironments: [recipes/gsm8k/environment.py]\n" in (ROOT / "recipes/gsm8k/colocate.yaml").read_text()
 
 
 def test_every_configuration_for_accelerate_is_tested_and_leaves_the_dtype_to_the_recipe():
@@ -333,7 +338,7 @@ def test_what_is_wrong_with_an_overlay_is_said(content, message, tiny_model, mon
 
 
 def test_an_overlay_needs_a_recipe():
-    with pytest.raises(RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none: name one with"):
+    with pytest.raises(RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none\. Name one with"):
         parse(["--overlay", "a.yaml", "--max_steps", "3"])
 
 
@@ -374,10 +379,10 @@ def data(tmp_path_factory) -> Path:
 
 
 ENVIRONMENTS = {
-    "gsm8k": "--env.dataset {data}/questions.jsonl --env.max_new_tokens 16",
-    "reasoning_gym": "--env.datasets {data}/gcd.yaml --env.max_new_tokens 24",
-    "tool_use": f"--env.goods {GOODS} --env.max_new_tokens 32 --env.max_turns 3",
-    "own_environment": "--env.max_new_tokens 16",
+    "gsm8k": {"dataset": "{data}/questions.jsonl", "max_new_tokens": 16},
+    "reasoning_gym": {"datasets": "{data}/gcd.yaml", "max_new_tokens": 24},
+    "tool_use": {"goods": GOODS, "max_new_tokens": 32, "max_turns": 3},
+    "own_environment": {"max_new_tokens": 16},
 }
 # So that every overlay is run, too.
 OVERLAID = {
@@ -415,7 +420,8 @@ def test_every_overlay_is_run():
 def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     """As its head says, on two processes at most; servers of several GPUs (tensor parallel) are one process each."""
     overlay = OVERLAID.get(recipe)
-    environment = ENVIRONMENTS[Path(recipe).parts[1]].format(data=data) + " --env.group_size 4"
+    environment = ENVIRONMENTS[Path(recipe).parts[1]] | {"group_size": 4}
+    environment |= {name: it.format(data=data) for name, it in environment.items() if isinstance(it, str)}
     flags = ("--overlay", overlay) if overlay else ()
     with miniature(recipe, tmp_path, speaker, environment=environment, flags=flags) as run:
         run.until(lambda: not run.processes(), "the run ends", 900)

@@ -305,13 +305,13 @@ def test_processes_with_one_seed_draw_ports_of_their_own(method):
 
 
 def test_a_port_in_use_is_named_with_the_way_out():
-    fix = "stop what runs there, or use it with `start_atropos: false`"
+    fix = "Stop what runs there, or use it with `start_atropos: false`."
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServiceError) as caught:
             require_free_port(f"http://127.0.0.1:{port}", "the Atropos API", fix)
     assert str(caught.value) == (
-        f"port {port} on 127.0.0.1 is already in use, the Atropos API cannot be started there: {fix}"
+        f"port {port} on 127.0.0.1 is already in use, the Atropos API cannot be started there. {fix}"
     )
 
 

@@ -97,10 +97,6 @@ def train(folder: Path, model: Path, config: str, visible: str, token: str, **se
     recipe |= {"model_name_or_path": str(model), "output_dir": str(folder / "run"), "atropos_url": atropos}
     recipe |= {"max_steps": STEPS, "per_device_train_batch_size": 32, "logging_steps": 1, "learning_rate": 1e-5}
     recipe |= {"report_to": "none", "save_strategy": "steps", "save_steps": STEPS} | settings
-    urls = recipe["vllm_server_base_url"]
-    (environment,) = recipe["environments"]
-    environment["command"] = environment["command"].partition(" --openai.base_url")[0]
-    environment["servers"] = [{"base_url": f"{url}/v1"} for url in urls]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     count = str(len(visible.split(",")))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", count]

@@ -340,25 +340,25 @@ def one_environment(command: str = f"{ENVIRONMENT}", **fields: Any) -> dict[str,
 # What is changed in a right recipe, and what the message has to say.
 IN_THE_RECIPE = {
     "key_typo": ({"learning_rte": 1.0}, "unknown key `learning_rte`", "Did you mean `learning_rate`"),
-    "no_model": ({"model_name_or_path": None}, "No model", "set `model_name_or_path`"),
+    "no_model": ({"model_name_or_path": None}, "No model", "Set `model_name_or_path`"),
     "model_folder_missing": (
         {"model_name_or_path": "./modell"},
         r"folder '\./modell' does not exist",
         "make_model.py",
     ),
     "model_is_a_number": ({"model_name_or_path": 7}, "`model_name_or_path` is 7", "quotes"),
-    "no_max_steps": ({"max_steps": None}, "`max_steps` is -1", "set `max_steps`"),
+    "no_max_steps": ({"max_steps": None}, "`max_steps` is -1", "Set `max_steps`"),
     "max_steps_is_a_word": ({"max_steps": "many"}, "`max_steps`: invalid int value: 'many'"),
     "max_steps_is_a_fraction": ({"max_steps": 2.5}, r"`max_steps` is 2\.5", "whole number"),
     "temperature_is_a_word": ({"temperature": "hot"}, "`temperature`: invalid float value: 'hot'"),
     "temperature_zero": ({"temperature": 0.0}, r"`temperature` is 0\.0", "above 0"),
     "unknown_mode": ({"vllm_mode": "colocated"}, "`vllm_mode` is 'colocated'", "one of: colocate, server, nccl_lora"),
     "unknown_transport": ({"weight_transport": "rdma"}, "`weight_transport` is 'rdma'", "one of: auto, nccl, gloo"),
-    "rare_publishes_of_one_copy": ({"sync_every_n_steps": 4}, "`sync_every_n_steps` is 4", "leave it at 1"),
+    "rare_publishes_of_one_copy": ({"sync_every_n_steps": 4}, "`sync_every_n_steps` is 4", "Leave it at 1"),
     "one_server_twice": (
         {"vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9001,http://127.0.0.1:9001/v1"},
         "lists http://127.0.0.1:9001 twice",
-        "list each server once",
+        "List each server once",
     ),
     "odd_batch": ({"per_device_train_batch_size": 3}, "has 3 rows", "must be even", "Change `per_device"),
     "evaluation": ({"eval_strategy": "steps"}, "Evaluation inside the trainer is not supported", "Remove `eval_str"),
@@ -372,19 +372,19 @@ IN_THE_RECIPE = {
     "both_urls_the_same": (
         {"atropos_url": "http://127.0.0.1:9001", "vllm_server_base_url": "http://127.0.0.1:9001"},
         "are both http://127.0.0.1:9001",
-        "its own port",
+        "Give each its own port",
     ),
-    "deepspeed": ({"deepspeed": "zero2.json"}, "cannot be sharded", "remove `deepspeed`", "`vllm_mode: server`"),
-    "fsdp": ({"fsdp": True}, "cannot be sharded", "remove `fsdp`", "`vllm_mode: server`"),
+    "deepspeed": ({"deepspeed": "zero2.json"}, "cannot be sharded", "Remove `deepspeed`", "`vllm_mode: server`"),
+    "fsdp": ({"fsdp": True}, "cannot be sharded", "Remove `fsdp`", "`vllm_mode: server`"),
     "sampling_temperature": (
         {"sampling_temperature": 0.7},
         r"is 0\.7 but `temperature` is 1\.0",
-        r"set `temperature: 0\.7`",
+        r"Set `temperature: 0\.7`",
     ),
     "environment_temperature": (
         one_environment(f"{ENVIRONMENT} --env.temperature 0.7"),
         r"'mine' samples at temperature 0\.7 \(--env.temperature\), but `temperature` is 1\.0",
-        "make the two equal",
+        "Make the two equal",
     ),
     "environment_placeholder": (
         one_environment("{python} env.py --url {atropos}"),
@@ -397,9 +397,9 @@ IN_THE_RECIPE = {
     "environment_key": (
         one_environment(comand="x"),
         "entry 1: comand: Extra inputs",
-        "An entry has `name`, `command`",
+        "has `path` or `command`",
     ),
-    "environments_not_a_list": ({"environments": {"name": "mine"}}, "not a list", "- name"),
+    "environments_not_a_list": ({"environments": {"name": "mine"}}, "not a list", "- path"),
     "group_larger_than_batch": (
         one_environment(f"{ENVIRONMENT} --env.group_size 16"),
         "groups of 16 rollouts",
@@ -421,6 +421,7 @@ def refusal(argv: list[str]) -> str:
         parse(argv)
     message = str(refused.value)
     assert "\n" not in message
+    assert refused.value.fix and message.endswith(refused.value.fix)
     return message
 
 
@@ -480,7 +481,7 @@ def test_every_default_may_be_written_into_a_recipe(desk):
 
 def test_sharding_from_the_configuration_of_accelerate(desk, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "remove `fsdp` from the configuration of `accelerate launch`" in refusal(desk.recipe())
+    assert "Remove `fsdp` from the configuration of `accelerate launch`" in refusal(desk.recipe())
 
 
 # What a checkpoint's config.json says, and why it is refused before anything is started.
@@ -670,7 +671,7 @@ def test_another_dtype_than_the_servers(desk, vllm):
 
 def test_a_mode_of_adapters_without_an_adapter(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="nccl_lora")
-    assert_told(outcome, "the run has none", "set `use_peft: true`", "`vllm_mode: colocate`")
+    assert_told(outcome, "the run has none", "Set `use_peft: true`", "`vllm_mode: colocate`")
 
 
 def test_a_sleep_mode_that_the_server_was_not_started_with(desk, vllm):

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 from transformers.utils import strtobool
 from trl import GRPOConfig
 
+from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
 from trl_atropos.protocol import VLLM_MODES
 
@@ -22,7 +23,8 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 SCALE_REWARDS = ("group", "batch", "none")
 SINGLE_ROW_GROUPS = ("refuse", "raw", "zero")
 REMOVED = {
-    "save_in_background": "a checkpoint is written while the training waits, as in Transformers: leave it out",
+    "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
+    "save_in_background": "Leave it out: a checkpoint is written while the training waits, as in Transformers.",
 }
 """Settings of earlier versions, and what replaces each."""
 
@@ -100,8 +102,6 @@ class AtroposGRPOConfig(GRPOConfig):
             After every that many publishes, and after the first and the last one, the server samples a fixed prompt
             and the trainer scores the same tokens; a difference stops the run. `0` switches the probe off. By default,
             after every publish on the CPU, and on a GPU as often as probes take at most 2 % of the run's time.
-        record_rollouts (`bool`, *optional*, defaults to `False`):
-            No longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, which `replay_paths` reads.
         replay_paths (`list[str]`, *optional*):
             Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON lines, or of
             Arrow files as a run leaves them in `<output_dir>/rollouts`.
@@ -249,13 +249,6 @@ class AtroposGRPOConfig(GRPOConfig):
             "off. Default: every publish on the CPU, on a GPU as many as take at most 2 % of the run's time."
         },
     )
-    record_rollouts: bool = field(
-        default=False,
-        metadata={
-            "help": "No longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, which "
-            "`replay_paths` reads."
-        },
-    )
     replay_paths: list[str] | None = field(
         default=None,
         metadata={
@@ -334,7 +327,7 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         for name in REMOVED.keys() & kwargs.keys():
-            raise ValueError(f"`{name}` is no setting any more: {REMOVED[name]}.")
+            raise RecipeError(f"`{name}` is no setting any more", f"{name}: {kwargs[name]}", REMOVED[name], "removed")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -361,18 +354,24 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
-            raise ValueError(
+            raise self._wrong(
                 f"`max_steps` is {self.max_steps}, but rollouts come from environments and have no end, so a run "
-                "needs a length: set `max_steps` to the number of optimizer steps."
+                "needs a length",
+                "Set `max_steps` to the number of optimizer steps.",
+                "max_steps",
             )
         if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" or self.eval_on_start:
-            raise ValueError(
+            raise self._wrong(
                 "Evaluation inside the trainer is not supported, because an evaluation step would take a training "
-                "batch from the environments. Remove `eval_strategy` and `eval_on_start`; evaluate in the environment "
-                "(`steps_per_eval`) or on the saved checkpoints."
+                "batch from the environments",
+                "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
+                "saved checkpoints.",
+                "eval_strategy",
+                "eval_on_start",
             )
         if self.load_best_model_at_end:
-            raise ValueError("`load_best_model_at_end` needs evaluation, which is not supported: remove it.")
+            what = "`load_best_model_at_end` needs evaluation, which is not supported"
+            raise self._wrong(what, "Remove it.", "load_best_model_at_end")
 
     def _check_values(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
@@ -387,38 +386,31 @@ class AtroposGRPOConfig(GRPOConfig):
             ("vllm_sleep_level", (1, 2)),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)!r}. Set it to one of: {', '.join(map(str, allowed))}."
-                )
+                raise self._is(name, f"one of: {', '.join(map(str, allowed))}")
         for name in ("rollout_timeout", "publish_timeout"):
             if getattr(self, name) is None or not float(getattr(self, name)) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}. Set it to a number of seconds above 0.")
+                raise self._is(name, "a number of seconds above 0")
         if self.probe_every_n_steps is not None and self.probe_every_n_steps < 0:
-            raise ValueError(f"`probe_every_n_steps` is {self.probe_every_n_steps}. Set it to 0 (off) or more.")
+            raise self._is("probe_every_n_steps", "0 (off) or more")
         for name in ("prefetch_batches", "max_staleness"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}. Set it to 0 or more.")
+                raise self._is(name, "0 or more")
         if not self.max_spool_gb > 0:
-            raise ValueError(f"`max_spool_gb` is {self.max_spool_gb}. Set it to a number of gigabytes above 0.")
+            raise self._is("max_spool_gb", "a number of gigabytes above 0")
         if not 0 <= self.distillation_coef < float("inf"):
-            raise ValueError(f"`distillation_coef` is {self.distillation_coef}. Set it to 0 (off) or more.")
+            raise self._is("distillation_coef", "0 (off) or more")
         if self.sync_every_n_steps < 1:
-            raise ValueError(f"`sync_every_n_steps` is {self.sync_every_n_steps}. Set it to 1 or more.")
+            raise self._is("sync_every_n_steps", "1 or more")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
-            raise ValueError(
+            raise self._wrong(
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "
-                "samples from the trainer's own weights, which every step changes: leave it at 1."
+                "samples from the trainer's own weights, which every step changes",
+                "Leave it at 1.",
+                "sync_every_n_steps",
             )
         if self.max_sequence_length is not None and self.max_sequence_length < 2:
-            raise ValueError(
-                f"`max_sequence_length` is {self.max_sequence_length}. Set it to the longest prompt plus completion "
-                "in tokens, or leave it out to take the server's limit."
-            )
-        if self.record_rollouts:
-            raise ValueError(
-                "`record_rollouts` is no longer a setting: every run keeps its rollouts in `<output_dir>/rollouts`, a "
-                "data set that `replay_paths` reads. Leave it out."
-            )
+            wanted = "the longest prompt plus completion in tokens, or leave it out to take the server's limit"
+            raise self._is("max_sequence_length", wanted)
         if isinstance(self.replay_paths, str):
             self.replay_paths = [self.replay_paths]  # YAML gives a scalar where one path is listed
 
@@ -427,23 +419,30 @@ class AtroposGRPOConfig(GRPOConfig):
         if budget is None:
             return
         if budget < max(2, self.max_sequence_length or 0):
-            raise ValueError(
+            raise self._wrong(
                 f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have `max_sequence_length` "
-                f"({self.max_sequence_length}) tokens and cannot be divided: set it to that or more."
+                f"({self.max_sequence_length}) tokens and cannot be divided",
+                "Set it to that or more.",
+                "max_tokens_per_micro_batch",
+                "max_sequence_length",
             )
         if self.gradient_accumulation_steps != 1:
-            raise ValueError(
+            raise self._wrong(
                 f"`gradient_accumulation_steps` is {self.gradient_accumulation_steps}, but with "
-                "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens: set "
-                "`gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
-                f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`."
+                "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens",
+                "Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
+                f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`.",
+                "gradient_accumulation_steps",
+                "max_tokens_per_micro_batch",
             )
         if self.loss_depends_on_micro_batches or not self.group_by_length:
-            raise ValueError(
+            raise self._wrong(
                 "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and `loss_type: bnpo`, "
-                "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each: use another "
-                "`loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
-                "`group_by_length` on."
+                "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each",
+                "Use another `loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
+                "`group_by_length` on.",
+                "max_tokens_per_micro_batch",
+                "loss_type",
             )
 
     def _check_warnings(self) -> None:
@@ -452,21 +451,21 @@ class AtroposGRPOConfig(GRPOConfig):
         if isinstance(self.stop_on_warnings, str):
             self.stop_on_warnings = [self.stop_on_warnings]  # YAML gives a scalar where one name is listed
         if not isinstance(self.warning_thresholds, dict):
-            raise ValueError(
-                f"`warning_thresholds` is {self.warning_thresholds!r}. Set it to names and values, such as "
-                "'{\"truncated\": 0.5}'."
-            )
+            raise self._is("warning_thresholds", "names and values, such as '{\"truncated\": 0.5}'")
         check_names("warning_thresholds", list(self.warning_thresholds))
         check_names("stop_on_warnings", self.stop_on_warnings)
         for name, value in self.warning_thresholds.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"`warning_thresholds` sets {name!r} to {value!r}. Set it to a number.")
+                what = f"`warning_thresholds` sets {name!r} to {value!r}"
+                raise self._wrong(what, "Set it to a number.", "warning_thresholds")
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected: set "
-                "it to the temperature above 0 that the environments sample at."
+            raise self._wrong(
+                f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected",
+                "Set it to the temperature above 0 that the environments sample at.",
+                "temperature",
+                code="temperature",
             )
         elsewhere = {
             "sampling_temperature": self.sampling_temperature,
@@ -476,17 +475,21 @@ class AtroposGRPOConfig(GRPOConfig):
         }
         for name, value in elsewhere.items():
             if value is not None and abs(value - self.temperature) > 1e-6:
-                raise ValueError(
+                raise self._wrong(
                     f"`{name}` is {value} but `temperature` is {self.temperature}. The trainer scores every token at "
-                    f"`temperature`, so the two must agree: set `temperature: {value}`, or let the environments "
-                    f"sample at {self.temperature}."
+                    "`temperature`, so the two must agree",
+                    f"Set `temperature: {value}`, or let the environments sample at {self.temperature}.",
+                    name.partition("[")[0],
+                    "temperature",
+                    code="temperature",
                 )
         token_level = self.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and not token_level:
-            raise ValueError(
+            raise self._wrong(
                 "`loss_type='vespo'` needs a token-level correction, but `vllm_importance_sampling_mode` is "
-                f"{self.vllm_importance_sampling_mode!r}. Set it to 'token_truncate' or 'token_mask', or set "
-                "`vllm_importance_sampling_correction: false`."
+                f"{self.vllm_importance_sampling_mode!r}",
+                "Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: false`.",
+                "vllm_importance_sampling_mode",
             )
 
     def _check_batch(self) -> None:
@@ -494,11 +497,14 @@ class AtroposGRPOConfig(GRPOConfig):
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         rows = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if rows % 2:
-            raise ValueError(
+            raise self._wrong(
                 f"A generation batch has {rows} rows (per_device_train_batch_size {self.per_device_train_batch_size} "
                 f"x {processes} processes x {steps} steps per generation), but it must be even, and a multiple of "
-                "every environment's group size. Change `per_device_train_batch_size` or "
-                "`gradient_accumulation_steps`."
+                "every environment's group size",
+                "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                code="batch-size",
             )
 
     @property
@@ -527,12 +533,11 @@ class AtroposGRPOConfig(GRPOConfig):
         self.vllm_server_base_url = ",".join(servers)
         self.atropos_url = _plain_url("atropos_url", self.atropos_url)
         for twice in {url for url in servers if servers.count(url) > 1}:
-            raise ValueError(f"`vllm_server_base_url` lists {twice} twice: list each server once.")
+            what = f"`vllm_server_base_url` lists {twice} twice"
+            raise self._wrong(what, "List each server once.", "vllm_server_base_url")
         if self.atropos_url in servers:
-            raise ValueError(
-                f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers: give "
-                "each its own port."
-            )
+            what = f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers"
+            raise self._wrong(what, "Give each its own port.", "atropos_url", "vllm_server_base_url")
 
     def _check_sharding(self) -> None:
         if self.replay_paths is not None or self.vllm_mode != "colocate":
@@ -541,31 +546,47 @@ class AtroposGRPOConfig(GRPOConfig):
             launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
             if getattr(self, name) or launched:
                 place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
-                raise ValueError(
-                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded: remove "
-                    f"`{name}`{place}, or use `vllm_mode: server`."
+                raise self._wrong(
+                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded",
+                    f"Remove `{name}`{place}, or use `vllm_mode: server`.",
+                    "vllm_mode",
+                    name,
+                    code="sharded-colocate",
                 )
 
     def _check_sleep(self) -> None:
         if not self.vllm_enable_sleep_mode:
             return
         if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
-            raise ValueError(
+            raise self._wrong(
                 f"`vllm_sleep_level` is {self.vllm_sleep_level}, which forgets the server's weights, but `vllm_mode: "
-                f"{self.vllm_mode}` does not send all of them again: set `vllm_sleep_level: 1`."
+                f"{self.vllm_mode}` does not send all of them again",
+                "Set `vllm_sleep_level: 1`.",
+                "vllm_sleep_level",
+                "vllm_mode",
             )
         if self.vllm_mode == "restart":
-            raise ValueError("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`: remove it.")
+            what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
+            raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
         # A server that sleeps until the next publish must not be waited for before it.
         per_batch = self.steps_per_generation * self.num_iterations
         if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
-            raise ValueError(
+            raise self._wrong(
                 "`vllm_enable_sleep_mode` lets the server sleep from a batch to the next publish, but the trainer "
                 f"would need another batch before that (sync_every_n_steps {self.sync_every_n_steps}, "
                 f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps}): set `sync_every_n_steps: 1` and leave `steps_per_generation` "
-                "out."
+                f"{self.gradient_accumulation_steps})",
+                "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
+                "vllm_enable_sleep_mode",
+                "sync_every_n_steps",
             )
+
+    def _wrong(self, what: str, fix: str, *names: str, code: str = "setting") -> RecipeError:
+        """The error about settings of these names."""
+        return RecipeError(what, ", ".join(f"{name}: {getattr(self, name)}" for name in names), fix, code)
+
+    def _is(self, name: str, wanted: str) -> RecipeError:
+        return self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {wanted}.", name)
 
     def _warn_unused(self) -> None:
         defaults = {f.name: f.default for f in fields(GRPOConfig)}
@@ -582,7 +603,8 @@ def _plain_url(name: str, url: str) -> str:
     """A base URL without `/v1` and the last slash."""
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
-        raise ValueError(f"`{name}` is {url!r}, which is not a URL. Write it as `http://host:port`.")
+        fix = "Write it as `http://host:port`."
+        raise RecipeError(f"`{name}` is {url!r}, which is not a URL", f"{name}: {url}", fix)
     return url.strip().rstrip("/").removesuffix("/v1")
 
 

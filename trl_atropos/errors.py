@@ -1,11 +1,43 @@
-"""The errors a user meets. Each message says what happened, the value that was seen, and the way out.
+"""The errors that a user meets, in four parts: what happened, what was seen, the way out, and a name for scripts.
 
-`trl_atropos.train` prints these without a traceback; anything else that reaches it is a bug and keeps its traceback.
+`trl_atropos.train` prints one as a single message without a traceback, and `trl-atropos check` lists such objects as
+its findings. Anything else that is raised is a bug and keeps its traceback.
 """
+
+ERROR, WARNING = "error", "warning"
 
 
 class AtroposTrainingError(RuntimeError):
-    """Base of every error whose message is written for the person who started the run."""
+    """
+    Base of every error whose message is written for the person who started the run.
+
+    Args:
+        what (`str`): What happened.
+        seen (`str`, *optional*): The value that was seen.
+        fix (`str`, *optional*): What to do about it, in sentences.
+        code (`str`, *optional*): Stable name for scripts, such as `port-taken`.
+        level (`str`, *optional*, defaults to `"error"`): `"warning"` for a finding of `check` with which the run goes
+            on, and loses something.
+    """
+
+    what_has_seen = False  # `what` says the value in its own words, so that the message needs no `seen`
+
+    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "error", level: str = ERROR) -> None:
+        self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code, level
+        message = what
+        if fix:
+            has_seen = self.what_has_seen or seen in what
+            message = what.rstrip(".") + (f" (seen: {seen})" if not has_seen else "") + f". {fix}"
+        super().__init__(message)
+
+
+class RecipeError(AtroposTrainingError, ValueError):
+    """The recipe or the command line is wrong. `what` names the setting and its value, `seen` repeats it as YAML."""
+
+    what_has_seen = True
+
+    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "setting") -> None:
+        super().__init__(what, seen, fix, code)
 
 
 class PushError(AtroposTrainingError):
@@ -50,7 +82,6 @@ class ProbeError(AtroposTrainingError):
     """
 
     result = None
-    seen = ""
 
 
 class GatherError(AtroposTrainingError):

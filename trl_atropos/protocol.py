@@ -42,8 +42,11 @@ def environment_token() -> str:
         kind = "a space or line break" if token[position].isspace() else "a control or non-ASCII character"
         raise AtroposTrainingError(
             f"The control token in {TOKEN_VARIABLE} has {kind} at place {position + 1} of {len(token)}, which no HTTP "
-            "header can carry. Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for "
-            "trainer and server."
+            "header can carry",
+            seen=kind,
+            fix="Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for trainer and "
+            "server.",
+            code="token",
         )
     return token
 

@@ -3,24 +3,29 @@
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
 `AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
 one wins over an earlier one, and command-line flags win over all.
+
+Of an environment, a recipe needs to say only the script. The run writes the rest into the file that Atropos' own
+`--config` reads (`Recipe.environment_file`).
 """
 
 import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig
-from trl_atropos.environments import EnvironmentSpec, RecipeError
-from trl_atropos.flags import server_flags, stated_flags
+from trl_atropos.errors import RecipeError
+from trl_atropos.flags import server_flags, stated_flags, values_of
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
 from trl_atropos.rollouts.replay import recorded_files
 
@@ -37,12 +42,8 @@ class ServicesConfig:
             Start the vLLM server at `vllm_server_base_url` on the model of the run.
         vllm_args (`list[str]`, *optional*):
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
-        environments (`list[dict]`, *optional*):
-            Environments to start, each with `name`, `command`, and optionally `env` (variables), `cwd`, `python` (the
-            interpreter that stands for `{python}`, of another virtual environment) and `servers` (settings of the
-            inference servers it samples from, see `EnvironmentSpec`). In the command and in `servers`, `{python}`,
-            `{model}`, `{atropos_url}`, `{vllm_url}`, `{vllm_urls}`, `{temperature}`, `{seed}` and `{output_dir}` are
-            filled in.
+        environments (`list`, *optional*):
+            Environments to start, each the path of a script, or a mapping with the fields of `EnvironmentSpec`.
         restart_environments (`int`, *optional*, defaults to `3`):
             How often within an hour an environment that ends is started again, and likewise the Atropos API if the
             run started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends
@@ -62,9 +63,10 @@ class ServicesConfig:
     environments: list[dict] | None = field(
         default=None,
         metadata={
-            "help": "Environments to start (in the recipe file only): each has `name`, `command`, and optionally "
-            "`env`, `cwd`, `python` and `servers`. {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, "
-            "{temperature}, {seed} and {output_dir} in a command are filled in."
+            "help": "Environments to start (in the recipe file only): each the path of its script, or a mapping with "
+            "`path` or `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and "
+            "`servers`. {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and "
+            "{output_dir} in a command are filled in."
         },
     )
     restart_environments: int = field(
@@ -79,13 +81,102 @@ class ServicesConfig:
     )
 
 
+class EnvironmentSpec(BaseModel):
+    """
+    One entry of `environments`. A text alone is the `path`.
+
+    Attributes:
+        path: The environment's script, as seen from `cwd`. It is started as `{python} PATH serve --config FILE`, with
+            a file that the run writes.
+        config: Settings of the environment's configuration, which go into that file over those that the run knows.
+        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
+        name: Names the service and its log file. Defaults to that of the script, or of its folder if the script is
+            called `environment.py`.
+        env: Environment variables.
+        cwd: Working directory.
+        python: Interpreter that `{python}` stands for; by default the run's own.
+        servers: Inference servers, as Atropos' server configs; by default those of the run. What an entry leaves out
+            is filled in: `base_url` `{vllm_url}/v1`, `model_name` `{model}`, `server_type` `vllm`. With a `command`,
+            they are written to a file that it is given as `--config`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str | None = Field(default=None, min_length=1)
+    config: dict[str, Any] = {}
+    command: str | list[str] | None = Field(default=None, min_length=1)
+    name: str = Field(default="", pattern=r"^[\w.-]*$")
+    env: dict[str, str | int | float] = {}
+    cwd: str | None = None
+    python: str | None = Field(default=None, min_length=1)
+    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, entry: Any) -> Any:
+        return {"path": entry} if isinstance(entry, str) else entry
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "EnvironmentSpec":
+        if (self.path is None) == (self.command is None):
+            raise ValueError("it needs either `path` or `command`")
+        if self.path is None and not self.name:
+            raise ValueError("an entry with a `command` needs a `name`")
+        if self.path is None and self.config:
+            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
+        if not self.name:
+            script = Path(self.cwd or "", self.path).absolute()
+            self.name = re.sub(r"[^\w.-]", "_", script.parent.name if script.stem == "environment" else script.stem)
+        return self
+
+    @property
+    def line(self) -> str:
+        """The command as a person would type it, without what the run fills in."""
+        if self.path is not None:
+            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
+            return " ".join([f"python {self.path} serve", *flags])
+        return self.command if isinstance(self.command, str) else " ".join(self.command)
+
+    def words(self) -> list[str]:
+        """The command as words, with its placeholders."""
+        if self.path is not None:
+            return ["{python}", self.path.replace("{", "{{").replace("}", "}}"), "serve"]
+        try:
+            return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        except ValueError as error:
+            raise RecipeError(
+                f"The command of environment {self.name!r} is cut short: {error}",
+                seen=str(self.command),
+                fix="Correct its quotes.",
+                code="environment-command",
+            ) from error
+
+    def fill_in(self, word: str, values: dict[str, str]) -> str:
+        if self.python is not None:
+            python = os.path.expanduser(self.python)
+            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
+        try:
+            return word.format_map(values)
+        except (KeyError, IndexError, ValueError) as error:
+            raise RecipeError(
+                f"The entry of environment {self.name!r} has an unknown placeholder ({error})",
+                seen=f"{error} in {word}",
+                fix=f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice.",
+                code="environment-command",
+            ) from error
+
+
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by their type, but `false` is understood
 ALSO_LISTS = ("vllm_server_base_url",)  # one word by its type, but several servers are understood
 NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 HOW_TO_QUOTE = (
-    " Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
+    "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
     '"--max-model-len 512 --dtype bfloat16"`.'
+)
+HOW_TO_ENTER = (
+    "An entry is the path of a script, or has `path` or `command`, and optionally `name`, `config`, `env`, `cwd`, "
+    "`python` and `servers`."
 )
 
 
@@ -120,6 +211,65 @@ class Recipe:
             "output_dir": str(self.training.output_dir),
         }
 
+    def environment_command(self, spec: EnvironmentSpec) -> list[str]:
+        """The command that starts an environment."""
+        words = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
+        return words if self.environment_file(spec) is None else [*words, "--config", self._file_of(spec)]
+
+    def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
+        """
+        What the run writes for Atropos' `--config`. `None` where it writes nothing: a command without `servers`.
+
+        Atropos drops settings that an environment's configuration does not have, such as `seed`.
+        """
+        if spec.path is None and spec.servers is None:
+            return None
+        usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": "none"}
+        stated = spec.servers or [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
+        servers = [
+            {
+                key: spec.fill_in(value, self.placeholders()) if isinstance(value, str) else value
+                for key, value in {**usual, **server}.items()
+            }
+            for server in stated
+        ]
+        # Of a single one, Atropos ignores the URL unless the environment has a list itself; of two it never does.
+        servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
+        if spec.path is None:
+            return {"openai": servers}
+        training, ahead = self.training, spec.config.get("max_batches_offpolicy", 1)
+        known = {
+            "rollout_server_url": training.atropos_url,
+            "tokenizer_name": str(self.model.model_name_or_path),
+            "temperature": training.temperature,
+            "seed": training.seed,
+            "total_steps": -1,  # as many as the trainer takes
+            "max_batches_offpolicy": ahead,
+            # Groups in flight, of which Atropos never has more than fill `max_batches_offpolicy` batches.
+            "max_num_workers": training.generation_batch_size * max(1, ahead),
+            "ensure_scores_are_not_same": False,  # the trainer counts groups without variance, or replaces them
+            "use_wandb": False,
+            "wandb_name": spec.name,  # under which the environment registers
+        }
+        return {"env": {**known, **spec.config}, "openai": servers, "slurm": False}
+
+    def write_environment_file(self, spec: EnvironmentSpec) -> None:
+        content, path = self.environment_file(spec), self._file_of(spec)
+        if content is not None:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                yaml.safe_dump(content, file, sort_keys=False)
+
+    def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
+        """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of its command."""
+        flags = stated_flags(self.environment_command(spec))
+        return spec.config | {
+            flag.removeprefix("--env."): value for flag, value in flags.items() if flag.startswith("--env.")
+        }
+
+    def _file_of(self, spec: EnvironmentSpec) -> str:
+        return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
+
 
 class _Parser(TrlParser):
     """Says what is wrong in one line, without the usage of several hundred flags."""
@@ -133,35 +283,19 @@ class _Parser(TrlParser):
 
     def error(self, message: str) -> None:
         message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
-        raise ValueError(f"{message.rstrip('.')}. See `python -m trl_atropos.train --help`.")
-
-
-def config_path(argv: list[str]) -> str | None:
-    """The file named by `--config`."""
-    return next(iter(_named("--config", argv)[0]), None)
-
-
-def _named(flag: str, argv: list[str]) -> tuple[list[str], list[str]]:
-    """The values of a flag that may be given several times, and the command line without it."""
-    values, rest, words = [], [], iter(argv)
-    for word in words:
-        if word.startswith(f"{flag}="):
-            values.append(word.removeprefix(f"{flag}="))
-        elif word == flag and (value := next(words, None)) is not None:
-            values.append(value)
-        else:
-            rest.append(word)
-    return values, rest
+        raise RecipeError(message.rstrip("."), fix="See `python -m trl_atropos.train --help`.")
 
 
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
-    overlays, argv = _named("--overlay", argv)
-    path = config_path(argv)
+    overlays, argv = values_of("--overlay", argv)
+    paths, _ = values_of("--config", argv)
+    path = paths[0] if paths else None
     if path is None:
         stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
         if not argv or argv[-1] == "--config" or stray in argv:
-            raise RecipeError(f"No recipe: name one with `--config`, as in `--config {stray}`.")
+            fix = f"Name one with `--config`, as in `--config {stray}`."
+            raise RecipeError("No recipe", seen=" ".join(argv), fix=fix, code="no-recipe")
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
@@ -169,26 +303,33 @@ def parse(argv: list[str]) -> Recipe:
         _check_keys(path, known)
     for overlay in overlays:
         parser.overlaid |= _overlay_settings(overlay, path, known)
-    read = " with ".join([path, *overlays]) if path else ""
     try:
         services, training, model, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except (ValueError, TypeError) as error:
         named_flag = any(f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv))
-        raise RecipeError(str(error) if named_flag or not read else f"{read}: {error}") from error
+        place = "" if named_flag or path is None else f"{' with '.join([path, *overlays])}: "
+        parts = error if isinstance(error, RecipeError) else RecipeError(str(error))
+        raise RecipeError(f"{place}{parts.what}", parts.seen, parts.fix, parts.code) from error
     if rest:
         hint = HOW_TO_QUOTE if "--vllm_args" in argv else _suggest(rest[0].lstrip("-").split("=")[0], known)
-        raise RecipeError(f"Unknown arguments: {' '.join(rest)}.{hint}")
-    try:
-        if isinstance(services.vllm_args, str):
-            services.vllm_args = shlex.split(services.vllm_args)
-        services.vllm_args = [flag for word in services.vllm_args or [] for flag in _flags_in(str(word))]
-    except ValueError as error:
-        raise RecipeError(f"`vllm_args` cannot be split into flags: {error}. Correct its quotes.") from error
-    if services.vllm_args and not services.vllm_args[0].startswith("-"):  # vLLM would ignore it without a word
-        raise RecipeError(f"`vllm_args` begins with {services.vllm_args[0]!r}, which is no flag.{HOW_TO_QUOTE}")
+        raise RecipeError(f"Unknown arguments: {' '.join(rest)}", seen=" ".join(rest), fix=hint, code="unknown-flag")
+    services.vllm_args = _vllm_args(services.vllm_args)
     recipe = Recipe(services, training, model, _environments(services))
     _check(recipe)
     return recipe
+
+
+def _vllm_args(given: list[str] | str | None) -> list[str]:
+    try:
+        given = shlex.split(given) if isinstance(given, str) else given or []
+        flags = [flag for word in given for flag in _flags_in(str(word))]
+    except ValueError as error:
+        what, seen = f"`vllm_args` cannot be split into flags: {error}", f"vllm_args: {given}"
+        raise RecipeError(what, seen=seen, fix="Correct its quotes.") from error
+    if flags and not flags[0].startswith("-"):  # vLLM would ignore it without a word
+        what = f"`vllm_args` begins with {flags[0]!r}, which is no flag"
+        raise RecipeError(what, seen=f"vllm_args: {given}", fix=HOW_TO_QUOTE)
+    return flags
 
 
 def _flags_in(word: str) -> list[str]:
@@ -199,40 +340,55 @@ def _flags_in(word: str) -> list[str]:
 
 def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
     if recipe is None:
-        raise RecipeError(f"`--overlay {path}` changes a recipe, and there is none: name one with `--config`.")
+        what = f"`--overlay {path}` changes a recipe, and there is none"
+        raise RecipeError(what, seen=path, fix="Name one with `--config`.", code="no-recipe")
     settings = _check_keys(path, known, "--overlay")
     for key in NOT_IN_OVERLAYS:
         if key in settings:
-            raise RecipeError(
-                f"{path}: `{key}` cannot be in an overlay, which is for many recipes. Set it in the recipe, {recipe}."
-            )
+            what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
+            raise RecipeError(what, seen=f"{key} in {path}", fix=f"Set it in the recipe, {recipe}.")
     return settings
+
+
+def read_yaml(path: str) -> Any:
+    """
+    The content of a recipe or an overlay.
+
+    Raises:
+        OSError, UnicodeError, yaml.YAMLError: It cannot be read.
+    """
+    with open(path, encoding="utf-8") as file:
+        return yaml.safe_load(file)
 
 
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
     """What a recipe says, or an overlay, after a look at its keys and the types of their values."""
-    what = flag.removeprefix("--").replace("config", "recipe")
+    what, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
     if not os.path.isfile(path):
-        raise RecipeError(f"The {what} {path!r} does not exist (looked in {os.getcwd()}). Check `{flag}`.")
+        told = f"The {what} {path!r} does not exist (looked in {os.getcwd()})"
+        raise RecipeError(told, seen=path, fix=fix, code="no-recipe")
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+        content = read_yaml(path)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        told = f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        raise RecipeError(told, seen=path, fix="Correct it there.", code="recipe-format") from error
     except (OSError, UnicodeError) as error:
-        raise RecipeError(f"The {what} {path} cannot be read: {error}. Check `{flag}`.") from error
+        told = f"The {what} {path} cannot be read: {error}"
+        raise RecipeError(told, seen=path, fix=fix, code="no-recipe") from error
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} must hold `key: value` lines at its top level.")
-    unknown = [key for key in content if key not in known | {"env"}]
-    if unknown:
-        raise RecipeError(f"{path}: unknown key `{unknown[0]}`.{_suggest(str(unknown[0]), known)}")
+        told = f"{path} must hold `key: value` lines at its top level"
+        raise RecipeError(told, seen=f"{path}: {type(content).__name__}", fix="Correct it.", code="recipe-format")
+    for key in content:
+        if key not in known | {"env"}:
+            told, seen = f"{path}: unknown key `{key}`", f"{key}: {content[key]}"
+            raise RecipeError(told, seen=seen, fix=_suggest(str(key), known), code="unknown-key")
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
         wanted = _wanted(value, hints.get(key, Any))
         if key in ALSO_LISTS and isinstance(value, list):
             continue  # of what, is checked with the other settings
         if wanted and not (value is False and key in ALSO_FALSE):
-            raise RecipeError(f"{path}: `{key}` is {value!r}. Write {wanted}.")
+            raise RecipeError(f"{path}: `{key}` is {value!r}", seen=f"{key}: {value}", fix=f"Write {wanted}.")
     return content
 
 
@@ -259,79 +415,63 @@ def _wanted(value: Any, hint: Any) -> str | None:
 
 def _suggest(key: str, known: set[str]) -> str:
     if key in REMOVED:
-        return f" It is no setting any more: {REMOVED[key]}."
+        return f"It is no setting any more. {REMOVED[key]}"
     close = difflib.get_close_matches(key, known, n=1)
-    return f" Did you mean `{close[0]}`?" if close else " See `python -m trl_atropos.train --help`."
+    return f"Did you mean `{close[0]}`?" if close else "See `python -m trl_atropos.train --help`."
 
 
 def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
-    parsed = []
+    parsed, code = [], "environment-entry"
     if isinstance(services.environments, dict):
-        raise RecipeError("`environments` is one mapping, not a list: begin each entry with `- name: ...`.")
+        what, fix = "`environments` is one mapping, not a list", "Begin each entry with `- path: ...`."
+        raise RecipeError(what, seen=str(services.environments), fix=fix, code=code)
     for number, entry in enumerate(services.environments or [], start=1):
         try:
             parsed.append(EnvironmentSpec.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
-            where = "".join(f"{part}: " for part in first["loc"])
-            raise RecipeError(
-                f"`environments` entry {number}: {where}{first['msg']}. An entry has `name`, `command`, and "
-                "optionally `env` and `cwd`."
-            ) from error
+            what = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
+            told = f"`environments` entry {number}: {what}"
+            raise RecipeError(told, seen=str(entry), fix=HOW_TO_ENTER, code=code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
-        raise RecipeError(f"`environments` names must differ, but they are: {', '.join(names)}.")
+        what = f"`environments` names must differ, but they are: {', '.join(names)}"
+        raise RecipeError(what, seen=", ".join(names), fix="Give each entry a `name`.", code=code)
     return parsed
 
 
 def _check(recipe: Recipe) -> None:
     """Checks that need more than one of the three parts."""
-    training = recipe.training
-    if not recipe.model.model_name_or_path:
-        raise RecipeError("No model: set `model_name_or_path` to a Hub name or a folder.")
-    model = recipe.model.model_name_or_path
+    training, model = recipe.training, recipe.model.model_name_or_path
+    if not model:
+        fix = "Set `model_name_or_path` to a Hub name or a folder."
+        raise RecipeError("No model", seen=f"model_name_or_path: {model}", fix=fix, code="model")
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
         raise RecipeError(
-            f"The model folder {model!r} does not exist (looked in {os.getcwd()}). Set `model_name_or_path` to a Hub "
-            "name or to a folder with a config.json; the quickstart's is made by "
-            "`python recipes/quickstart/make_model.py FOLDER`."
+            f"The model folder {model!r} does not exist (looked in {os.getcwd()})",
+            seen=f"model_name_or_path: {model}",
+            fix="Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made "
+            "by `python recipes/quickstart/make_model.py FOLDER`.",
+            code="model",
         )
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
     elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
         raise RecipeError(
-            f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none: set `use_peft: true` "
-            "(with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: colocate` or `server`."
+            f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none",
+            seen=f"vllm_mode: {training.vllm_mode}",
+            fix="Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: "
+            "colocate` or `server`.",
+            code="no-adapter",
         )
     _check_patience(recipe)
-    if recipe.services.restart_environments < 0:
-        raise RecipeError(
-            f"`restart_environments` is {recipe.services.restart_environments}. Set it to 0 (never) or more."
-        )
+    again = recipe.services.restart_environments
+    if again < 0:
+        what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
+        raise RecipeError(what, seen=seen, fix="Set it to 0 (never) or more.")
     for spec in recipe.environments:
-        argv = spec.argv(recipe.placeholders())
-        stated = stated_flags(argv)
-        spec.check(argv)
-        spec.filled_servers(recipe.placeholders())
-        for flag, value in stated.items():
-            if flag.endswith("temperature") and _number(value) not in (None, training.temperature):
-                raise RecipeError(
-                    f"Environment {spec.name!r} samples at temperature {value} ({flag}), but `temperature` is "
-                    f"{training.temperature}. The trainer scores every token at `temperature`: make the two equal."
-                )
-        size = _number(stated.get("--env.group_size", ""))
-        if size is not None and size > training.generation_batch_size:
-            raise RecipeError(
-                f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, but a generation batch has only "
-                f"{training.generation_batch_size} rows. Raise `per_device_train_batch_size` or "
-                "`gradient_accumulation_steps`, or lower the group size."
-            )
-        if size and training.generation_batch_size % size:
-            raise RecipeError(
-                f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, which do not fill a generation batch "
-                f"of {training.generation_batch_size} rows: the Atropos API would never deliver one. Make the batch "
-                "a multiple of the group size."
-            )
+        _check_program(recipe, spec)
+        _check_environment(recipe, spec)
 
 
 def _check_patience(recipe: Recipe) -> None:
@@ -341,13 +481,80 @@ def _check_patience(recipe: Recipe) -> None:
     if training.world_size > 1 and waits * services.service_timeout >= training.ddp_timeout:
         raise RecipeError(
             f"{waits} services may take {services.service_timeout:g} s each to become healthy (`service_timeout`), "
-            f"but the trainer's processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`). "
-            "Raise `ddp_timeout`, or lower `service_timeout`."
+            f"but the trainer's processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
+            seen=f"service_timeout: {services.service_timeout:g}, ddp_timeout: {training.ddp_timeout}",
+            fix="Raise `ddp_timeout`, or lower `service_timeout`.",
         )
 
 
-def _number(text: str) -> float | None:
+def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
+    """Whether what starts an environment is there."""
+    command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        what = f"{name}: its `cwd`, {spec.cwd!r}, is no folder"
+        raise RecipeError(what, seen=f"cwd: {spec.cwd}", fix="Correct it.", code="environment-program")
+    program = command[0] if command else ""
+    place = os.path.join(spec.cwd or "", program) if "/" in program else program
+    if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
+        raise RecipeError(
+            f"{name}: there is no program {program!r} to run",
+            seen=program,
+            fix="Correct its `python`."
+            if spec.path is not None
+            else "Correct its `command`; a Python script is run by `{python} path/to/script.py`.",
+            code="environment-program",
+        )
+    if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
+        what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
+        raise RecipeError(what, seen=f"path: {spec.path}", fix=fix, code="environment-script")
+    if spec.path is None and spec.servers is not None:
+        given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
+        if given:
+            raise RecipeError(
+                f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them",
+                seen=given[0],
+                fix="Remove one; `servers` may have every setting that `--openai.` flags have.",
+                code="environment-command",
+            )
+
+
+def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
+    """Whether the settings of an environment that the recipe states go with those of the run."""
+    training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
+    for setting, value in stated.items():
+        if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
+            raise RecipeError(
+                f"{name} samples at temperature {value} ({_written(spec, setting)}), but `temperature` is "
+                f"{training.temperature}. The trainer scores every token at `temperature`",
+                seen=f"temperature {value} ({_written(spec, setting)}), temperature: {training.temperature}",
+                fix="Make the two equal.",
+                code="temperature",
+            )
+    size, batch = _number(stated.get("group_size")), training.generation_batch_size
+    if size is not None and size > batch:
+        raise RecipeError(
+            f"{name} sends groups of {size:.0f} rollouts, but a generation batch has only {batch} rows",
+            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
+            fix="Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size.",
+            code="group-size",
+        )
+    if size and batch % size:
+        raise RecipeError(
+            f"{name} sends groups of {size:.0f} rollouts, which do not fill a generation batch of {batch} rows: the "
+            "Atropos API would never deliver one",
+            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
+            fix="Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a "
+            "multiple of the group size.",
+            code="group-size",
+        )
+
+
+def _written(spec: EnvironmentSpec, setting: str) -> str:
+    return f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+
+
+def _number(value: Any) -> float | None:
     try:
-        return float(text)
-    except ValueError:
+        return float(value)
+    except (TypeError, ValueError):
         return None

@@ -64,8 +64,9 @@ class ServerClient:
         reply = self._call("GET", "/info", "asking the server what it is")
         if reply.get("protocol") != PROTOCOL_VERSION:
             raise ServerError(
-                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}. "
-                "Install the same version of trl_atropos on both sides."
+                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}",
+                fix="Install the same version of trl_atropos on both sides.",
+                code="server-version",
             )
         return ServerInfo.model_validate(reply)
 
@@ -281,17 +282,20 @@ class ServerClient:
 
     def _stranger(self, answer: str) -> ServerError:
         return ServerError(
-            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step. Start "
-            "it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else altogether, "
-            "correct `vllm_server_base_url`."
+            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step",
+            fix="Start it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else "
+            "altogether, correct `vllm_server_base_url`.",
+            code="not-our-server",
         )
 
     def _refused(self, phase: str, response: requests.Response) -> ServerError:
         status = response.status_code
         if status == 401:
             return ServerError(
-                f"The server at {self.url} refused the control token. Set {TOKEN_VARIABLE} to the value that the "
-                "server was started with; `trl-atropos serve` prints it where it is not set."
+                f"The server at {self.url} refused the control token",
+                fix=f"Set {TOKEN_VARIABLE} to the value that the server was started with; `trl-atropos serve` prints "
+                "it where it is not set.",
+                code="server-token",
             )
         if status in (404, 405, 501):
             return self._stranger(f"HTTP {status}")

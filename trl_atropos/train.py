@@ -6,7 +6,6 @@ Signals and the death of the launcher are handled from the first line on, before
 """
 
 import contextlib
-import itertools
 import os
 import sys
 import tempfile
@@ -65,10 +64,9 @@ def _chain(error: BaseException | None):
 def _message(error: Exception) -> str | None:
     """What to tell the person who started the run; `None` of an error that was not written for people."""
     from trl_atropos.errors import AtroposTrainingError, ServerTimeout
-    from trl_atropos.recipe import RecipeError
 
     # A service may die while some library is at work, which then wraps the error that was raised in its midst.
-    told = [e for e in _chain(error) if isinstance(e, AtroposTrainingError | RecipeError)]
+    told = [e for e in _chain(error) if isinstance(e, AtroposTrainingError)]
     # A server that hangs loses its trainer and then leaves: that it ended is a consequence.
     told.sort(key=lambda e: not isinstance(e, ServerTimeout))
     return str(told[0]) if told else _lost_contact(error)
@@ -94,9 +92,10 @@ def apply_recipe_environment(argv: list[str]) -> None:
     """Sets the variables under `env:` of the recipe now: torch and huggingface_hub read theirs on import."""
     import yaml
 
-    words = [part for word in argv for part in word.split("=", 1)]
-    for before, path in itertools.pairwise(words):
-        if before == "--config" and os.path.isfile(path):
+    from trl_atropos.flags import values_of
+
+    for path in values_of("--config", argv)[0]:
+        if os.path.isfile(path):
             try:
                 with open(path, encoding="utf-8") as file:
                     content = yaml.safe_load(file)
@@ -164,7 +163,7 @@ def check_files(recipe) -> None:
 def _check_folder_and_model(recipe) -> None:
     from transformers import AutoConfig
 
-    from trl_atropos.recipe import RecipeError
+    from trl_atropos.errors import RecipeError
 
     model, folder = recipe.model, recipe.training.output_dir
     try:
@@ -173,7 +172,10 @@ def _check_folder_and_model(recipe) -> None:
             pass
     except OSError as error:
         raise RecipeError(
-            f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror}). Set it to another folder."
+            f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})",
+            seen=f"output_dir: {folder}",
+            fix="Set it to another folder.",
+            code="output-dir",
         ) from error
     try:
         loaded = AutoConfig.from_pretrained(
@@ -183,34 +185,38 @@ def _check_folder_and_model(recipe) -> None:
         )
     except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
         raise RecipeError(
-            f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}.",
-            "Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
+            f"The model {model.model_name_or_path!r} cannot be loaded: {_first_sentence(error)}",
+            seen=f"model_name_or_path: {model.model_name_or_path}",
+            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
             "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has "
             "cached.",
+            code="model",
         ) from error
-    reason = _why_not_trained(loaded, model, recipe.training.trust_remote_code)
-    if reason is not None:
-        raise RecipeError(f"The model {model.model_name_or_path!r} cannot be trained: {reason}.")
+    problem = _why_not_trained(loaded, model, recipe.training.trust_remote_code)
+    if problem is not None:
+        what = f"The model {model.model_name_or_path!r} cannot be trained: {problem[0]}"
+        raise RecipeError(what, seen=f"model_name_or_path: {model.model_name_or_path}", fix=problem[1], code="model")
 
 
-def _why_not_trained(config, model, trusted: bool) -> str | None:
+def _why_not_trained(config, model, trusted: bool) -> tuple[str, str] | None:
     """Why the trainer cannot train the model of this configuration, and what to do. `None`: it can."""
     quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
     if config.is_encoder_decoder:
         return (
-            f"{config.model_type} has an encoder, and rollouts are for a decoder alone. Take a causal language model"
+            f"{config.model_type} has an encoder, and rollouts are for a decoder alone",
+            "Take a causal language model.",
         )
     if quantised is not None and not model.use_peft:
         return (
-            f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and take no gradient. Take "
-            "the checkpoint that it was made from, or train an adapter beside them (`use_peft: true`)"
+            f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and take no gradient",
+            "Take the checkpoint that it was made from, or train an adapter beside them (`use_peft: true`).",
         )
     if not config.architectures:
-        return 'its config.json names no architecture. Add `"architectures"`, such as ["Qwen3ForCausalLM"]'
+        return "its config.json names no architecture", 'Add `"architectures"`, such as ["Qwen3ForCausalLM"].'
     return _missing_class(config, model.model_name_or_path, model.model_revision, trusted)
 
 
-def _missing_class(config, name: str, revision: str | None, trusted: bool) -> str | None:
+def _missing_class(config, name: str, revision: str | None, trusted: bool) -> tuple[str, str] | None:
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -224,7 +230,8 @@ def _missing_class(config, name: str, revision: str | None, trusted: bool) -> st
     except (ImportError, OSError, ValueError, AttributeError) as error:
         return (
             f"the code that comes with it does not run with transformers {transformers.__version__} "
-            f"({_first_sentence(error)}). Take a model whose class transformers has"
+            f"({_first_sentence(error)})",
+            "Take a model whose class transformers has.",
         )
     try:
         if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -232,7 +239,8 @@ def _missing_class(config, name: str, revision: str | None, trusted: bool) -> st
     except (ImportError, OSError, ValueError) as error:
         return (
             f"transformers has no causal language model for {config.model_type}, and no processor of images is with "
-            f"it ({_first_sentence(error)}). Take the whole checkpoint, or one of the language model alone"
+            f"it ({_first_sentence(error)})",
+            "Take the whole checkpoint, or one of the language model alone.",
         )
     return None
 
@@ -245,13 +253,19 @@ def check_reports(training) -> None:
     """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when the server is up."""
     from transformers.integrations import get_reporting_integration_callbacks
 
-    from trl_atropos.recipe import RecipeError
+    from trl_atropos.errors import RecipeError
 
     try:
         for callback in get_reporting_integration_callbacks(training.report_to):
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
-        raise RecipeError(f"`report_to` is {training.report_to}: {error} Or set `report_to: none`.") from error
+        reports = ", ".join(training.report_to)
+        raise RecipeError(
+            f"`report_to` is {training.report_to}: {error}",
+            seen=f"report_to: {reports}",
+            fix="Or set `report_to: none`.",
+            code="report-to",
+        ) from error
 
 
 def start_services(recipe, services) -> None:
@@ -284,9 +298,8 @@ def start_services(recipe, services) -> None:
     hidden = {TOKEN_VARIABLE: ""}
     for spec in recipe.environments:
         env = variables_of_environment({**hidden, **{name: str(value) for name, value in spec.env.items()}})
-        if spec.servers is not None:
-            spec.write_servers(recipe.placeholders())
-        command, again = spec.argv(recipe.placeholders()), config.restart_environments
+        recipe.write_environment_file(spec)
+        command, again = recipe.environment_command(spec), config.restart_environments
         services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again, scratch=True)
     for name in names if config.start_vllm else []:
         services.wait_healthy(name, config.service_timeout)
@@ -302,9 +315,9 @@ def require_room(recipe) -> None:
         require_sockets()
         require_shared_memory(parallel(recipe.vllm_flags())[0])
     if config.start_atropos:
-        fix = "stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`"
+        fix = "Stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`."
         require_free_port(training.atropos_url, "the Atropos API", fix)
-    fix = "stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`"
+    fix = "Stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`."
     for url in training.vllm_server_urls if config.start_vllm else []:
         require_free_port(url, "the vLLM server", fix)
 
@@ -349,8 +362,7 @@ def train(recipe, services) -> None:
         quantization_config=get_quantization_config(model),
     )
     trainer.run_log.model = asdict(model)
-    commands = ((spec.name, spec.command) for spec in recipe.environments)
-    trainer.environment_commands = {name: line if isinstance(line, str) else " ".join(line) for name, line in commands}
+    trainer.environment_commands = {spec.name: spec.line for spec in recipe.environments}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     not_pushed = None
     with disk_errors(training.output_dir, "The model"):
@@ -391,7 +403,7 @@ def _checkpoint(training) -> str | None:
     from accelerate.utils import gather_object
 
     from trl_atropos import distributed as ranks
-    from trl_atropos.recipe import RecipeError
+    from trl_atropos.errors import RecipeError
 
     asked = training.resume_from_checkpoint
     if asked is None or str(asked).lower() in ("false", "none", ""):
@@ -404,9 +416,11 @@ def _checkpoint(training) -> str | None:
     def require() -> None:
         if not os.path.isdir(path):
             raise RecipeError(
-                f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}. "
-                "Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see it: "
-                "put `output_dir` on a file system that they share, or train with `save_on_each_node: true`."
+                f"`resume_from_checkpoint: {asked}`, but there is no checkpoint in {path or training.output_dir}",
+                seen=f"resume_from_checkpoint: {asked}",
+                fix="Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see "
+                "it: put `output_dir` on a file system that they share, or train with `save_on_each_node: true`.",
+                code="checkpoint",
             )
 
     ranks.together(require)

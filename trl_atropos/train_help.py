@@ -35,7 +35,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "prefetch_batches",
         "replace_zero_variance_groups",
         "enforce_environment_weights",
-        "record_rollouts",
         "replay_paths",
         "max_spool_gb",
     ),
@@ -45,7 +44,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "group_by_length",
         "max_tokens_per_micro_batch",
     ),
-    "Checkpoints": ("save_in_background",),
     "Warnings": ("warning_thresholds", "stop_on_warnings"),
 }
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 
 class OwnConfig(BaseEnvConfig):
-    # (1) Your settings. Each is a flag of the command in the recipe: `--env.max_new_tokens 64`.
+    # (1) Your settings. A recipe changes them: `config: {max_new_tokens: 64}` beside the `path` of this file.
     max_new_tokens: int = Field(default=64, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the prompts")

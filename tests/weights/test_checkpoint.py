@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
 
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub():
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in no such folder, which is no folder: check `resume_from_checkpoint`"
+        CheckpointError, match=r"no checkpoint in no such folder, which is no folder\. Check `resume_from_checkpoint`"
     ):
         require_whole("no such folder")
 

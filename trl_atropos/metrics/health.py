@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.errors import AtroposTrainingError, RecipeError
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +148,11 @@ SIGNALS: dict[str, Signal] = {
 
 
 def check_names(field: str, names: Sequence[str]) -> None:
-    """Raises `ValueError` for a name that is no signal's; `field` is the setting that it came from."""
+    """Raises `RecipeError` for a name that is no signal's; `field` is the setting that it came from."""
     for name in names:
         if name not in SIGNALS:
-            raise ValueError(f"`{field}` names {name!r}, which is no warning. Known are: {', '.join(SIGNALS)}.")
+            what, fix = f"`{field}` names {name!r}, which is no warning", f"Known are: {', '.join(SIGNALS)}."
+            raise RecipeError(what, f"{field}: {name}", fix)
 
 
 class Health:

@@ -110,8 +110,8 @@ class AtroposClient:
         status, body = self._request("GET", "/")
         if GREETING.encode() not in body:
             raise RolloutError(
-                f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}. Set `atropos_url` to the "
-                "host and port that `python -m atroposlib.cli.run_api` listens on."
+                f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}",
+                fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",
             )
 
     def register(self, registration: Registration) -> None:

@@ -144,13 +144,15 @@ def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
         RolloutError: a path does not exist, or a directory has no such file.
     """
     if not paths:
-        raise RolloutError("`replay_paths` is empty: name a file or a folder, or leave it out to train on a live API.")
+        fix = "Name a file or a folder, or leave it out to train on a live API."
+        raise RolloutError("`replay_paths` is empty", "replay_paths: []", fix, "replay")
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
         if not found or not path.exists():
             fault = "holds no .json, .jsonl or .arrow file" if path.exists() else "does not exist"
-            raise RolloutError(f"{path} {fault}, so there are no recorded rollouts to replay. Correct the path.")
+            what, seen = f"{path} {fault}, so there are no recorded rollouts to replay", f"replay_paths: {list(paths)}"
+            raise RolloutError(what, seen, "Correct the path.", "replay")
         files += found
     return files
 

@@ -352,14 +352,17 @@ class Services:
                 return
 
 
+HOW_TO_WRITE = "Write it like http://127.0.0.1:8000."
+
+
 def port_of(url: str) -> int:
     """Port of a URL, as `--port` of the service that is to answer there."""
     try:
         port = urlsplit(url).port
     except ValueError as error:
-        raise ServiceError(f"{url!r} has no valid port ({error}): write it like http://127.0.0.1:8000") from error
+        raise ServiceError(f"{url!r} has no valid port ({error})", url, HOW_TO_WRITE, "port") from error
     if port is None:
-        raise ServiceError(f"{url!r} names no port: write it like http://127.0.0.1:8000")
+        raise ServiceError(f"{url!r} names no port", url, HOW_TO_WRITE, "port")
     return port
 
 
@@ -406,7 +409,8 @@ def require_free_port(url: str, what: str, fix: str) -> None:
     except OSError as error:
         used = error.errno == errno.EADDRINUSE
         problem = "is already in use" if used else f"cannot be listened on ({error.strerror})"
-        raise ServiceError(f"port {port} on {host} {problem}, {what} cannot be started there: {fix}") from error
+        seen = f"port {port} on {host} {problem}"
+        raise ServiceError(f"{seen}, {what} cannot be started there", seen, fix, "port-taken") from error
 
 
 def require_sockets() -> None:
@@ -417,7 +421,10 @@ def require_sockets() -> None:
     if length > longest:
         raise ServiceError(
             f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; at most {longest} "
-            f"leave room for their names. Set `{variable}` to a folder with a shorter path, such as /tmp."
+            "leave room for their names",
+            seen=folder,
+            fix=f"Set `{variable}` to a folder with a shorter path, such as /tmp.",
+            code="sockets",
         )
 
 
@@ -428,8 +435,11 @@ def require_shared_memory(processes: int, folder: str = SHM) -> None:
     if free < needed:
         raise ServiceError(
             f"{folder} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes needs "
-            f"{needed >> 20}. Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or "
-            "remove what others left there."
+            f"{needed >> 20}",
+            seen=f"{free >> 20} MiB",
+            fix="Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or remove what others "
+            "left there.",
+            code="shared-memory",
         )
 
 

@@ -119,20 +119,18 @@ def require_whole(checkpoint: str | Path) -> None:
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"There is no checkpoint in {folder}, which is no folder: check `resume_from_checkpoint`."
-        )
+        what = f"There is no checkpoint in {folder}, which is no folder"
+        raise CheckpointError(what, str(folder), "Check `resume_from_checkpoint`.", "checkpoint")
     for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
         try:
             zipfile.ZipFile(path).close()  # torch writes archives, which end with their table of contents
         except (OSError, zipfile.BadZipFile) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error}): it was damaged, or not written to the end. {ANOTHER}"
-            ) from error
+            what = f"{path} cannot be read ({error}): it was damaged, or not written to the end"
+            raise CheckpointError(what, str(path), ANOTHER, "checkpoint") from error
     there = {name: (folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
     if not _sharded(folder) and len(set(there.values())) > 1:
         lacking, other = sorted(there, key=there.get)
-        raise CheckpointError(f"{folder} has {other}, but no {lacking}: it was damaged. {ANOTHER}")
+        raise CheckpointError(f"{folder} has {other}, but no {lacking}: it was damaged", other, ANOTHER, "checkpoint")
 
 
 def _sharded(folder: Path) -> bool:
@@ -161,8 +159,10 @@ def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     else:
         return
     raise CheckpointError(
-        f"The checkpoint in {folder} is of {held}, and this run trains {trained}. {fix} as in the run that saved it, "
-        "or leave `resume_from_checkpoint` out to begin anew."
+        f"The checkpoint in {folder} is of {held}, and this run trains {trained}",
+        seen=held,
+        fix=f"{fix} as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew.",
+        code="checkpoint",
     )
 
 

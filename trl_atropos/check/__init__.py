@@ -1,7 +1,8 @@
 """`trl-atropos check`: everything that can be known to be wrong with a recipe, before anything is started.
 
-The recipe is parsed as the main job parses it, with the same checks. Then every module of `trl_atropos.checks` looks
-at what it knows of, and yields findings. Here they are put together and printed.
+The recipe is parsed as the main job parses it, with the same checks. Then every module of this folder looks at what it
+knows of, and yields findings: `AtroposTrainingError`s, as a run would raise them. Here they are put together and
+printed.
 """
 
 import contextlib
@@ -11,10 +12,11 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from trl_atropos.checks.finding import ERROR, WARNING, WRONG_USE, Finding, from_message
+from trl_atropos.errors import ERROR, WARNING
+from trl_atropos.errors import AtroposTrainingError as Finding
 
 HELP = """usage: trl-atropos check --config recipe.yaml [--json] [--any_field value]
 
@@ -28,11 +30,8 @@ line of `trl_atropos.train`, and some options of `accelerate launch`. What is ch
                   answer already, are the run's; a server that it starts has room for its sockets and shared memory
   GPUs            processes, servers and what a server is spread over fit each other and the devices
   text            tokenizers and chat templates of environments and server are the model's; lengths fit
-  environments    program, script and folder exist; batch size and group size fit; the Atropos API, the temperature and
-                  the servers are the run's; and, by asking its Python and reading its script without running it:
-                  - atroposlib is installed there, and knows the flags of its command
-                  - `config_init` returns a list of servers (of a single one, Atropos ignores the URL)
-                  - no token ids from `apply_chat_template` with transformers 5, which returns something else
+  environments    program, script and folder exist, and atroposlib is installed for its Python; what the recipe states
+                  of its settings fits the run: batch and group size, temperature, Atropos API, servers
   memory          trainer and server at their peaks, estimated from the model's config, fit the device
 
 options:
@@ -43,13 +42,15 @@ options:
   --num_processes N       as `accelerate launch` will be given it: of all machines together
   --num_machines N        as `accelerate launch` will be given it
 
-Only the script that is started is read, not what it imports. Errors would end the run, or train on something else than
-is meant; with warnings it goes on, and loses something. Exit code: 0 without errors, 1 with some, 2 for a command line
-that is wrong.
+Errors would end the run, or train on something else than is meant; with warnings it goes on, and loses something. Exit
+code: 0 without errors, 1 with some, 2 for a command line that is wrong.
 """
 
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 WIDTH = 110
+WRONG_USE = ("no-recipe", "unknown-flag")  # codes of findings about the command line itself
+ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
+NO_GPU = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."
 
 
 @dataclass
@@ -72,9 +73,15 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        if any(one.name in WRONG_USE for one in self.errors):
+        if any(one.code in WRONG_USE for one in self.errors):
             return 2
         return 1 if self.errors else 0
+
+    def as_json(self) -> str:
+        parts = ("what", "seen", "fix", "level")
+        told = [{"name": one.code} | {part: getattr(one, part) for part in parts} for one in self.findings]
+        whole = {"ok": not self.errors, "findings": told, "memory": self.memory, "versions": self.versions}
+        return json.dumps(whole, indent=2) + "\n"
 
 
 def main(argv: list[str]) -> None:
@@ -87,11 +94,9 @@ def main(argv: list[str]) -> None:
     apply_recipe_environment(argv)
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # as `trl_atropos.train` does
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
-        report = examine(argv)
+        report = examine([word for word in argv if word != "--json"])
     if "--json" in argv:
-        told = {"ok": not report.errors, "findings": [asdict(one) for one in report.findings]}
-        told |= {"memory": report.memory, "versions": report.versions}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(report.as_json())
     else:
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         sys.stdout.write("".join(f"{line}\n" for line in _lines(report, colours)))
@@ -105,13 +110,19 @@ def check(argv: list[str]) -> list[str]:
 
 def examine(argv: list[str]) -> Report:
     """The same, in parts that can be told apart."""
-    from trl_atropos.checks import settings, versions
-    from trl_atropos.checks.launch import Launch, options
+    from trl_atropos.check import settings
+    from trl_atropos.check.launch import Launch, options
 
     machine, argv = options().parse_known_args(argv)
-    launch, stated = Launch.of(machine), settings.stated_settings(argv)
-    recipe, found = settings.read(argv, stated, launch)
-    found = [*found, *launch.findings, *versions.versions()]
+    found = []
+    try:
+        launch = Launch(**vars(machine))
+    except Finding as error:
+        found.append(error)
+        launch = Launch(**{**vars(machine), "config_file": None})
+    stated = settings.stated_settings(argv)
+    recipe, wrong = settings.read(argv, stated, launch)
+    found += [*wrong, *settings.versions()]
     memory = {"table": []}
     if recipe is not None:  # without one that can be read there is nothing more to look at
         urls = settings.of_files(argv).get("vllm_server_base_url") or []
@@ -119,49 +130,68 @@ def examine(argv: list[str]) -> Report:
         more, memory = _of_recipe(recipe, launch, stated, written)
         found += more
     found.sort(key=lambda one: one.level != ERROR)
-    return Report(found, memory, versions.installed())
+    return Report(found, memory, settings.installed())
 
 
 def _of_recipe(recipe, launch, stated: dict[str, Any], written: list[str]) -> tuple[list[Finding], dict[str, Any]]:
-    from trl_atropos.checks import disk, environments, faults, running, settings, text, versions
-    from trl_atropos.checks.launch import layout
-    from trl_atropos.checks.memory import case_of_run, memory, plan_of_run
+    from trl_atropos.check.environments import environments, lengths, tokenizers
+    from trl_atropos.check.fit import disk
+    from trl_atropos.check.launch import Plan, layout, plan_of, services
+    from trl_atropos.check.memory import case_of
+    from trl_atropos.check.settings import dead, packages
 
-    found = []
+    found = [*packages(recipe, launch), *_files(recipe), *services(recipe, launch), *layout(recipe, launch)]
+    found += tokenizers(recipe)
     try:
-        plan = plan_of_run(recipe, launch)
-    except (OSError, ValueError) as error:  # a file that accelerate's names
-        plan, fix = None, "Correct it, or name the file that `accelerate launch` will be given."
-        found.append(Finding("launch-file", "`--config_file` cannot be followed", str(error), fix))
-    case = case_of_run(recipe, plan)
-    known = list(environments.of_recipe(recipe))
-    found += [*versions.packages(recipe, launch.sharding), *versions.reports(recipe, stated), *_files(recipe, stated)]
-    found += [*running.ports(recipe), *running.room(recipe, launch), *running.running(recipe, launch)]
-    found += layout(recipe, launch)
-    found += text.tokenizers(recipe, known)
-    if case is not None:
-        found += [*text.lengths(recipe, case, stated, known), *disk.disk(recipe, case, launch.elsewhere)]
-    for one in known:
-        found += faults.faults(one, recipe, written)
-    found += [*faults.together(known), *settings.dead(recipe, stated)]
-    too_much, estimate = memory(recipe, plan)
+        plan = plan_of(recipe.training, launch)
+    except Finding as error:  # a file that accelerate's names
+        plan, found = None, [*found, error]
+    with contextlib.suppress(Exception):  # what a model's own code and somebody else's flags raise: `_memory` tells it
+        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
+        found += [*lengths(recipe, case, stated), *disk(case, launch.elsewhere)]
+    found += [*environments(recipe, written), *dead(recipe, stated)]
+    too_much, estimate = _memory(recipe, plan)
     return found + too_much, estimate
 
 
-def _files(recipe, stated: dict[str, Any]) -> Iterator[Finding]:
-    from trl_atropos.errors import AtroposTrainingError
-    from trl_atropos.recipe import RecipeError
-    from trl_atropos.train import check_files
+def _files(recipe) -> Iterator[Finding]:
+    """What the run reads and writes, and what it reports to."""
+    from trl_atropos.train import check_files, check_reports
 
     folder = recipe.training.output_dir
     was_there = os.path.isdir(folder)
+    for look in (lambda: check_files(recipe), lambda: check_reports(recipe.training)):
+        try:
+            look()
+        except Finding as error:
+            yield error
+    if not was_there and os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+
+
+def _memory(recipe, plan) -> tuple[list[Finding], dict[str, Any]]:
+    """What does not fit; and the estimate, with the lines of its table, or why there is none."""
+    from trl_atropos.check.fit import estimate, findings
+
+    if plan is None:
+        return [], {"table": [NO_GPU]}
     try:
-        check_files(recipe)
-    except (AtroposTrainingError, RecipeError) as error:
-        yield from_message(error, stated)
-    finally:
-        if not was_there and os.path.isdir(folder) and not os.listdir(folder):
-            os.rmdir(folder)
+        found = estimate(recipe, plan)
+        told, table = findings(found), found.table()
+    except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
+        reason = " ".join(str(error).split())[:200]
+        if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
+            what, fix = (
+                "The adapter does not go with the model, and peft ends the run",
+                "Correct `lora_target_modules`",
+            )
+            seen = f"lora_target_modules: {recipe.model.lora_target_modules}"
+            wrong = [Finding(what, seen, f"{fix}, or set it to `all-linear`.", "adapter")]
+            return wrong, {"table": [f"Memory: no estimate ({reason})."]}
+        needs = "which needs the model's config and a model that runs by it"
+        return [], {"table": [f"Memory: no estimate, {needs} ({reason})."]}
+    parts = {one.name: one.items for one in (found.trainer, found.server) if one is not None}
+    return told, {"table": table, "bytes": parts, "total": found.total, "available": plan.total, "fits": found.fits}
 
 
 def _lines(report: Report, colours: bool) -> Iterator[str]:
@@ -170,10 +200,9 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
 
     for number, one in enumerate(report.findings, start=1):
         colour = RED if one.level == ERROR else YELLOW
-        yield f"{number}. {painted(one.level, colour)} [{one.name}]"
-        yield from _wrapped("", f"{one.what}.")
-        yield from _wrapped("seen  ", one.seen)
-        yield from _wrapped("fix   ", one.fix)
+        yield f"{number}. {painted(one.level, colour)} [{one.code}]"
+        for title, text in (("", f"{one.what.rstrip('.')}."), ("seen  ", one.seen), ("fix   ", one.fix)):
+            yield from _wrapped(title, text) if text else ()
         yield ""
     errors, rest = len(report.errors), len(report.findings) - len(report.errors)
     if errors:

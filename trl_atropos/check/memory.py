@@ -1,0 +1,363 @@
+"""How much memory trainer and server of a run will take at their peaks, by its recipe and its model's config alone."""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, PretrainedConfig
+from trl import get_peft_config
+
+from trl_atropos.check.activations import GRADIENTS, Setup, shadow_model, trace_backward, trace_forward
+from trl_atropos.check.launch import GIB, UTILIZATION, Plan
+from trl_atropos.flags import server_flags
+from trl_atropos.recipe import Recipe
+from trl_atropos.server.launch import vllm_arguments
+from trl_atropos.weights.probe import drops_soft_cap
+
+# vLLM's defaults for a server: (bytes of the device, tokens of a batch, sequences of a batch)
+# (vllm/engine/arg_utils.py, `get_batch_defaults`).
+BATCH_DEFAULTS = ((160 << 30, 16384, 1024), (70 << 30, 8192, 1024), (0, 2048, 256))
+CPU_BATCH = (2048, 128)
+PADDING = 64  # rows that a vocabulary is filled up to a multiple of (vllm `vocab_parallel_embedding.py`)
+# What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the libraries.
+TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}
+SERVER_RUNTIME = {"cuda": int(1.5 * GIB), "cpu": GIB}
+BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `overlap_comm` has two
+# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
+BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
+BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
+SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    What is estimated. `flags` are those of the server that the recipe starts, or of one started by hand with the same
+    flags, by their long names; `None` where recorded rollouts are replayed. `dtype` is the trainer's.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    config: PretrainedConfig
+    flags: dict[str, str] | None
+    dtype: torch.dtype
+    peft_config: Any
+
+    @property
+    def training(self):
+        return self.recipe.training
+
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
+        asked = self.recipe.model.attn_implementation or "sdpa"
+        eager = asked == "eager" or drops_soft_cap(self.config, asked)
+        options = {"attn_implementation": "eager"} if eager else {}
+        return {"trust_remote_code": self.training.trust_remote_code, **options}
+
+    def whole(self, flag: str, default: int) -> int:
+        """A flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. It chooses `auto` and -1 itself."""
+        text = (self.flags or {}).get(f"--{flag}", "auto")
+        units = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
+        if text in ("auto", "-1"):
+            return default
+        return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(float(text))
+
+    @property
+    def max_model_len(self) -> int:
+        return self.whole("max-model-len", self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.whole("tensor-parallel-size", 1)
+
+    @property
+    def parts(self) -> int:
+        """Among how many GPUs the server's weights are divided."""
+        return self.tensor_parallel * self.whole("pipeline-parallel-size", 1)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Where the size of the server's KV cache is given."""
+        return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
+
+    @property
+    def served_dtype(self) -> torch.dtype:
+        """`auto` is the checkpoint's, and 16-bit for float32 ones (vllm/config/model.py, `_resolve_auto_dtype`)."""
+        stated = self.flags.get("--dtype", "auto")
+        if stated == "auto":
+            own = self.config.get_text_config().dtype or self.config.dtype or torch.float32
+            return torch.bfloat16 if own == torch.float32 else own
+        return {"half": torch.float16, "float": torch.float32}.get(stated) or getattr(torch, stated)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence (`AtroposGRPOTrainer._max_sequence_length`)."""
+        return self.training.max_sequence_length or self.max_model_len
+
+    @property
+    def rows(self) -> int:
+        """Of the largest micro-batch."""
+        rows, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
+        return rows if tokens is None else max(1, min(rows, tokens // self.length))
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
+        return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
+
+
+def case_of(recipe: Recipe, plan: Plan) -> Case:
+    """Raises `OSError` or `ValueError` where the model's config cannot be had."""
+    training, model = recipe.training, recipe.model
+    config = AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
+    )
+    flags = None
+    if training.replay_paths is None:
+        cpu = plan.device == "cpu"
+        given = vllm_arguments(model.model_name_or_path, recipe.vllm_flags(), cpu=cpu, mode=training.vllm_mode)
+        flags = server_flags(given)
+        if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
+            flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
+    case = Case(recipe, plan, config, flags, torch.float32, get_peft_config(model))
+    return replace(case, dtype=_trained_dtype(case))
+
+
+def _trained_dtype(case: Case) -> torch.dtype:
+    """As `train.train` and TRL choose it; with `colocate` it is the server's, with DeepSpeed what it computes in."""
+    if case.plan.sharding.startswith("zero") and case.plan.mixed_precision is not None:
+        return case.plan.mixed_precision
+    if case.flags is not None and case.training.vllm_mode == "colocate":
+        return case.served_dtype
+    kwargs = case.training.model_init_kwargs or {}
+    stated = str(kwargs.get("dtype", case.recipe.model.dtype)).removeprefix("torch.")
+    return case.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
+
+
+@dataclass(frozen=True)
+class Process:
+    """
+    Attributes:
+        items: Bytes on the device at the peak, by name.
+        host: Bytes of host memory besides.
+        when: In which phase the peak is.
+    """
+
+    name: str
+    items: dict[str, int]
+    host: dict[str, int]
+    when: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+# ------------------------------------------------------------------------------------------------------- the trainer
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model that is trained, adapter included. Bytes, unless they say otherwise."""
+
+    weights: int
+    own: int  # of them, those that are not the base under an adapter
+    trained: list[torch.Tensor]  # without data
+    embeddings: set[int]  # `id`s of the trained ones that are embeddings
+    gathered: int  # whole at once where parameters are sharded
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Sizes":
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        blocks = [m for m in model.modules() if type(m).__name__ in (plain._no_split_modules or ())]
+        inside = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+        weights = sum(p.nbytes for p in parameters)
+        # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one block ahead.
+        gathered = min(weights, weights - sum(inside) + 2 * max(inside, default=0))
+        return cls(weights, sum(p.nbytes for p in trained), trained, embeddings, gathered)
+
+    @property
+    def number(self) -> int:
+        """Of the values that are trained."""
+        return sum(one.numel() for one in self.trained)
+
+
+def trainer_memory(case: Case, traces: dict) -> Process:
+    """`traces` keeps what was traced, because most changes to a recipe leave that as it is."""
+    args, plan = case.training, case.plan
+    half = case.dtype in (torch.bfloat16, torch.float16)
+    # As `AtroposGRPOTrainer._set_up_masters`; PEFT keeps adapters in float32.
+    exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
+    setup = _setup(case, exact)
+    key = (setup, repr(case.peft_config))
+    if key not in traces:
+        model, mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
+        traces[key] = (trace_backward(model, mode, setup), Sizes.of(model))
+    peak, sizes = traces[key]
+    constant, host = _state(case, sizes, exact)
+    gradients = sum(one.numel() * (4 if exact else one.itemsize) for one in sizes.trained)
+    if plan.sharding in ("zero2", "zero3", "fsdp"):
+        gradients //= plan.processes
+        peak = peak | {GRADIENTS: min(peak[GRADIENTS], gradients)}
+    step = {GRADIENTS: gradients}
+    if "optimizer state" not in host:
+        step["temporaries"] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // _shards(plan)
+    phases = {"forward and backward": constant | peak, "the optimizer's step": constant | step}
+    if plan.device == "cpu":  # which is the host
+        phases = {when: _joined(items, host) for when, items in phases.items()}
+        # The checkpoint is loaded before it is exchanged for the server's memory.
+        phases["loading"] = {"runtime": TRAINER_RUNTIME["cpu"], "weights": sizes.weights}
+        host = {}
+    when = max(phases, key=lambda name: sum(phases[name].values()))
+    return Process("trainer", {name: size for name, size in phases[when].items() if size}, host, when)
+
+
+def _setup(case: Case, exact: bool) -> Setup:
+    args, plan, text = case.training, case.plan, case.config.get_text_config()
+    autocast = plan.mixed_precision if plan.mixed_precision != case.dtype else None
+    # Not every config has them.
+    shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    return Setup(
+        rows=case.rows,
+        length=case.length,
+        autocast=autocast,
+        checkpointing=args.gradient_checkpointing,
+        exact_gradients=exact,
+        accumulates=args.gradient_accumulation_steps > 1 or case.rows < args.per_device_train_batch_size,
+        kernels=plan.device == "cuda",
+        # CUDA's kernels for float32 know no groups of heads, which transformers leaves to them where rows are as long
+        # as each other (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`).
+        plain_attention=plan.device == "cuda"
+        and (autocast or case.dtype) == torch.float32
+        and shared not in (None, heads),
+        distills=args.distillation_coef > 0,
+    )
+
+
+def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """What is there from step to step, on the device and in host memory."""
+    args, plan, adapts = case.training, case.plan, case.peft_config is not None
+    sharded = plan.sharding in ("zero3", "fsdp")
+    weights = sizes.weights // (plan.processes if sharded else 1)
+    items = {"runtime": TRAINER_RUNTIME[plan.device], "weights": weights}
+    if case.shares_weights:  # the base model's are the server's
+        items["weights"] = sizes.own if adapts else 0
+    host = {"weights": items.pop("weights")} if plan.offloads_weights else {}
+    if sharded:
+        items["gathered weights"] = sizes.gathered
+    if args.beta != 0 and not adapts:  # TRL loads the model once more
+        items["reference model"] = weights
+    if plan.processes > 1 and plan.sharding == "none":  # a copy of all (torch's `gradient_as_bucket_view` is off)
+        items["buckets of DDP"] = sizes.own
+    elif plan.processes > 1 and plan.sharding != "fsdp":
+        items["buckets of DeepSpeed"] = 2 * min(sizes.number, BUCKET) * case.dtype.itemsize
+    # DeepSpeed has its own for 16-bit parameters (ZeRO, arXiv:1910.02054, section 3.1).
+    masters = exact or (plan.sharding.startswith("zero") and case.dtype.itemsize == 2)
+    of_optimizer = {
+        "master weights": 4 * sizes.number // _shards(plan) if masters else 0,
+        "optimizer state": state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) // _shards(plan),
+    }
+    if (exact and args.offload_master_weights) or plan.offloads:
+        host |= of_optimizer
+        if plan.device == "cuda":
+            host["gradients for the step"] = 4 * sizes.number // _shards(plan)
+        return items, host
+    if "paged" in args.optim:  # the driver moves it to the host when the device is full
+        host["optimizer state"] = of_optimizer.pop("optimizer state")
+    return items | of_optimizer, host
+
+
+def _shards(plan: Plan) -> int:
+    """Among how many processes the optimizer's state is divided."""
+    return 1 if plan.sharding == "none" else plan.processes
+
+
+def _joined(items: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return {name: items.get(name, 0) + more.get(name, 0) for name in items | more}
+
+
+def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
+    """
+    Bytes of the optimizer's state; an `optim` that is not known counts as AdamW. With `masters`, it works on fp32
+    copies of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
+    """
+    buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
+    total = 0.0
+    for parameter in parameters:
+        if "adafactor" in optim:  # one value per row and one per column
+            total += 4 * sum(parameter.shape[-2:]) * math.prod(parameter.shape[:-2])
+        elif "8bit" in optim and parameter.numel() >= SMALLEST and id(parameter) not in embeddings:
+            total += buffers * parameter.numel() * (1 + 4 / BLOCK)
+        else:
+            # torch's are of the parameter's dtype, bitsandbytes' always 4 bytes.
+            wide = masters or "bit" in optim or "bnb" in optim
+            total += buffers * parameter.numel() * (4 if wide else parameter.itemsize)
+    return int(total)
+
+
+def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:
+    """
+    Bytes that a step allocates besides gradients and state. Fused and 8-bit kernels work in place. torch's plain AdamW
+    takes the root of the second moments: of all parameters at once on a GPU (`foreach`), of one after the other on the
+    CPU (torch/optim/adam.py).
+    """
+    sizes = [one.numel() * (4 if masters else one.itemsize) for one in parameters if optim == "adamw_torch"]
+    return sum(sizes) if device == "cuda" else 2 * max(sizes, default=0)
+
+
+# -------------------------------------------------------------------------------------------------------- the server
+
+
+def server_memory(case: Case, traces: dict) -> Process:
+    """
+    With `gpu_memory_utilization`, vLLM gives to its KV cache what is left of that share of the device; its total is
+    then known, and the items tell how it is divided.
+    """
+    plan, loras = case.plan, "--enable-lora" in case.flags
+    on_gpu = next((tokens, sequences) for size, tokens, sequences in BATCH_DEFAULTS if plan.total >= size)
+    tokens, sequences = on_gpu if plan.device == "cuda" else CPU_BATCH
+    tokens, sequences = case.whole("max-num-batched-tokens", tokens), case.whole("max-num-seqs", sequences)
+    rank = case.whole("max-lora-rank", 16)
+    key = ("server", case.served_dtype, tokens, case.max_model_len, rank)
+    if key not in traces:
+        model, mode = shadow_model(case.config, case.served_dtype, **case.model_settings)
+        head = model.get_output_embeddings()
+        ends = {id(one.weight): one.weight for one in (model.get_input_embeddings(), head)}
+        filled = sum(-weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values())
+        # Of every linear layer but the head (vllm/lora/layers/base_linear.py, `create_lora_weights`).
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        adapter = sum(m.in_features + m.out_features for m in linear) * rank * case.served_dtype.itemsize
+        weights = filled + sum(parameter.nbytes for parameter in model.parameters())
+        traces[key] = (weights, adapter, trace_forward(model, mode, tokens, case.max_model_len))
+    weights, adapter, activations = traces[key]
+    items = {
+        "runtime": SERVER_RUNTIME[plan.device],
+        "weights": weights // case.parts,
+        # Sampling makes float32 of the logits, and their log-probabilities (vllm/v1/sample/sampler.py).
+        "activations": activations // case.tensor_parallel
+        + 2 * 4 * sequences * case.config.get_text_config().vocab_size,
+        "places for adapters": loras * case.whole("max-loras", 1) * adapter // case.parts,
+    }
+    host = {"adapters": loras * case.whole("max-cpu-loras", 1) * adapter}
+    if plan.device == "cpu":
+        items["places for adapters"] += host.pop("adapters")
+    share = float(case.flags.get("--gpu-memory-utilization", UTILIZATION))
+    left = max(0, int(share * plan.total) - sum(items.values()))
+    items["KV cache"] = left if case.kv_cache_bytes is None else case.kv_cache_bytes
+    return Process("server", {name: size for name, size in items.items() if size}, host, "always")
+
+
+def smallest_cache(case: Case) -> int:
+    """Bytes of KV cache per device that one sequence of the greatest length takes, below which vLLM does not start."""
+    text = case.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # only some configs have it
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head * case.served_dtype.itemsize * case.max_model_len // case.parts

@@ -1,1 +1,0 @@
-"""How much memory a run will take, from its recipe and its model's config alone."""
