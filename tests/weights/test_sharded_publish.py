@@ -175,14 +175,6 @@ def servers_for(model: str, folder: Path, *flags: tuple[str, ...]) -> Iterator[l
         ]
 
 
-@pytest.fixture(scope="module")
-def pair(server_model, tmp_path_factory) -> Iterator[list[Server]]:
-    """A server for full weights and one for adapters. Both can share their memory."""
-    folder = tmp_path_factory.mktemp("pair")
-    with servers_for(server_model, folder, ("--vllm_mode", "server"), ("--vllm_mode", "nccl_lora")) as servers:
-        yield servers
-
-
 def run(
     kind: str, task: str, servers: list[Server], recording: str, folder: Path, pids: list[int] | None = None
 ) -> list[dict]:
@@ -190,6 +182,44 @@ def run(
     job = Job([one.url for one in servers], servers[0].token, servers[0].model, recording, str(folder), pids or [])
     launch(kind, 2, "tests.weights.test_sharded_publish", task, kind, json.dumps(asdict(job)), timeout=280)
     return [torch.load(folder / f"{kind}-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+# Before `pair` has started its two servers, for which there would be no memory beside these.
+def test_two_servers_in_16_bits_stay_equal_bit_for_bit(server_model, recording, tmp_path):
+    flags = ("--dtype", "bfloat16")
+    with servers_for(server_model, tmp_path, flags, flags) as servers:
+        first, second = run("ddp", "share memory", servers, recording, tmp_path)
+    assert first["version"] == second["version"] == STEPS
+    assert first["served"] == second["served"] == [STEPS]
+    assert first["optimizer"] == second["optimizer"] == "MasterOptimizer"
+    assert min(first["worst"], second["worst"]) > 0
+    for name, weight in first["weights"].items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, second["weights"][name]), name
+        if weight.dim() > 1:  # the others are 1, where 16 bits are coarse
+            assert not torch.equal(weight, first["before"][name]), name
+
+
+@pytest.mark.parametrize("kind", ["zero3"])
+def test_a_server_that_dies_during_a_transfer_ends_all_processes_with_one_error(
+    kind, server_model, recording, tmp_path
+):
+    with servers_for(server_model, tmp_path, ("--vllm_mode", "server")) as servers:
+        guard = servers[0].services._services["vllm"].guard
+        pids = [process.pid for process in psutil.Process(guard.pid).children(recursive=True)]
+        told = run(kind, "lose the server", servers, recording, tmp_path, pids)
+    assert told[0]["error"] == told[1]["error"]
+    assert re.match(rf"ServerError: .*{servers[0].url}.*(broke off|cannot be reached|died)", told[0]["error"])
+    assert [rank["version"] for rank in told] == [1, 1]
+    assert max(rank["ended"] for rank in told) - told[0]["killed"] < 20  # seconds; a publish may take 60
+
+
+@pytest.fixture(scope="module")
+def pair(server_model, tmp_path_factory) -> Iterator[list[Server]]:
+    """A server for full weights and one for adapters. Both can share their memory."""
+    folder = tmp_path_factory.mktemp("pair")
+    with servers_for(server_model, folder, ("--vllm_mode", "server"), ("--vllm_mode", "nccl_lora")) as servers:
+        yield servers
 
 
 # ZeRO 2 leaves parameters whole, as DDP does; what is gathered of it is in `test_gather.py`.
@@ -235,32 +265,3 @@ def give_back_the_weights(servers: list[Server], recording: str, folder: Path) -
     job = Job([one.url for one in servers], servers[0].token, servers[0].model, recording, str(folder), [])
     publisher = ServerPublisher(transfer_of("server", Servers(job.urls, 60, job.token), "auto", job.folder))
     train_on(publisher, job, mode="server", learning_rate=0.0).train()
-
-
-def test_two_servers_in_16_bits_stay_equal_bit_for_bit(server_model, recording, tmp_path):
-    flags = ("--dtype", "bfloat16")
-    with servers_for(server_model, tmp_path, flags, flags) as servers:
-        first, second = run("ddp", "share memory", servers, recording, tmp_path)
-    assert first["version"] == second["version"] == STEPS
-    assert first["served"] == second["served"] == [STEPS]
-    assert first["optimizer"] == second["optimizer"] == "MasterOptimizer"
-    assert min(first["worst"], second["worst"]) > 0
-    for name, weight in first["weights"].items():
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, second["weights"][name]), name
-        if weight.dim() > 1:  # the others are 1, where 16 bits are coarse
-            assert not torch.equal(weight, first["before"][name]), name
-
-
-@pytest.mark.parametrize("kind", ["zero3"])
-def test_a_server_that_dies_during_a_transfer_ends_all_processes_with_one_error(
-    kind, server_model, recording, tmp_path
-):
-    with servers_for(server_model, tmp_path, ("--vllm_mode", "server")) as servers:
-        guard = servers[0].services._services["vllm"].guard
-        pids = [process.pid for process in psutil.Process(guard.pid).children(recursive=True)]
-        told = run(kind, "lose the server", servers, recording, tmp_path, pids)
-    assert told[0]["error"] == told[1]["error"]
-    assert re.match(rf"ServerError: .*{servers[0].url}.*(broke off|cannot be reached|died)", told[0]["error"])
-    assert [rank["version"] for rank in told] == [1, 1]
-    assert max(rank["ended"] for rank in told) - told[0]["killed"] < 20  # seconds; a publish may take 60
