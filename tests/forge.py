@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN = 180.0  # seconds
 PROGRAM = """
 import json, os, runpy, select, sys, traceback
-import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
+from trl_atropos.train import without_vllm
+with without_vllm():
+    import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
 
 def say(**what):
     os.write(1, json.dumps(what).encode() + b"\\n")

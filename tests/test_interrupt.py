@@ -37,8 +37,7 @@ STAGES = {
 }
 WAYS = ["Ctrl-C", "SIGINT to the launcher", "SIGTERM to the launcher", "kill the launcher", "kill the trainer"]
 COVERING = {
-    ("starting the server", "Ctrl-C"),
-    ("waiting for rollouts", "SIGINT to the launcher"),
+    ("starting the server", "Ctrl-C"),  # which is SIGINT to the launcher, and to all others
     ("training", "kill the launcher"),
     ("inside a pause", "kill the trainer"),
     ("saving", "SIGTERM to the launcher"),

@@ -395,7 +395,7 @@ OVERLAID = {
 NOT_RUN = "recipes/own_environment/colocate.yaml"
 # In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the environment of the others.
 SEEN_ELSEWHERE = (
-    *("recipes/gsm8k/colocate_8gpu.yaml", "recipes/gsm8k/lora.yaml", "recipes/gsm8k/restart.yaml"),
+    *(f"recipes/gsm8k/{name}.yaml" for name in ("colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")),
     "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
 )
 

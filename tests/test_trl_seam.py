@@ -2,8 +2,12 @@
 `grpo_trainer.py`, adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py` tells whether it still fits.
 """
 
+import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections import defaultdict, deque
 from importlib.metadata import version
 
@@ -55,6 +59,24 @@ def theirs(tiny_model, tmp_path) -> GRPOTrainer:
 
 def test_the_installed_trl_is_the_one_this_is_written_for():
     assert re.fullmatch(r"1\.16\.\d+", version("trl"))
+
+
+def test_a_rank_imports_no_vllm_and_can_do_so_later():
+    program = """
+import importlib.util, os, sys
+from trl_atropos.train import without_vllm
+with without_vllm():
+    import trl_atropos.recipe, trl_atropos.trainer
+    import trl.generation.vllm_generation
+print([name for name in sys.modules if name.split(".")[0] == "vllm"], "VLLM_LOGGING_LEVEL" in os.environ)
+print(importlib.util.find_spec("vllm") is not None)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert told.stdout.splitlines() == ["[] False", str(importlib.util.find_spec("vllm") is not None)]
+    assert "TRL currently supports" not in told.stderr
 
 
 def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
