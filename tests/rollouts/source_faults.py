@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import trl.trainer.utils  # noqa: F401 - a source imports it with its first batch
 import uvicorn
 from atroposlib.api.server import app
 
