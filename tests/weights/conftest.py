@@ -59,7 +59,7 @@ def _drop_caches(client: ServerClient) -> None:
     client.release_lease()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the last one would run to the end of the session
 def live(request, server_model, recording, tmp_path_factory) -> Iterator[Live]:
     """A server of the mode that the test is parametrised with: started once for all tests of that mode."""
     mode = MODES[request.param]
