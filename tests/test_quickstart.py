@@ -93,7 +93,7 @@ def test_an_environment_of_somebody_else_works_by_its_urls(tmp_path):
     files = (tmp_path / "run" / "rollouts").glob("*.arrow")
     rollouts = [rollout for path in files for rollout in read_rollouts(path)]
     assert set(Counter(rollout.group for rollout in rollouts).values()) == {4, 8}
-    turns = {re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask)) for one in rollouts}
+    turns = {re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask.tolist())) for one in rollouts}
     assert turns == {"T.T"}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 24
