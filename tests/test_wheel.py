@@ -21,10 +21,15 @@ FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
 
 
-def succeed(*command: str | Path, cwd: Path, timeout: float) -> str:
-    """Runs a command in a folder with nothing of the checkout on its path. Returns what it printed."""
+def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:
+    """Runs a command in a folder with nothing of the checkout on its path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def succeed(*command: str | Path, cwd: Path, timeout: float) -> str:
+    """As `run`; returns what it printed."""
+    done = run(*command, cwd=cwd, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
@@ -94,7 +99,7 @@ def test_the_command_says_what_there_is_to_do(installed, tmp_path):
 
 
 def test_benchmarks_need_a_checkout(installed, tmp_path):
-    done = subprocess.run([installed / "trl-atropos", "bench", "step"], cwd=tmp_path, capture_output=True, text=True)
+    done = run(installed / "trl-atropos", "bench", "step", cwd=tmp_path, timeout=240)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
 
