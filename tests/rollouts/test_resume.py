@@ -15,7 +15,7 @@ from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import pull
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
 WAIT = 30.0  # seconds, for what is already on its way
@@ -34,7 +34,7 @@ class Clock:
 class Scores:
     """Says that a row was sampled by the version that its score is."""
 
-    def tag(self, rows: list[Row]) -> None:
+    def tag(self, rows: list[Rollout]) -> None:
         for row in rows:
             row.policy_version = row.newest_version = int(row.score) if row.score >= 0 else None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.intake import Intake, SingleRowGroups
-from trl_atropos.rollouts.row import Rollout
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RunInfo
 from trl_atropos.rollouts.spool import read_rollouts
 from trl_atropos.rollouts.wire import read_group
