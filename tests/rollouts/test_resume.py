@@ -501,7 +501,7 @@ def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wai
         before = time.monotonic()
         source.close()
         assert time.monotonic() - before < 10  # a reply may take 300
-        assert not source._feed.is_alive()
+        assert not source._feed.thread.is_alive()
         released.set()
         answering.join(WAIT)
 

@@ -37,7 +37,7 @@ class ReplyLost(RolloutError):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """The body of `POST /register`; the API demands every field."""
+    """The body of `POST /register`."""
 
     wandb_group: str
     wandb_project: str
@@ -50,23 +50,19 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct):
-    """What the API knows of its trainer; -1 and -1 before the first registration."""
+    """Of the registered trainer; -1 and -1 before the first registration."""
 
     batch_size: int
     max_token_len: int
 
 
 class Status(msgspec.Struct):
-    """`current_step` counts assembled batches, `queue_size` counts groups that are not yet in a batch."""
-
-    current_step: int
-    queue_size: int
+    current_step: int  # counts assembled batches
+    queue_size: int  # groups that are not yet in a batch
 
 
 class TrainerInfo(msgspec.Struct):
-    """The name under which the trainer registered; None before that, or if its registration was ignored."""
-
-    group: str | None
+    group: str | None  # `wandb_group` of the registration that the API holds
 
 
 class EnvironmentStatus(msgspec.Struct):
@@ -88,12 +84,9 @@ class LatestExample(msgspec.Struct):
 class AtroposClient:
     """
     Args:
-        url: root of the API, such as `http://127.0.0.1:8000`.
+        url: root of the API, such as `http://127.0.0.1:8000`. Anything but an http(s) URL raises `RolloutError`.
         request_timeout: seconds for every request but `batch`.
         batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses its batch.
-
-    Raises:
-        RolloutError: `url` is not an http(s) URL.
     """
 
     def __init__(self, url: str, request_timeout: float, batch_timeout: float):
@@ -208,12 +201,7 @@ class AtroposClient:
 
 
 def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
-    """
-    What follows the word "environment" in a message: its name, or else its number at the API.
-
-    Args:
-        names: of the environments that the run started, by number.
-    """
+    """What follows the word "environment" in a message: its name in `names`, or else its number at the API."""
     return names.get(env_id) or ("without a number" if env_id is None else str(env_id))
 
 
@@ -240,21 +228,16 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
 
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
     """
-    Registers, and verifies that the API holds this run's batch size and length.
-
-    An environment that delivers before any trainer registered makes the API ignore every registration. What is queued
-    there can never be handed out, so the API is then reset.
-
-    Args:
-        reset: first discard what the API holds, queued rollouts and registered environments too.
-
-    Returns:
-        The state of the API. It keeps the queue of an earlier trainer with the same batch size and length.
+    Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
+    holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length.
 
     Raises:
+        ApiUnreachable, ReplyLost: the API does not answer; call again.
         RolloutError: the API holds another registration, or does not take one.
     """
-    for _ in range(1 + HEAL_TRIES):  # an environment may deliver again between a reset and the registration
+    # An environment that delivers before any trainer registered makes the API ignore every registration. What is
+    # queued there can never be handed out. It may deliver again between a reset and the registration.
+    for _ in range(1 + HEAL_TRIES):
         if reset:
             client.reset()
         client.register(registration)

@@ -33,10 +33,8 @@ REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
 
 class Intake:
     """
-    Turns groups into rollouts with the run's settings, which `rollouts_of` explains. One thread may admit groups while
-    another asks for the metrics.
-
-    `next_group` is the number of the next group. `names` returns the names of environments by number.
+    Turns groups into rollouts with the run's settings, see `rollouts_of`. One thread may admit groups while another
+    asks for the metrics. `next_group` is the number of the next group. `names` returns those of environments.
     """
 
     def __init__(

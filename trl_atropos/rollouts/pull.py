@@ -1,7 +1,5 @@
 """Pulls batches from a live Atropos API, finds the place of each in the order of the run, and says why none come.
 
-`AtroposSource` has a `BatchPuller`, whose `Diagnosis` tells why no batch comes.
-
 The API cuts its whole queue into batches at once (a *region*), raises its step by their number, and hands them out
 newest first; it assembles new ones only when it holds none. It delivers each batch at most once and forgets it before
 it answers, so `GET /batch` is repeated only if it surely never left this machine. A batch that the API handed out and
@@ -45,45 +43,27 @@ Arrival = tuple[Part, Batch | None]
 """A batch and its place in the run, or, without a batch, rollouts that are known to be lost."""
 
 
+@dataclass(eq=False)
 class BatchPuller:
-    """
-    Args:
-        registration: to join with. Its `wandb_group` gets a suffix that distinguishes the registrations of this run.
-        spool: knows the registrations of this run's earlier life, and how far they had been delivered.
-        begin: index of the first rollout, where the spool holds none.
-        poll_interval: seconds between two pulls while the API has no batch.
-        api_down_timeout: seconds that the API may fail before `pull` raises.
-        names: returns the names of environments by their numbers at the API.
-        explain: adds to the reason for a silence what else is known about it.
+    """Pulls batches. `pause` is how many seconds to wait before the next pull."""
 
-    `pause` is how many seconds to wait before the next pull.
-    """
+    client: AtroposClient
+    registration: Registration  # its `wandb_group` gets a suffix that distinguishes this run's registrations
+    spool: Spool  # knows the registrations of this run's earlier life, and how far they had been delivered
+    begin: int  # index of the first rollout, where the spool holds none
+    poll_interval: float  # seconds between two pulls while the API has no batch
+    api_down_timeout: float  # seconds that the API may fail before `pull` raises
+    names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
+    explain: Callable[[str], str]  # adds to the reason for a silence what else is known about it
 
-    def __init__(
-        self,
-        client: AtroposClient,
-        registration: Registration,
-        spool: Spool,
-        *,
-        begin: int,
-        poll_interval: float,
-        api_down_timeout: float,
-        names: Callable[[], Mapping[int, str]],
-        explain: Callable[[str], str],
-    ):
+    def __post_init__(self):
         self.pause = 0.0
         self.api_restarts = 0
-        self._client = client
-        self._registration = registration
-        self._spool = spool
-        self._poll_interval = poll_interval
-        self._api_down_timeout = api_down_timeout
-        self._explain = explain
         # The region that is being delivered; its step is the API's when it was last asked.
-        self._region = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
-        if not self._region.left and self._region.end < begin:  # files of the spool were deleted
-            self._region = replace(self._region, base=begin, batches=0)
-        self._diagnosis = Diagnosis(client, registration, names)
+        self._region = self.spool.last_region() or Region("", 0, 0, self.registration.batch_size, 0, 0)
+        if not self._region.left and self._region.end < self.begin:  # files of the spool were deleted
+            self._region = replace(self._region, base=self.begin, batches=0)
+        self._diagnosis = Diagnosis(self.client, self.registration, self.names)
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
         self._unsure = False  # whether the API may have been restarted, or its step may have risen
@@ -99,30 +79,21 @@ class BatchPuller:
         """Below this index, nothing more will come."""
         return self._region.base if self._region.left else self._region.end
 
-    # --------------------------------------------------------------------------------------------------------- joining
-
     def join(self, *, reset: bool = False) -> list[Arrival]:
         """
         Becomes the API's trainer, or finds that this run is it already. Asks for no batch: environments are let in by
-        the first `GET /batch`.
-
-        Returns:
-            What is known to be lost with an earlier API.
-
-        Raises:
-            ApiUnreachable, ReplyLost: the API does not answer; call again.
-            RolloutError: see `api.join`.
+        the first `GET /batch`. Returns what is known to be lost with an earlier API. Raises as `api.join` does.
         """
-        ours, name = self._spool.registrations, self._client.trainer()
+        ours, name = self.spool.registrations, self.client.trainer()
         anew = reset or name not in ours
         # Environments go on from the API's step, which counts batches, including those of this run's earlier APIs.
-        step = max(self._registration.starting_step, -(-self._region.end // self._registration.batch_size))
+        step = max(self.registration.starting_step, -(-self._region.end // self.registration.batch_size))
         if anew:
-            name = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
-            self._spool.note_registration(name, step)
-        asked = msgspec.structs.replace(self._registration, wandb_group=name, starting_step=step)
-        status = join(self._client, asked, reset=reset)
-        held = self._client.trainer() or ""
+            name = f"{self.registration.wandb_group}-{uuid.uuid4().hex[:8]}"
+            self.spool.note_registration(name, step)
+        asked = msgspec.structs.replace(self.registration, wandb_group=name, starting_step=step)
+        status = join(self.client, asked, reset=reset)
+        held = self.client.trainer() or ""
         before = self._region
         self._unsure = self._losses = not anew  # the API may have handed out a batch that the spool does not have
         # A program that always registers under one name may have registered at a new API, whose step is lower.
@@ -132,14 +103,14 @@ class BatchPuller:
             logger.info(
                 "Continuing on the Atropos API at %s, where %s had registered before: %d groups queued, %d batches "
                 "assembled. If that run is not over, the two take rollouts from each other.",
-                self._client.url,
+                self.client.url,
                 held,
                 status.queue_size,
                 status.current_step,
             )
-            self._spool.note_registration(held, status.current_step)
+            self.spool.note_registration(held, status.current_step)
         lost = self._settle(with_api=True)
-        self._region = self._next_region(held, self._spool.registrations[held], 0)
+        self._region = self._next_region(held, self.spool.registrations[held], 0)
         return lost
 
     def _rejoin(self) -> list[Arrival]:
@@ -147,22 +118,18 @@ class BatchPuller:
         try:
             lost = self.join()
         except (ApiUnreachable, ReplyLost) as error:
-            self._unsure = True
-            self._note_failure(error)
-            return []
+            return self._note_failure(error)
         logger.warning(
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
             "there are lost. Environments do not register again by themselves: restart them.",
-            self._client.url,
+            self.client.url,
         )
         self.api_restarts += 1
         self._diagnosis.note_restart()
-        self.pause = self._poll_interval
+        self.pause = self.poll_interval
         self._failing_since = None
         self._quiet_since = time.monotonic()
         return lost
-
-    # --------------------------------------------------------------------------------------------------------- pulling
 
     def pull(self) -> list[Arrival]:
         """
@@ -177,19 +144,17 @@ class BatchPuller:
             if self._unsure:
                 return self._look()
             self._open_since = time.monotonic()
-            reply = self._client.batch()
+            reply = self.client.batch()
         except (ApiUnreachable, ReplyLost) as error:
-            self._unsure = True
             self._losses |= isinstance(error, ReplyLost)
-            self._note_failure(error)
-            return []
+            return self._note_failure(error)
         finally:
             self._open_since = None
         if reply.status == "error":
             return self._rejoin()
         self._failing_since = None
         if not reply.batch:
-            self.pause = self._poll_interval
+            self.pause = self.poll_interval
             lost = self._settle()
             self._losses = False
             return lost + self._look_if_quiet()
@@ -225,9 +190,9 @@ class BatchPuller:
 
     def _rise(self) -> int:
         """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
-        if self._unsure and self._client.trainer() != self._region.registration:
+        if self._unsure and self.client.trainer() != self._region.registration:
             return -1
-        return max(-1, self._client.status().current_step - self._region.step)
+        return max(-1, self.client.status().current_step - self._region.step)
 
     def give_back(self) -> list[Arrival]:
         """Places the held batch, if any, without asking the API."""
@@ -267,15 +232,13 @@ class BatchPuller:
                 "API gives each batch out once. Stop the other trainer, or give it an API of its own (`atropos_url`). "
                 "Later losses are only counted (`rollouts/dropped_lost_in_delivery`).",
                 size,
-                self._client.url,
+                self.client.url,
             )
         return [(Part(self._region.base, size, self._region, {LOST_IN_DELIVERY: size}), None)]
 
     def _next_region(self, registration: str, step: int, batches: int) -> Region:
         """Its batch size is this run's; what the run resumes from may have had another."""
-        return Region(registration, step, self._region.end, self._registration.batch_size, batches, batches)
-
-    # --------------------------------------------------------------------------------------------------------- failing
+        return Region(registration, step, self._region.end, self.registration.batch_size, batches, batches)
 
     def warn_if_hung(self) -> None:
         """Called while somebody waits for rollouts: warns once a minute of a request that is not answered."""
@@ -284,29 +247,29 @@ class BatchPuller:
             return
         self._hang_warned = now
         logger.warning(
-            "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs, or "
-            "its machine does. This run waits up to %g s for the answer, because the batch is lost without it. If it "
-            "does not come back, restart the API and the environments.",
-            self._client.url,
+            "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs. "
+            "This run waits up to %g s, because the batch is lost without the answer. Then restart the API and the "
+            "environments.",
+            self.client.url,
             now - since,
-            self._client.batch_timeout,
+            self.client.batch_timeout,
         )
 
-    def _note_failure(self, error: RolloutError) -> None:
-        now = time.monotonic()
+    def _note_failure(self, error: RolloutError) -> list[Arrival]:
+        self._unsure, now = True, time.monotonic()
         if self._failing_since is None:
             self.pause = 0.0 if isinstance(error, ReplyLost) else RETRY_PAUSE
-            self._failing_since = now
-            limit = self._api_down_timeout
+            self._failing_since, limit = now, self.api_down_timeout
             logger.warning("The Atropos API gave no usable answer; trying for another %g s. %s", limit, error)
-            return
-        self.pause = RETRY_PAUSE
-        if now - self._failing_since > self._api_down_timeout:
+            return []
+        self.pause, seconds = RETRY_PAUSE, now - self._failing_since
+        if seconds > self.api_down_timeout:
             raise RolloutError(
-                f"The Atropos API at {self._client.url} has given no usable answer for "
-                f"{now - self._failing_since:.0f} s. Start it again (`python -m atroposlib.cli.run_api`), then the "
-                f"environments, and resume from the last checkpoint. Last try: {error}"
+                f"The Atropos API at {self.client.url} has given no usable answer for {seconds:.0f} s. Start it again "
+                "(`python -m atroposlib.cli.run_api`), then the environments, and resume from the last checkpoint. "
+                f"Last try: {error}"
             ) from error
+        return []
 
     def _look_if_quiet(self) -> list[Arrival]:
         """After every minute without a batch, the log says what may be wrong."""
@@ -314,11 +277,11 @@ class BatchPuller:
             return []
         self._quiet_since = time.monotonic()
         try:
-            if self._client.info().batch_size == UNREGISTERED:
+            if self.client.info().batch_size == UNREGISTERED:
                 return self._rejoin()
         except (ApiUnreachable, ReplyLost):
             return []  # the next pull finds out what is wrong
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, self._explain(self.why_quiet()))
+        logger.warning("No batch for %g s. %s", QUIET_WARNING, self.explain(self.why_quiet()))
         return []
 
 
@@ -335,23 +298,18 @@ class Deliveries:
     longest: int = 0  # tokens of the longest rollout of its latest batch
 
 
+@dataclass(eq=False)
 class Diagnosis:
     """
     Why no batch comes, from what the API tells and what has come so far. The API has no heartbeat and tells neither
     the names nor the group sizes of environments, so a message also says what cannot be known from here.
-
-    Args:
-        registration: this trainer's, for the batch size and the length limit.
-        names: returns the names of environments by their numbers at the API.
     """
 
-    def __init__(self, client: AtroposClient, registration: Registration, names: Callable[[], Mapping[int, str]]):
-        self._client = client
-        self._names = names
-        self._batch_size = registration.batch_size
-        self._max_token_len = registration.max_token_len
-        self._deliveries: dict[int, Deliveries] = {}
-        self._restarted: float | None = None
+    client: AtroposClient
+    registration: Registration  # this trainer's, for the batch size and the length limit
+    names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
+    deliveries: dict[int, Deliveries] = field(default_factory=dict)  # by environment
+    restarted: float | None = None
 
     def note(self, batch: Batch) -> None:
         """A batch came: remembers which environment sent what."""
@@ -360,28 +318,28 @@ class Diagnosis:
             if group.env_id is None:
                 continue
             lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
-            seen = self._deliveries.setdefault(group.env_id, Deliveries())
+            seen = self.deliveries.setdefault(group.env_id, Deliveries())
             seen.groups, seen.last = seen.groups + 1, time.monotonic()
             seen.sizes |= {len(lengths) or group.size} - {0}
             longest[group.env_id] = max([longest.get(group.env_id, 0), *lengths])
         for env_id, length in longest.items():
-            self._deliveries[env_id].longest = length
+            self.deliveries[env_id].longest = length
 
     def note_restart(self) -> None:
         """The API was restarted or reset: it numbers its environments anew."""
-        self._deliveries.clear()
-        self._restarted = time.monotonic()
+        self.deliveries.clear()
+        self.restarted = time.monotonic()
 
     def why_quiet(self) -> str:
         """Why no batch comes, as far as the API tells, and what to do about it."""
-        api = f"The Atropos API at {self._client.url}"
+        api = f"The Atropos API at {self.client.url}"
         try:
-            if self._client.info().batch_size == UNREGISTERED:
+            if self.client.info().batch_size == UNREGISTERED:
                 return (
                     f"{api} was restarted or reset and holds no trainer. This run registers again by itself; what was "
                     "queued there is lost, and environments that were registered end and must be started again."
                 )
-            status, environments = self._client.status(), self._client.environments()
+            status, environments = self.client.status(), self.client.environments()
             if status.queue_size:
                 return self._why_no_batch(status, environments)
         except (ApiUnreachable, ReplyLost) as error:
@@ -390,9 +348,9 @@ class Diagnosis:
 
     def _why_no_batch(self, status: Status, environments: list[EnvironmentStatus]) -> str:
         """Groups are queued."""
-        batch, queued = self._batch_size, status.queue_size
+        batch, queued = self.registration.batch_size, status.queue_size
         largest = environments[0].max_group_size if environments else 0
-        holds = f"The Atropos API at {self._client.url} holds {queued} groups"
+        holds = f"The Atropos API at {self.client.url} holds {queued} groups"
         holds += f" of at most {largest} rollouts" if largest else ""
         reserved = 1 - environments[0].unallocated_fraction if environments else 0
         idle = [env_id for env_id, state in enumerate(environments) if state.self_queue_size == 0]
@@ -401,7 +359,7 @@ class Diagnosis:
                 f"{holds}, but {reserved:.0%} of every batch is reserved by `min_batch_allocation`, and "
                 f"{self._named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while an environment that "
                 f"reserves has nothing, no batch is assembled. {self._last_heard(idle)} Start it again, or take its "
-                f"reservation away: {disconnect_command(self._client.url, idle)}."
+                f"reservation away: {disconnect_command(self.client.url, idle)}."
             )
         sizes = self._known_sizes()
         one_size = set().union(*sizes.values()) <= {largest}
@@ -424,25 +382,25 @@ class Diagnosis:
 
     def _known_sizes(self) -> dict[int, set[int]]:
         """The group sizes of each environment: of what came, and of the latest group that was queued."""
-        sizes = {env_id: set(seen.sizes) for env_id, seen in self._deliveries.items()}
-        latest = self._client.latest_example()
+        sizes = {env_id: set(seen.sizes) for env_id, seen in self.deliveries.items()}
+        latest = self.client.latest_example()
         if latest is not None and latest.env_id is not None:
             sizes.setdefault(latest.env_id, set()).add(len(latest.tokens))
         return sizes
 
     def _why_nobody(self) -> str:
         since = ""
-        if self._restarted is not None:
-            since = f" since it was restarted {time.monotonic() - self._restarted:.0f} s ago"
+        if self.restarted is not None:
+            since = f" since it was restarted {time.monotonic() - self.restarted:.0f} s ago"
         return (
-            f"No environment has registered with the Atropos API at {self._client.url}{since}. Start one with "
-            f"`--env.rollout_server_url {self._client.url}`, or name it under `environments` in the recipe; if one "
+            f"No environment has registered with the Atropos API at {self.client.url}{since}. Start one with "
+            f"`--env.rollout_server_url {self.client.url}`, or name it under `environments` in the recipe; if one "
             "runs, its log says what it waits for. (Environments do not register again by themselves.)"
         )
 
     def _why_nothing_queued(self, count: int) -> str:
-        limit, growing = self._max_token_len, ""
-        near = {env_id: seen.longest for env_id, seen in self._deliveries.items() if seen.longest >= NEARLY * limit}
+        limit, growing = self.registration.max_token_len, ""
+        near = {env_id: seen.longest for env_id, seen in self.deliveries.items() if seen.longest >= NEARLY * limit}
         if near:
             growing = (
                 f" The rollouts of {self._named(near)} had grown to {max(near.values())} tokens, close to the limit: "
@@ -450,7 +408,7 @@ class Diagnosis:
             )
         has = "an environment" if count == 1 else f"{count} environments"
         return (
-            f"The Atropos API at {self._client.url} has {has}, but its queue is empty: nothing that was sampled is "
+            f"The Atropos API at {self.client.url} has {has}, but its queue is empty: nothing that was sampled is "
             f"delivered. {self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one "
             "that delivers nothing. Look at the environment's log: it may have ended, may not reach the inference "
             "server, may send groups of another size than its `group_size` (the API holds those back), or may drop "
@@ -460,14 +418,14 @@ class Diagnosis:
         )
 
     def _named(self, env_ids: Iterable[int]) -> str:
-        labels = [label_of(env_id, self._names()) for env_id in sorted(env_ids)]
+        labels = [label_of(env_id, self.names()) for env_id in sorted(env_ids)]
         return f"environment{'s' if len(labels) > 1 else ''} {_list(labels)}"
 
     def _last_heard(self, env_ids: Iterable[int]) -> str:
         """What each environment has delivered to this run, and how long ago."""
         known = []
         for env_id in env_ids:
-            delivered, seen = "nothing to this run", self._deliveries.get(env_id)
+            delivered, seen = "nothing to this run", self.deliveries.get(env_id)
             if seen is not None:
                 ago = f"{time.monotonic() - seen.last:.0f} s ago"
                 delivered = f"{seen.groups} groups of {_list(sorted(seen.sizes))}, the last {ago}"
@@ -476,7 +434,7 @@ class Diagnosis:
 
 
 def _list(entries: Iterable) -> str:
-    *before, last = map(str, entries)
+    *before, last = map(str, entries) if entries else ["unknown size"]
     return f"{', '.join(before)} and {last}" if before else last
 
 

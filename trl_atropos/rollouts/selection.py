@@ -51,6 +51,7 @@ class Books:
         return cls(books["trained"], Counter(books["dropped"]), books["lost_with_api"])
 
 
+@dataclass(eq=False)
 class Shares:
     """
     Keeps what is trained in the proportion of the environments' weights, which the Atropos API does not do.
@@ -59,15 +60,12 @@ class Shares:
     server at once. With short rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver
     alike. So rollouts of an environment that is ahead of its share are dropped. To waste fewer, have such environments
     sample less (`--env.max_num_workers`).
-
-    Args:
-        client: asks for the weights, in the thread that pulls.
-        slack: rollouts by which an environment may be ahead, for those that deliver in bursts.
     """
 
-    def __init__(self, client: AtroposClient, slack: int):
-        self._client = client
-        self._slack = slack
+    client: AtroposClient
+    slack: int  # rollouts by which an environment may be ahead, for those that deliver in bursts
+
+    def __post_init__(self):
         self._last_seen: dict[int, float] = {}
         self._asked = 0.0
         self._weights: dict[int, float] = {}  # replaced as a whole, because another thread reads it
@@ -83,7 +81,7 @@ class Shares:
         if set(active) == set(self._weights) and now - self._asked < REFRESH:
             return
         try:
-            states = {env_id: self._client.environment(env_id) for env_id in active}
+            states = {env_id: self.client.environment(env_id) for env_id in active}
         except (ApiUnreachable, ReplyLost):
             return  # the next pull finds out what is wrong
         self._asked = now
@@ -99,7 +97,7 @@ class Shares:
             self._taken.clear()
         if rollout.group != self._group[0]:
             ahead = self._taken[env_id] - self._taken.total() * weights[env_id] / sum(weights.values())
-            self._group = (rollout.group, ahead < self._slack)
+            self._group = (rollout.group, ahead < self.slack)
         if self._group[1]:
             self._taken[env_id] += 1
         return self._group[1]
@@ -114,44 +112,23 @@ class Loaded:
     booked: bool = False  # whether the books have what the file counts as dropped or lost
 
 
-class Feed(threading.Thread):
-    """
-    Args:
-        puller: joined to its API.
-        keep: puts an arrival into the spool.
-        reason_to_drop: returns why a rollout is not to be trained, or None.
-        policy_version: returns the version at which a rollout taken now is trained.
-        path: of this run, see `rollout.staleness`.
-        books: of what comes before `cursor`, the index of the first rollout that has not been handed out.
-        ahead: rollouts to have ready while nobody waits for any.
+@dataclass(eq=False)
+class Feed:
+    """The thread is started by the first `take`. `state` is for checkpoints: of the moment after the last `take`."""
 
-    `state` is for checkpoints: of the moment after the latest `take`.
-    """
+    puller: BatchPuller  # joined to its API
+    spool: Spool
+    keep: Callable[[Arrival], None]  # puts an arrival into the spool
+    reason_to_drop: Callable[[Rollout], str | None]  # why a rollout is not to be trained
+    policy_version: Callable[[], int]  # at which a rollout taken now is trained
+    path: list[list]  # of this run, see `rollout.staleness`
+    books: Books  # of what comes before `cursor`
+    cursor: int  # index of the first rollout that has not been handed out
+    ahead: int  # rollouts to have ready while nobody waits for any
 
-    def __init__(
-        self,
-        puller: BatchPuller,
-        spool: Spool,
-        *,
-        keep: Callable[[Arrival], None],
-        reason_to_drop: Callable[[Rollout], str | None],
-        policy_version: Callable[[], int],
-        path: list[list],
-        books: Books,
-        cursor: int,
-        ahead: int,
-    ):
-        super().__init__(name="rollouts", daemon=True)
-        self._puller = puller
-        self._spool = spool
-        self._keep = keep
-        self._reason_to_drop = reason_to_drop
-        self._policy_version = policy_version
-        self._path = path
-        self._books = books
-        self._cursor = cursor
-        self._ahead = ahead
-        self._position = cursor  # index of the first rollout that is not loaded
+    def __post_init__(self):
+        self.thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._position = self.cursor  # index of the first rollout that is not loaded
         self._changed = threading.Condition()  # held to use the queue and the two counts below it
         self._queue: deque[Loaded] = deque()
         self._waiting = 0  # rollouts in the queue
@@ -164,7 +141,7 @@ class Feed(threading.Thread):
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while self._wait_for_demand():
                 if not self._load_next():
@@ -174,30 +151,30 @@ class Feed(threading.Thread):
                 self._error = error
                 self._changed.notify_all()
         try:
-            for arrival in self._puller.give_back():
-                self._keep(arrival)
+            for arrival in self.puller.give_back():
+                self.keep(arrival)
         except RolloutError as error:  # for example a full disk, which `_error` may have reported already
             logger.warning("%s", error)
 
     def _wait_for_demand(self) -> bool:
         """Waits until more rollouts are wanted. Returns False when the thread shall end."""
         with self._changed:
-            while not self._stopping and self._waiting >= max(self._wanted, self._ahead):
+            while not self._stopping and self._waiting >= max(self._wanted, self.ahead):
                 self._changed.wait()
             return not self._stopping
 
     def _load_next(self) -> bool:
         """Appends the next file to the queue, if it is there and nothing older can come any more."""
-        part, position = self._spool.next_part(self._position, self._puller.complete_until), self._position
+        part, position = self.spool.next_part(self._position, self.puller.complete_until), self._position
         if part is None:
             return False
         loaded = []
         if part.start > position:
             size = part.start - position
-            logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self._spool.folder)
+            logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self.spool.folder)
             loaded = [_gap(part, position, size)]
         try:
-            rollouts = deque(rollout for rollout in self._spool.read(part) if rollout.index >= position)
+            rollouts = deque(rollout for rollout in self.spool.read(part) if rollout.index >= position)
             loaded.append(Loaded(part, rollouts, booked=part.start < position))
         except RolloutError as error:
             begin = max(part.start, position)
@@ -211,12 +188,12 @@ class Feed(threading.Thread):
         return True
 
     def _pull(self) -> None:
-        for arrival in self._puller.pull():
-            self._keep(arrival)
-        if self._puller.pause:
+        for arrival in self.puller.pull():
+            self.keep(arrival)
+        if self.puller.pause:
             with self._changed:
                 if not self._stopping:
-                    self._changed.wait(self._puller.pause)
+                    self._changed.wait(self.puller.pause)
 
     # ------------------------------------------------------------------------------------------------ for the trainer
 
@@ -228,8 +205,8 @@ class Feed(threading.Thread):
 
     def take(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """Exactly `num_rollouts` rollouts, or None when there were not that many within `timeout` seconds."""
-        if self.ident is None:
-            self.start()
+        if self.thread.ident is None:
+            self.thread.start()
         deadline = time.monotonic() + timeout
         with self._changed:
             try:
@@ -244,35 +221,34 @@ class Feed(threading.Thread):
             finally:
                 self.ask(0)
         rollouts, self._selected = self._selected, []
-        self._books.trained += len(rollouts)
+        self.books.trained += len(rollouts)
         self._update_state()
-        self._handed += len(rollouts)
         self._seconds += sum(time.time() - rollout.arrived for rollout in rollouts)
         self._environments.update(rollout.environment or rollout.env_id for rollout in rollouts)
         return rollouts
 
     def _select(self, num_rollouts: int) -> bool:
         """Goes through the queue until there are enough. What is dropped stays dropped: it only grows older."""
-        now = self._policy_version()
+        now = self.policy_version()
         while self._queue:
             loaded, part = self._queue[0], self._queue[0].part
             if not loaded.booked:
                 loaded.booked = True
-                self._books.dropped.update(part.dropped)
-                self._books.lost_with_api += part.lost_with_api
+                self.books.dropped.update(part.dropped)
+                self.books.lost_with_api += part.lost_with_api
                 self._dropped.update(part.dropped)
-                self._cursor += part.missing
+                self.cursor += part.missing
             while loaded.rollouts and len(self._selected) < num_rollouts:
                 rollout = loaded.rollouts.popleft()
                 self._waiting -= 1
-                self._cursor += 1
-                rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self._path, now)
-                reason = self._reason_to_drop(rollout)
+                self.cursor += 1
+                rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
+                reason = self.reason_to_drop(rollout)
                 if reason is None:
                     self._selected.append(rollout)
                     self._staleness[rollout.staleness] += 1
                 else:
-                    self._books.dropped[reason] += 1
+                    self.books.dropped[reason] += 1
                     self._dropped[reason] += 1
             if loaded.rollouts:
                 break
@@ -280,29 +256,27 @@ class Feed(threading.Thread):
         return len(self._selected) >= num_rollouts
 
     def _update_state(self) -> None:
-        assert self._books.produced == self._cursor, f"{self._books} at {self._cursor}"
-        self.state = {"cursor": self._cursor, "books": self._books.as_json(), "lineage": self._path}
+        assert self.books.produced == self.cursor, f"{self.books} at {self.cursor}"
+        self.state = {"cursor": self.cursor, "books": self.books.as_json(), "lineage": self.path}
 
     def stop(self, grace: float, abort: Callable[[], None]) -> None:
         """Ends the thread. A request in flight first gets `grace` seconds, because aborting it loses a batch."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if not self.is_alive():
-            return
-        self.join(grace)
-        if self.is_alive():
+        if self.thread.is_alive():
+            self.thread.join(grace)
+        if self.thread.is_alive():
             abort()
-            self.join(grace)
+            self.thread.join(grace)
 
     # --------------------------------------------------------------------------------------------------------- metrics
 
     def _clear_metrics(self) -> None:
         self._dropped: Counter[str] = Counter()
         self._staleness: Counter[int | None] = Counter()
-        self._handed = 0
         self._seconds = 0.0
-        self._environments: Counter[str | int | None] = Counter()  # by name, or by number
+        self._environments: Counter[str | int | None] = Counter()  # rollouts handed out, by name or number
 
     def dropped(self, reason: str) -> int:
         """Rollouts dropped since the last `metrics()`."""
@@ -312,11 +286,11 @@ class Feed(threading.Thread):
         """See `AtroposSource.metrics`."""
         metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         metrics["rollouts/waiting_rows"] = float(self._waiting)
-        dropped = self._dropped.total()
-        if self._handed + dropped:
-            metrics["rollouts/share_dropped"] = dropped / (self._handed + dropped)
-        if self._handed:
-            metrics["rollouts/queue_seconds"] = self._seconds / self._handed
+        handed, dropped = self._environments.total(), self._dropped.total()
+        if handed + dropped:
+            metrics["rollouts/share_dropped"] = dropped / (handed + dropped)
+        if handed:
+            metrics["rollouts/queue_seconds"] = self._seconds / handed
         if self._staleness:
             metrics["rollouts/share_unknown_version"] = self._staleness[None] / self._staleness.total()
         known = [steps for steps in self._staleness.elements() if steps is not None]

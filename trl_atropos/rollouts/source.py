@@ -60,7 +60,10 @@ class RunInfo:
 
 
 class RolloutSource(Protocol):
-    """Gives the trainer validated rollouts, oldest first. Every method is called on rank 0 only."""
+    """
+    Gives the trainer validated rollouts, oldest first. Every method is called on rank 0 only. A source that inherits
+    from this class need only define `start` and `poll`.
+    """
 
     def start(self, run: RunInfo) -> None:
         """Called once, when the sampler is healthy."""
@@ -73,12 +76,15 @@ class RolloutSource(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, to be logged."""
+        return {}
 
     def diagnose(self) -> str:
         """Why `poll` has returned nothing for so long, as far as the source can tell, and what to do about it."""
+        return ""
 
     def state(self) -> dict[str, Any]:
         """JSON for a checkpoint: where to go on after the rollouts handed out so far. `{}` for nothing."""
+        return {}
 
     def close(self) -> None:
         """Closes connections and files. May be called more than once."""
@@ -224,8 +230,8 @@ class AtroposSource:
             books.dropped[LOST_IN_DELIVERY] += lost
         logger.warning(
             "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled and not yet "
-            "trained are lost. Those that were pulled after it was saved are lost, too, and in no count. If you "
-            "still have that folder, put it back and resume again.",
+            "trained are lost, and those that were pulled after it was saved. If you still have that folder, put it "
+            "back and resume again.",
             self._spool.folder,
             lost,
         )
@@ -241,10 +247,8 @@ class AtroposSource:
             return OVER_SHARE
         return None
 
-    # ------------------------------------------------------------------------------------------------- in the thread
-
     def _keep(self, arrival: Arrival) -> None:
-        """Puts what came into the spool. Nothing of it has been handed out before this returns."""
+        """Puts what came into the spool. Called by the thread; nothing of it is handed out before this returns."""
         part, batch = arrival
         dropped = Counter(part.dropped)
         self._lost += dropped[LOST_IN_DELIVERY]
@@ -276,8 +280,6 @@ class AtroposSource:
                 self._spool.folder,
                 self.max_spool_gb,
             )
-
-    # ------------------------------------------------------------------------------------------------ for the trainer
 
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """The next rollouts that are to be trained. What was pulled is kept for the next call."""

@@ -84,15 +84,9 @@ class Part:
 
 class Spool:
     """
-    Args:
-        folder: made if missing.
-        max_bytes: see `trim`.
-
-    `parts` are the files that are there, oldest first. `registrations` are the names under which this run has been the
-    API's trainer, and the API's step at that time.
-
-    Raises:
-        RolloutError: The folder cannot be written to, or holds something that was not written by this class.
+    The files in `folder`, which is made if missing. `parts` are their headers, oldest first. `registrations` are the
+    names under which this run has been the API's trainer, and the API's step at that time. Raises `RolloutError` if
+    the folder cannot be written to, or holds something that was not written by this class.
     """
 
     def __init__(self, folder: str | Path, max_bytes: float):
@@ -127,10 +121,8 @@ class Spool:
             meta = json.loads(path.read_text(encoding="utf-8"))
             self.name, self.registrations = meta["name"], meta["registrations"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RolloutError(
-                f"{path} is not what this program wrote ({error!r}). Move {self.folder} away to begin without the "
-                "rollouts in it."
-            ) from error
+            fix = f"Move {self.folder} away to begin without the rollouts in it."
+            raise RolloutError(f"{path} is not what this program wrote ({error!r}). {fix}") from error
 
     def _write_meta(self) -> None:
         meta = {"name": self.name, "format": FORMAT, "registrations": self.registrations}
@@ -145,8 +137,6 @@ class Spool:
     def _path(self, part: Part) -> Path:
         return self.folder / f"rows-{part.start:012d}.arrow"
 
-    # --------------------------------------------------------------------------------------------------------- writing
-
     @property
     def end(self) -> int:
         """The index that the next rollout will get."""
@@ -154,10 +144,8 @@ class Spool:
 
     def append(self, part: Part, rollouts: Sequence[Rollout]) -> None:
         """
-        Writes one batch. When this returns, it survives a power cut. Sets the `index` of each rollout.
-
-        Raises:
-            RolloutError: It could not be written; everything that was there before still is.
+        Writes one batch, which then survives a power cut, and sets the `index` of its rollouts. Raises `RolloutError`
+        if it cannot be written; what was there before is not harmed.
         """
         for position, rollout in enumerate(rollouts):
             rollout.index = part.start + part.missing + position
@@ -170,8 +158,6 @@ class Spool:
         self._bytes[part.start] = len(content)
         insort(self.parts, part, key=lambda each: each.start)
 
-    # --------------------------------------------------------------------------------------------------------- reading
-
     def next_part(self, position: int, limit: int) -> Part | None:
         """The first file with a rollout at index `position` or beyond, if it begins below `limit`."""
         found = next((part for part in self.parts if part.end > position), None)
@@ -181,17 +167,12 @@ class Spool:
         """The rollouts of one file. Raises `RolloutError` if they cannot be read any more."""
         return read_rollouts(self._path(part))
 
-    # -------------------------------------------------------------------------------------------------------- trimming
-
     def excess(self) -> float:
         """Bytes above the limit."""
         return sum(self._bytes.values()) - self._max_bytes
 
     def trim(self, floor: int) -> bool:
-        """
-        Removes the oldest files whose rollouts are all below index `floor`, until the rest is within the limit.
-        Returns whether there was one.
-        """
+        """Removes the oldest files below index `floor`, down to the limit. Returns whether there was one."""
         before = len(self.parts)
         while self.parts and self.excess() > 0 and self.parts[0].end <= floor:
             part = self.parts.pop(0)
@@ -218,12 +199,7 @@ def read_part(path: Path, spool: str) -> Part:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """
-    The rollouts in the file at `path`.
-
-    Raises:
-        RolloutError: it is torn or damaged, or not a spool's.
-    """
+    """The rollouts in the file at `path`. Raises `RolloutError` if it is torn or damaged, or not a spool's."""
     with _reading(path):
         content = path.read_bytes()
         seal = SEALED.search(content)
@@ -292,10 +268,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> Spool:
-    """
-    The spool of the run that goes on from `state` (see `RunInfo`). If the folder has the spool of another run, that is
-    renamed.
-    """
+    """The spool of the run that goes on from `state` (see `RunInfo`). The folder of another run is renamed."""
     spool = Spool(folder, max_bytes)
     ours = state is not None and state.get("spool", spool.name) == spool.name
     if ours or not spool.parts:
@@ -310,13 +283,11 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
             f"{folder} has the rollouts of an earlier run and cannot be renamed ({error.strerror}). Set `output_dir` "
             "to another folder, or move it away."
         ) from error
-    logger.warning(
-        "%s has the rollouts of an earlier run, and this one %s. They are now in %s: delete that if you do not need "
-        "it.",
-        folder,
-        "begins anew" if state is None else "resumes from a checkpoint of another",
-        aside,
+    why = "begins anew" if state is None else "resumes from a checkpoint of another"
+    message = (
+        "%s has the rollouts of an earlier run, and this one %s. They are now in %s: delete it if you do not need it."
     )
+    logger.warning(message, folder, why, aside)
     return Spool(folder, max_bytes)
 
 
@@ -347,11 +318,9 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
 
 class TrainerLogprobs:
     """
-    One Feather file per generation batch: `index` is that of the spool's rollouts, `logprobs` has a float32 per
-    completion token, in nats, NaN where it was not trained. `pandas.read_feather` reads it.
-
-    Args:
-        folder: the spool's. Files whose rollouts the spool has removed are removed with the next write.
+    One Feather file per generation batch in the spool's `folder`: `index` is that of the spool's rollouts, `logprobs`
+    has a float32 per completion token, in nats, NaN where it was not trained. `pandas.read_feather` reads it. A file
+    whose rollouts the spool has removed is removed with the next write.
     """
 
     def __init__(self, folder: Path):
@@ -360,11 +329,8 @@ class TrainerLogprobs:
 
     def keep(self, rollouts: Sequence[Rollout], output: "dict[str, torch.Tensor]", accelerator: "Accelerator") -> None:
         """
-        Call it on every rank. Does nothing for rollouts that are not in this run's spool.
-
-        Args:
-            rollouts: of all ranks, rank 0 first.
-            output: this rank's `(B, C)` tensors `completion_mask`, `tool_mask` and `old_per_token_logps`.
+        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors
+        `completion_mask`, `tool_mask` and `old_per_token_logps`. Ignores rollouts that are not in this run's spool.
         """
         import torch
 
@@ -380,11 +346,9 @@ class TrainerLogprobs:
 
     def write(self, rollouts: Sequence[Rollout], values: np.ndarray) -> None:
         """
-        Writes one generation batch, and removes what the run had written of these and later rollouts before it was
-        resumed from a checkpoint. If the batch cannot be written, the log says so once, and nothing more is written.
-
-        Args:
-            values: `(n, width)` float32, right-padded.
+        Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what the run had written
+        of these and later rollouts before it was resumed from a checkpoint. If the batch cannot be written, the log
+        says so once, and nothing more is written.
         """
         if self._failed:
             return
@@ -411,9 +375,8 @@ class TrainerLogprobs:
         except OSError as error:  # only a report needs these; if the spool cannot be written, it ends the run itself
             self._failed = True
             logger.warning(
-                "The trainer's log-probabilities cannot be kept in %s (%s). Training goes on; from here on, a report "
-                "of this run has no trainer-sampler gap for each token. Make room, or let this user write there, "
-                "before the run is resumed.",
+                "The trainer's log-probabilities cannot be kept in %s (%s). Training goes on; a report of this run "
+                "has no trainer-sampler gap from here on. Make room, or let this user write there.",
                 self._folder,
                 error.strerror,
             )

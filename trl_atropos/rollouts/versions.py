@@ -7,10 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import requests
 from pydantic import ValidationError
+from requests import Response
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import (
@@ -31,24 +33,16 @@ REFUSALS_TIMEOUT = 5.0  # seconds
 REFUSALS_SHOWN = 3
 
 
+@dataclass(eq=False)
 class VersionBook:
-    """
-    Knows which policy versions sampled a rollout: it asks the inference servers, which note every completion. They
-    also note with which settings they sampled it, which are compared with the trainer's.
+    """Knows which policy versions sampled a rollout. The servers also note the sampling settings, which it checks."""
 
-    Args:
-        urls: of all inference servers, without `/v1`; a rollout may come from any of them.
-        token: the control token.
-        timeout: seconds that a server may take to answer. The rollouts of one that does not, or does not know the
-            question, stay of unknown version, and the log says so once.
-        temperature: at which the trainer scores tokens; None = the settings of rollouts are not compared.
-    """
+    urls: Sequence[str]  # of all inference servers, without `/v1`; a rollout may come from any of them
+    token: str  # the control token
+    timeout: float  # seconds; a server that takes longer or cannot tell leaves its rollouts of unknown version
+    temperature: float | None = None  # at which the trainer scores tokens; None = settings are not checked
 
-    def __init__(self, urls: Sequence[str], token: str, timeout: float, temperature: float | None = None):
-        self._urls = [url.rstrip("/") for url in urls]
-        self._token = token
-        self._timeout = timeout
-        self._trainer = None if temperature is None else SamplingSettings(temperature)
+    def __post_init__(self):
         self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
         self._warned: set[str | int | None] = set()  # servers and environments
 
@@ -61,6 +55,8 @@ class VersionBook:
         Raises:
             RolloutError: no rollout of an environment was sampled at the trainer's temperature.
         """
+        if not self.urls:
+            return
         turns = [turn_keys(rollout) for rollout in rollouts]
         notes = self._notes({key for keys in turns for key in keys or ()})
         sampled: dict[str | int | None, set[SamplingSettings]] = defaultdict(set)  # by environment
@@ -70,13 +66,13 @@ class VersionBook:
             rollout.policy_version = min(note.span[0] for note in found) if known else None
             rollout.newest_version = found[-1].span[1] if known else None
             sampled[rollout.environment or rollout.env_id].update(note.settings for note in found)
-        if self._trainer is not None:
+        if self.temperature is not None:
             for environment, settings in sampled.items():
-                self._check_settings(environment, settings, self._trainer)
+                self._check_settings(environment, settings, SamplingSettings(self.temperature))
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
-        return " ".join(filter(None, map(self._refusals_of, self._urls)))
+        return " ".join(filter(None, map(self._refusals_of, self.urls)))
 
     def _refusals_of(self, url: str) -> str:
         try:
@@ -98,12 +94,12 @@ class VersionBook:
 
     def _notes(self, keys: set[bytes]) -> dict[bytes, Note]:
         """What the servers together know of `keys`. If two of them know one, the older versions count."""
-        if not keys or not self._urls:
+        if not keys:
             return {}
         asked = list(keys)
         body = VersionsQuery(keys=[key.hex() for key in asked]).model_dump_json()
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            answers = list(pool.map(lambda url: self._ask(url, body, len(asked)), self._urls))
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            answers = list(pool.map(lambda url: self._ask(url, body, len(asked)), self.urls))
         notes: dict[bytes, Note] = {}
         for answer in answers:
             for key, note in zip(asked, answer):
@@ -114,7 +110,7 @@ class VersionBook:
     def _ask(self, url: str, body: str, count: int) -> Sequence[Note | None]:
         """The answer of one server; empty if it gives none."""
         try:
-            reply = self._request("POST", url, "/versions", self._timeout, body)
+            reply = self._request("POST", url, "/versions", self.timeout, body)
             problem = f"it answered {reply.status_code} {reply.text[:200]!r}"
             notes = VersionsReply.model_validate_json(reply.content).notes() if reply.status_code == 200 else ()
             if len(notes) == count:
@@ -134,23 +130,20 @@ class VersionBook:
             )
         return ()
 
-    def _request(
-        self, method: str, url: str, route: str, timeout: float, body: str | None = None
-    ) -> requests.Response:
-        headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
+    def _request(self, method: str, url: str, route: str, timeout: float, body: str | None = None) -> Response:
+        headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
         # A new connection, since a server may close an idle one just as it is used again.
         with requests.Session() as session:
             session.trust_env = False  # a proxy of the environment must not see the token
-            return session.request(method, f"{url}{ROUTE_PREFIX}{route}", data=body, headers=headers, timeout=timeout)
+            url = f"{url.rstrip('/')}{ROUTE_PREFIX}{route}"
+            return session.request(method, url, data=body, headers=headers, timeout=timeout)
 
     def _check_settings(
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
         """
-        Compares the settings of an environment's rollouts in a batch with those that the trainer assumes.
-
-        Another temperature ends the run if no rollout of the environment has had the trainer's, because such a mistake
-        in a setting spoils every step. All other differences are warned about once per environment.
+        Another temperature ends the run if no rollout of the environment has had the trainer's, because that spoils
+        every step. Other differences are warned about once per environment.
         """
         differences = {
             settings: {
@@ -177,9 +170,9 @@ class VersionBook:
         if environment not in self._warned:
             self._warned.add(environment)
             logger.warning(
-                "%s sampled some rollouts with %s, where the trainer scores every token at %s. The log-probabilities "
-                "of the two differ even on the same weights, and what is trained is not what was sampled. Leave these "
-                "settings out of the environment's requests, or set them to the trainer's values. This is said once.",
+                "%s sampled some rollouts with %s, where the trainer scores every token at %s. So their "
+                "log-probabilities differ even on the same weights. Leave these settings out of the environment's "
+                "requests, or set them to the trainer's values. This is said once.",
                 name,
                 " or ".join(map(_shown, list(wrong.values())[:3])),
                 _shown(trainer._asdict()),
