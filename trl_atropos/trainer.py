@@ -38,7 +38,6 @@ from trl_atropos.batches.inputs import (
 from trl_atropos.batches.micro_batches import (
     Batch,
     Plan,
-    chunks,
     join,
     loss_share,
     plan_rollouts,
@@ -420,7 +419,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             steps = self._plan.micro_batches()
             micro_batches = [rows for step in steps for rows in step]
         elif batch_size is not None:
-            micro_batches = chunks(len(input_ids), batch_size)
+            micro_batches = [slice(start, start + batch_size) for start in range(0, len(input_ids), batch_size)]
         with self.stopwatch.part(COMPUTE):
             scored = without_padding(
                 lambda *inputs: forward(model, *inputs, **kwargs),

@@ -69,17 +69,11 @@ def advantage_tensor(
     rollouts: Sequence[Rollout], local_slice: slice, scale_rewards: ScaleRewards, completion_length: int
 ) -> torch.Tensor:
     """
-    The advantages of one rank's rollouts, in the form that TRL's loss takes.
-
-    Args:
-        rollouts: of all ranks, so that every rank chooses the same of the two forms.
-        local_slice: which of them are this rank's.
-        scale_rewards: see `scalar_advantages`.
-        completion_length: number of tokens to which this rank's completions are right-padded.
+    The advantages of this rank's rollouts, `local_slice` of `rollouts`, in the form that TRL's loss takes.
 
     Returns:
-        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rollouts` has token-level
-        advantages: those unchanged, the other rollouts' advantage at each of their tokens, 0.0 on padding.
+        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rollouts`, on whatever rank, has
+        token-level advantages: those unchanged, the others' advantage at each of their tokens, 0.0 on padding.
     """
     advantages = scalar_advantages(rollouts, scale_rewards)[local_slice]
     if any(rollout.token_advantages is not None for rollout in rollouts):
@@ -113,12 +107,8 @@ def distillation_inputs(
     rollouts: Sequence[Rollout], local_slice: slice, output: dict[str, torch.Tensor], accelerator: Accelerator
 ) -> dict[str, torch.Tensor]:
     """
-    The teacher's distributions for one rank's rollouts; empty on all ranks if no rollout of any rank has one.
-
-    Args:
-        rollouts: of all ranks.
-        local_slice: which of them are this rank's.
-        output: this rank's `(B, C)` tensors `completion_mask` and `tool_mask`.
+    The teacher's distributions for this rank's rollouts, `local_slice` of `rollouts`; empty if no rollout of any rank
+    has one. `output` has this rank's `(B, C)` tensors `completion_mask` and `tool_mask`.
 
     Returns:
         `distill_ids`, `(B, C, k)` int64, -1 where absent; `distill_logprobs`, `(B, C, k)` float32, NaN where absent;

@@ -1,4 +1,4 @@
-"""Micro-batches: which rollouts share one, on which rank, and which of their padding is left out.
+"""Micro-batches: which rollouts share one, on which rank, and how padding is left out.
 
 TRL pads a generation batch to its longest rollout and splits it afterwards. With real lengths, most of the computation
 is then on padding. Here rollouts of similar length share a micro-batch, wherever that does not change the gradient of
@@ -28,8 +28,7 @@ MICRO_BATCH_OVERHEAD = 1 / 16
 class Plan:
     """How a generation batch is laid out. The same on every rank."""
 
-    # Indices into the generation batch: the first rank's rollouts, then the second's, each in micro-batch order.
-    order: list[int]
+    order: list[int]  # indices into the generation batch: all of rank 0, of rank 1, ..., each in micro-batch order
     sizes: list[list[int]]  # rollouts in each micro-batch, by training step; the same on every rank
 
     def micro_batches(self) -> list[list[slice]]:
@@ -53,10 +52,9 @@ def regroups(args: AtroposGRPOConfig, has_auxiliary_loss: bool) -> bool:
 def loss_share(args: AtroposGRPOConfig, num_rollouts: int) -> float:
     """
     The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the loss
-    with `per_device_train_batch_size` rollouts in each micro-batch.
-
-    TRL divides by the tokens of the generation batch with `dapo`, `cispo` and `vespo`, so that losses add up, and by
-    the rollouts of the micro-batch with the others (`bnpo`, which does neither, is never regrouped).
+    with `per_device_train_batch_size` rollouts in each. With `dapo`, `cispo` and `vespo` TRL divides by the tokens of
+    the generation batch, with the others by the rollouts of the micro-batch. (`bnpo`, which does neither, is never
+    regrouped.)
     """
     adds_up = args.loss_type in ("dapo", "cispo", "vespo")
     return 1.0 if adds_up else num_rollouts / args.per_device_train_batch_size
@@ -148,11 +146,6 @@ Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-pr
 Forward = Callable[[torch.Tensor, torch.Tensor, int], Scores]  # of (input_ids, attention_mask, logits_to_keep)
 
 
-def chunks(number: int, size: int) -> list[slice]:
-    """`range(number)` in slices of `size`, the last of which may be shorter."""
-    return [slice(start, min(start + size, number)) for start in range(0, number, size)]
-
-
 def take(batch: Batch, which: slice | torch.Tensor) -> Batch:
     """Those rollouts of every tensor; a tensor without dimensions is about all of them and stays."""
     return {name: value[which] if value.ndim else value for name, value in batch.items()}
@@ -166,12 +159,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def trim(batch: Batch, multiple: int = 1) -> Batch:
     """
-    A micro-batch without the columns that are padding in all of its rollouts.
-
-    Args:
-        batch: `prompt_mask` (B, P), `completion_mask` (B, C) and any tensors of shapes (B,), (B, P), (B, 1), (B, C) or
-            (B, C, ...). Those whose name begins with `prompt_` have width P.
-        multiple: widths stay multiples of this number, unless they were not.
+    A micro-batch without the columns that are padding in all of its rollouts. Widths stay multiples of `multiple`.
+    Tensors have shapes (B,), (B, 1), (B, C), (B, C, ...), or, if their name begins with `prompt_`, (B, P).
     """
     prompts, completions = batch["prompt_mask"], batch["completion_mask"]
     P, C = prompts.size(1), completions.size(1)

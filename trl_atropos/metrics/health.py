@@ -32,131 +32,83 @@ STALENESS = ("0", "1", "2_or_more", "unknown")
 class Signal:
     """One thing that goes wrong in runs. `text` is formatted with `value`, the measure of the last batch."""
 
-    threshold: float  # warns above it
-    patience: int  # batches in a row above it until it warns: one batch may be bad luck
+    threshold: float
+    patience: int
     text: str
 
 
-SIGNALS: dict[str, Signal] = {
-    "zero_variance": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. The task is "
-        "learned, or too hard, or its reward too coarse: change the tasks or the reward, or take only groups with "
-        "variance (`replace_zero_variance_groups: true`).",
-    ),
-    "identical_rows": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts are in groups whose completions are identical to the last token. The policy has "
-        "lost its variety, or the environment samples greedily or from a cache: check the environment's temperature, "
-        "lower `learning_rate`, or set `entropy_coef` or `beta`.",
-    ),
-    "repeated_token": Signal(
-        0.5,
-        3,
-        "{value:.0%} of the rollouts are one and the same token, repeated. Either the policy has collapsed (lower "
-        "`learning_rate`, raise `beta`, take an earlier checkpoint), or the tokens are dummies that the environment "
-        "sends because its inference server gives it none (`--openai.server_type vllm`).",
-    ),
-    "placeholder_tokens": Signal(
-        0.0,
-        1,
-        "{value:.0%} of the rollouts have the token ids 0, 1, 2, ...: placeholders that Atropos sends where the "
-        "inference server gives no token ids. Sample through a managed server with `--openai.server_type vllm`, and "
-        "unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
-    ),
-    "constant_rewards": Signal(
-        10,
-        1,
-        "For {value:.0f} batches every rollout has had the same score, so that there is nothing to learn. The task is "
-        "learned, or the environment's scoring is broken or never met: look at the completions (`log_completions: "
-        "true`) and at the scoring function.",
-    ),
-    "reward_stalled": Signal(
-        200,
-        1,
-        "The reward has not risen beyond its noise for {value:.0f} batches. If it is where you want it, the run is "
-        "done; otherwise look at the completions, change `learning_rate`, or take other tasks.",
-    ),
-    "advantage_explosion": Signal(
-        10.0,
-        1,
-        "An advantage has reached {value:.3g}, where normalised ones stay below 10 for groups of up to 100. It comes "
-        "from the environment's own `advantages`, or from raw scores (`scale_rewards: none`, `single_row_groups: "
-        "raw`): bring them to a spread of about 1 in the environment, or set `scale_rewards: group`.",
-    ),
-    "tiny_group_std": Signal(
-        0.1,
-        3,
-        "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001 but are not alike: dividing "
-        "by that makes full advantages out of noise. Round the scores in the environment, or set `scale_rewards: "
-        "batch` or `none`.",
-    ),
-    "truncated": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts do not end with an end-of-sequence token: they were cut at the length limit "
-        "before they could finish, or the environment cuts that token off. Raise the environment's token limit (and "
-        "the server's `--max-model-len`), or keep the last token of a completion.",
-    ),
-    "loss_divisor": Signal(
-        2.0,
-        5,
-        "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as the longest "
-        "completion so far, so that every gradient is smaller by that factor. Set it to the environments' limit of "
-        "tokens.",
-    ),
-    "logprob_gap_fresh": Signal(
-        0.1,
-        3,
-        "For rollouts sampled from the very weights that are trained, server and trainer differ by {value:.3g} nats "
-        "per token in the mean, where rounding explains about 0.02. Most often the environment samples at another "
-        "temperature, or with top_p or penalties, or the server was not started with `--logprobs-mode "
-        "processed_logprobs`: make them agree.",
-    ),
-    "logprob_gap": Signal(
-        0.5,
-        3,
-        "Sampler and trainer differ by {value:.3g} nats per token in the mean: rollouts are from a policy far from "
-        "the one that is trained. They are too old (lower `max_staleness`, or `max_batches_offpolicy` of the "
-        "environments), the learning rate is too high, or the server does not sample from this model.",
-    ),
-    "importance_ratio": Signal(
-        2.0,
-        3,
-        "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g} before it is truncated, "
-        "where 1 is expected. A few tokens carry the whole update: use fresher rollouts (`max_staleness`), or a token "
-        "level correction (`vllm_importance_sampling_mode: token_truncate`).",
-    ),
-    "tokens_corrected": Signal(
-        0.3,
-        3,
-        "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler, so that the "
-        "update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
-        "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
-    ),
-    "stale": Signal(
-        2.0,
-        3,
-        "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
-        "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
-        "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
-    ),
-    "unknown_version": Signal(
-        0.5,
-        3,
-        "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so that their "
-        "staleness is neither seen nor limited. The environment sends no log-probabilities, or they were not sampled "
-        "by this run's server: use a managed server (`--openai.server_type vllm`) and send `inference_logprobs`.",
-    ),
-    "dropped": Signal(
-        0.5,
-        3,
-        "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the reasons, "
-        "and the warnings in this log explain them.",
-    ),
+THRESHOLDS = {  # a signal warns above a value, after that many batches in a row: one batch may be an accident
+    "zero_variance": (0.9, 5),
+    "identical_rows": (0.9, 5),
+    "repeated_token": (0.5, 3),
+    "placeholder_tokens": (0.0, 1),
+    "constant_rewards": (10, 1),
+    "reward_stalled": (200, 1),
+    "advantage_explosion": (10.0, 1),
+    "tiny_group_std": (0.1, 3),
+    "truncated": (0.9, 5),
+    "loss_divisor": (2.0, 5),
+    "logprob_gap_fresh": (0.1, 3),
+    "logprob_gap": (0.5, 3),
+    "importance_ratio": (2.0, 3),
+    "tokens_corrected": (0.3, 3),
+    "stale": (2.0, 3),
+    "unknown_version": (0.5, 3),
+    "dropped": (0.5, 3),
 }
+TEXTS = {
+    "zero_variance": "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. The "
+    "task is learned, or too hard, or its reward too coarse: change the tasks or the reward, or take only groups with "
+    "variance (`replace_zero_variance_groups: true`).",
+    "identical_rows": "{value:.0%} of the rollouts are in groups whose completions are identical to the last token. "
+    "The policy has lost its variety, or the environment samples greedily or from a cache: check the environment's "
+    "temperature, lower `learning_rate`, or set `entropy_coef` or `beta`.",
+    "repeated_token": "{value:.0%} of the rollouts are one and the same token, repeated. Either the policy has "
+    "collapsed (lower `learning_rate`, raise `beta`, take an earlier checkpoint), or the tokens are dummies that the "
+    "environment sends because its inference server gives it none (`--openai.server_type vllm`).",
+    "placeholder_tokens": "{value:.0%} of the rollouts have the token ids 0, 1, 2, ...: placeholders that Atropos "
+    "sends where the inference server gives no token ids. Sample through a managed server with `--openai.server_type "
+    "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
+    "constant_rewards": "For {value:.0f} batches every rollout has had the same score, so that there is nothing to "
+    "learn. The task is learned, or the environment's scoring is broken or never met: look at the completions "
+    "(`log_completions: true`) and at the scoring function.",
+    "reward_stalled": "The reward has not risen beyond its noise for {value:.0f} batches. If it is where you want it, "
+    "the run is done; otherwise look at the completions, change `learning_rate`, or take other tasks.",
+    "advantage_explosion": "An advantage has reached {value:.3g}, where normalised ones stay below 10 for groups of "
+    "up to 100. It comes from the environment's own `advantages`, or from raw scores (`scale_rewards: none`, "
+    "`single_row_groups: raw`): bring them to a spread of about 1, or set `scale_rewards: group`.",
+    "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001 but are not "
+    "alike: dividing by that makes full advantages out of noise. Round the scores in the environment, or set "
+    "`scale_rewards: batch` or `none`.",
+    "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token: they were cut at the length "
+    "limit, or the environment cuts that token off. Raise the environment's token limit (and the server's "
+    "`--max-model-len`), or keep the last token of a completion.",
+    "loss_divisor": "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as "
+    "the longest completion so far, so that every gradient is smaller by that factor. Set it to the environments' "
+    "limit of tokens.",
+    "logprob_gap_fresh": "For rollouts sampled from the very weights that are trained, server and trainer differ by "
+    "{value:.3g} nats per token in the mean, where rounding explains about 0.02. Most often the environment samples "
+    "at another temperature, or with top_p or penalties, or the server was not started with `--logprobs-mode "
+    "processed_logprobs`: make them agree.",
+    "logprob_gap": "Sampler and trainer differ by {value:.3g} nats per token in the mean: rollouts are from a policy "
+    "far from the one that is trained. They are too old (lower `max_staleness`, or `max_batches_offpolicy` of the "
+    "environments), the learning rate is too high, or the server does not sample from this model.",
+    "importance_ratio": "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g} before "
+    "it is truncated, where 1 is expected. A few tokens carry the whole update: use fresher rollouts "
+    "(`max_staleness`), or a token level correction (`vllm_importance_sampling_mode: token_truncate`).",
+    "tokens_corrected": "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler, "
+    "so that the update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
+    "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
+    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
+    "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
+    "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
+    "unknown_version": "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so "
+    "that their staleness is neither seen nor limited. The environment sends no log-probabilities, or they were not "
+    "sampled by this run's server: use a managed server (`--openai.server_type vllm`) and send `inference_logprobs`.",
+    "dropped": "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the "
+    "reasons, and the warnings in this log explain them.",
+}
+SIGNALS = {name: Signal(*numbers, TEXTS[name]) for name, numbers in THRESHOLDS.items()}
 
 
 def check_names(field: str, names: Sequence[str]) -> None:

@@ -91,16 +91,14 @@ class RolloutSource(Protocol):
 
 
 class Environments:
-    """What the run knows of the environments that it started: of none. `supervision.Supervisor` knows more."""
+    """What a run knows of the environments that it started, here none. `supervision.Supervisor` knows more."""
 
     def start(self) -> None: ...
 
-    def names(self) -> Mapping[int, str]:
-        """By their numbers at the API."""
+    def names(self) -> Mapping[int, str]:  # by their numbers at the API
         return {}
 
-    def explain(self, why: str) -> str:
-        """`why` no batch comes, with what the logs of the environments say."""
+    def explain(self, why: str) -> str:  # `why` no batch comes, with what the logs of the environments say
         return why
 
     def metrics(self) -> dict[str, float]:
@@ -172,13 +170,8 @@ class AtroposSource:
         self._run = run
         self._spool = open_spool(Path(run.output_dir, "rollouts"), run.state, self.max_spool_gb * 1e9)
         cursor, books = self._resume(run)
-        self._intake = Intake(
-            run.max_sequence_length,
-            run.temperature,
-            self.single_row_groups,
-            vocab_size=run.vocab_size,
-            names=self._environments.names,
-        )
+        names, limits = self._environments.names, (run.max_sequence_length, run.temperature)
+        self._intake = Intake(*limits, self.single_row_groups, vocab_size=run.vocab_size, names=names)
         self._puller = BatchPuller(
             self._client,
             _registration(run),
@@ -187,7 +180,7 @@ class AtroposSource:
             poll_interval=self.poll_interval,
             api_down_timeout=self.api_down_timeout,
             explain=self._explain,
-            names=self._environments.names,
+            names=names,
         )
         if self.enforce_environment_weights:
             self._shares = Shares(self._client, slack=run.batch_size)
@@ -299,17 +292,13 @@ class AtroposSource:
         """
         seen = Counter(lost=self._lost, restarts=self._puller.api_restarts)
         new, self._reported = seen - self._reported, seen
-        reasons = (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
-        return (
-            {f"rollouts/dropped_{reason}": 0.0 for reason in reasons}
-            | self._environments.metrics()
-            | self._feed.metrics()
-            | self._intake.metrics()
-            | {
-                "rollouts/lost_batches": new["lost"] / self._run.batch_size,
-                "rollouts/api_restarts": float(new["restarts"]),
-            }
-        )
+        metrics = {
+            f"rollouts/dropped_{reason}": 0.0 for reason in (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
+        }
+        metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
+        metrics["rollouts/lost_batches"] = new["lost"] / self._run.batch_size
+        metrics["rollouts/api_restarts"] = float(new["restarts"])
+        return metrics
 
     def diagnose(self) -> str:
         """What was dropped here, if anything was; else what the API tells (see `pull.Diagnosis`), explained."""
