@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,31 +31,21 @@ REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
 """Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on."""
 
 
+@dataclass(eq=False)
 class Intake:
     """
     Turns groups into rollouts with the run's settings, see `rollouts_of`. One thread may admit groups while another
-    asks for the metrics. `next_group` is the number of the next group. `names` returns those of environments.
+    asks for the metrics. `next_group` is the number of the next group.
     """
 
-    def __init__(
-        self,
-        max_sequence_length: int,
-        temperature: float,
-        single_row_groups: SingleRowGroups,
-        *,
-        vocab_size: int | None = None,
-        names: Callable[[], Mapping[int, str]] = dict,
-    ):
+    max_sequence_length: int
+    temperature: float
+    single_row_groups: SingleRowGroups
+    vocab_size: int | None = None
+    names: Callable[[], Mapping[int, str]] = dict  # of environments by their numbers
+
+    def __post_init__(self):
         self.next_group = 0
-        self._rollouts_of = partial(
-            rollouts_of,
-            max_sequence_length=max_sequence_length,
-            temperature=temperature,
-            single_row_groups=single_row_groups,
-            vocab_size=vocab_size,
-        )
-        self._max_sequence_length = max_sequence_length
-        self._names = names
         # By environment, whether each of its last groups had tokens that the model does not know.
         self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
@@ -76,7 +66,7 @@ class Intake:
                 an environment have tokens that the model does not know.
         """
         rollouts: list[Rollout] = []
-        names = self._names()
+        names = self.names()
         for group in groups:
             label = label_of(group.env_id, names)
             kind = ""
@@ -102,13 +92,20 @@ class Intake:
         return rollouts
 
     def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
-        rollouts = self._rollouts_of(group, label)
+        rollouts = rollouts_of(
+            group,
+            label,
+            max_sequence_length=self.max_sequence_length,
+            temperature=self.temperature,
+            single_row_groups=self.single_row_groups,
+            vocab_size=self.vocab_size,
+        )
         lengths = [len(tokens) for tokens in group.tokens]
-        too_long = sum(length > self._max_sequence_length for length in lengths)
+        too_long = sum(length > self.max_sequence_length for length in lengths)
         untrained = len(lengths) - len(rollouts) - too_long
         if too_long:
             message = "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample shorter ones."
-            self._warn_once("too long", message, max(lengths), label, self._max_sequence_length)
+            self._warn_once("too long", message, max(lengths), label, self.max_sequence_length)
         if untrained:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
             self._warn_once("untrained", message, label)
@@ -128,14 +125,14 @@ class Intake:
 
     def dropped(self) -> str:
         """What was left out since the last `metrics()`, for a run that waits for rollouts; empty if nothing was."""
-        new = self._counts - self._reported
+        new = self._counts.copy() - self._reported  # a copy, because another thread may be counting
         rollouts = new[TOO_LONG] + new[UNTRAINED]
         if not (new["groups"] or rollouts):
             return ""
         return (
             f"Rollouts arrive, but since the last step {new['groups']} groups and {rollouts} further rollouts were "
             f"dropped because they cannot be trained on ({new[TOO_LONG]} of them are longer than "
-            f"{self._max_sequence_length} tokens): the warnings in this log name the reasons."
+            f"{self.max_sequence_length} tokens): the warnings in this log name the reasons."
         )
 
     def metrics(self) -> dict[str, float]:
