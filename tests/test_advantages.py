@@ -4,9 +4,9 @@ import torch
 from trl.trainer.utils import nanstd
 
 from tests.rollouts.conftest import make_group
-from trl_atropos.batches.inputs import advantage_tensor, scalar_advantages, share_zero_variance
+from trl_atropos.batches.inputs import advantage_tensor, share_zero_variance
 from trl_atropos.rollouts.intake import rollouts_of
-from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.rollout import Rollout, scalar_advantages
 from trl_atropos.rollouts.wire import parse_group
 
 

@@ -14,7 +14,6 @@ from transformers import TrainerState
 from tests.report.synthetic_run import make_run
 from tests.rollout_factory import make_trainer, uniform_batch
 from tests.rollouts.test_spool import REGION, append, make_row
-from trl_atropos.batches.inputs import scalar_advantages
 from trl_atropos.report import page_data
 from trl_atropos.report.page import build, token_texts
 from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
@@ -31,6 +30,7 @@ from trl_atropos.report.run_folder import (
     trace,
 )
 from trl_atropos.report.run_log import RunLog, spans
+from trl_atropos.rollouts.rollout import scalar_advantages
 from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs, read_rollouts
 
 FIRST = [["a", 0]]

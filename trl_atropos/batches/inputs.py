@@ -7,15 +7,13 @@ these functions with the rollouts of all ranks and says which are its own; TRL t
 
 from array import array
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, normalised
+from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
 
-ScaleRewards = Literal["group", "batch", "none"]
 ABSENT = -1e9  # as good as -inf for a softmax, but differences between two of them are finite
 
 
@@ -37,32 +35,6 @@ def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
 
 
 # --------------------------------------------------------------------------------------------------------- advantages
-
-
-def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
-    """
-    One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
-    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`), as in
-    `GRPOTrainer._generate_and_score_completions` of TRL 1.16. `token_advantages` are not looked at.
-    """
-
-    def values(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(rollout, name) for rollout in rollouts], dtype=dtype)
-
-    scores = values("score", np.float32)
-    stds = values("group_std", np.float32)
-    if scale_rewards == "batch":
-        from trl.trainer.utils import nanstd
-
-        stds[:] = nanstd(torch.from_numpy(scores)).item() if len(scores) > 1 else 0.0
-    return normalised(
-        scores,
-        values("group_mean", np.float32),
-        None if scale_rewards == "none" else stds,
-        raw=values("raw_advantage", bool),
-        sft=values("sft", bool),
-        zero=values("zero_advantage", bool),
-    )
 
 
 def advantage_tensor(

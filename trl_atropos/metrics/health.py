@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from trl_atropos.batches.inputs import ScaleRewards, scalar_advantages
 from trl_atropos.errors import AtroposTrainingError, RecipeError
-from trl_atropos.rollouts.rollout import ZERO_STD, Rollout
+from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
 
 logger = logging.getLogger(__name__)
 

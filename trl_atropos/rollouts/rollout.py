@@ -7,11 +7,12 @@ where it is used, so that the report's page can read rollouts quickly.
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
+ScaleRewards = Literal["group", "batch", "none"]
 ABANDONED = "abandoned"  # stands for the name of a branch that the last resume abandoned
 EPSILON = np.float32(1e-4)  # TRL's
 ZERO_STD = 1e-8  # what `torch.isclose` calls zero
@@ -95,6 +96,33 @@ def normalised(
     return np.select([zero, sft, raw], [np.float32(0), np.float32(1), scores], divided)
 
 
+def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
+    """
+    One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
+    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`), as in
+    `GRPOTrainer._generate_and_score_completions` of TRL 1.16. `token_advantages` are not looked at.
+    """
+
+    def values(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(rollout, name) for rollout in rollouts], dtype=dtype)
+
+    scores = values("score", np.float32)
+    stds = values("group_std", np.float32)
+    if scale_rewards == "batch":
+        import torch
+        from trl.trainer.utils import nanstd
+
+        stds[:] = nanstd(torch.from_numpy(scores)).item() if len(scores) > 1 else 0.0
+    return normalised(
+        scores,
+        values("group_mean", np.float32),
+        None if scale_rewards == "none" else stds,
+        raw=values("raw_advantage", bool),
+        sft=values("sft", bool),
+        zero=values("zero_advantage", bool),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------- staleness
 
 
@@ -110,8 +138,8 @@ def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[
 
     Versions count optimizer steps. A run that resumes from the checkpoint of version c abandons the versions above c
     and makes others with the same numbers. So a version is a number on a *branch*, and the path of a run is the list
-    of its branches, each `[name, version at which it began]`. Counted are the steps back to the last version that both
-    paths have in common, and those from there to `now`.
+    of its branches, each `[name, version at which it began]`. The steps lead back to the last version that both paths
+    have in common, and from there to `now`.
 
     Args:
         sampled: `Rollout.policy_version`.
