@@ -406,10 +406,10 @@ class Diagnosis:
                 f" The rollouts of {self._named(near)} had grown to {max(near.values())} tokens, close to the limit: "
                 "later ones were probably longer."
             )
-        has = "an environment" if count == 1 else f"{count} environments"
+        has = f"has {count} environments, but its queue is empty"
+        has = has if count > 1 else "has an environment, but its queue is empty"
         return (
-            f"The Atropos API at {self.client.url} has {has}, but its queue is empty: nothing that was sampled is "
-            f"delivered. {self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one "
+            f"The Atropos API at {self.client.url} {has}: nothing that was sampled is delivered. {self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one "
             "that delivers nothing. Look at the environment's log: it may have ended, may not reach the inference "
             "server, may send groups of another size than its `group_size` (the API holds those back), or may drop "
             "groups whose scores are all equal (ensure_scores_are_not_same; its log says "
