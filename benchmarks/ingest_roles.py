@@ -124,7 +124,7 @@ def _ingest(url: str) -> tuple[Callable[[], Sequence], Callable[[Sequence], dict
     import torch
     from trl.trainer.utils import pad
 
-    from trl_atropos.rollouts.advantages import columns
+    from trl_atropos.batches.inputs import columns
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.rollouts.intake import Intake
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trl_atropos.metrics.timing import PUBLISH
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.weights.publisher import PolicyPublisher
 
 BASE = 256  # of the digits in which a group's number begins its prompt: token ids of any model
@@ -65,7 +65,7 @@ class Versions:
     def __init__(self, sampler: Sampler):
         self._sampler = sampler
 
-    def tag(self, rows: list[Row]) -> None:
+    def tag(self, rows: list[Rollout]) -> None:
         for row in rows:
             group = 0
             for digit in row.prompt_ids[:DIGITS].tolist():

@@ -16,10 +16,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.models import dtype, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
-from trl_atropos.rollouts.advantages import columns
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.trainer import atropos_score
 
@@ -86,7 +86,7 @@ def lengths_of(generator: np.random.Generator, shape: str, number: int, options:
     return np.clip(np.rint(drawn), 1, longest).astype(int)
 
 
-def make_rows(shape: str, options: argparse.Namespace) -> list[Row]:
+def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     """A batch as it comes from the API, with scores that differ within each group."""
     generator = np.random.default_rng(0)
     prompt, lengths = options.prompt, lengths_of(generator, shape, options.rows, options)
@@ -109,13 +109,13 @@ def make_rows(shape: str, options: argparse.Namespace) -> list[Row]:
 class OneBatch:
     """A `RolloutSource` that always has the same rows."""
 
-    def __init__(self, rows: list[Row]):
+    def __init__(self, rows: list[Rollout]):
         self._rows = rows
 
     def start(self, run: Any) -> None:
         pass
 
-    def poll(self, num_rows: int, timeout: float) -> list[Row]:
+    def poll(self, num_rows: int, timeout: float) -> list[Rollout]:
         assert num_rows == len(self._rows)
         return self._rows
 
@@ -132,7 +132,7 @@ class OneBatch:
         pass
 
 
-def _settings(folder: Path, name: str, rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
+def _settings(folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace) -> dict[str, Any]:
     micro_batch, accumulate = options.micro_batch, options.rows // options.micro_batch
     if name == "tokens":
         micro_batch, accumulate = options.rows, 1
@@ -156,7 +156,9 @@ def _settings(folder: Path, name: str, rows: list[Row], options: argparse.Namesp
     }
 
 
-def _make_trainer(name: str, model: Path, folder: Path, rows: list[Row], options: argparse.Namespace) -> GRPOTrainer:
+def _make_trainer(
+    name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
+) -> GRPOTrainer:
     settings = _settings(folder, name, rows, options)
     if name != "trl":
         usual = options.micro_batch * (options.prompt + options.median)
@@ -220,7 +222,7 @@ def _result(shape: str, name: str, clocks: list[StepTime], useful: int, loss: fl
     }
 
 
-def _lengths(rows: list[Row]) -> list[int]:
+def _lengths(rows: list[Rollout]) -> list[int]:
     return [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
 
 

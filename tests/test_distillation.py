@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.rollout_factory import Group, load_policy, make_group, make_trainer, step_logs
-from trl_atropos.batches.distillation import top_k_divergence
+from trl_atropos.batches.inputs import top_k_divergence
 from trl_atropos.rollouts.wire import MASKED
 
 RATE = 0.1

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
 
 from tests.rollout_factory import arguments, make_trainer, mixed_batch, uniform_batch
 from trl_atropos import AtroposGRPOTrainer
@@ -218,6 +219,11 @@ def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path,
     trainer._begin(trainer.create_optimizer())
     trainer.model.train()
     assert ("importance_sampling_ratio" in trainer._generate_and_score_completions([{"prompt": ""}])) is correction
+
+
+def test_rewards_are_scaled_by_the_standard_deviation_that_rollouts_use_too():
+    assert parameters(nanstd) == ["tensor", "dim", "keepdim"], "TRL's nanstd takes other arguments"
+    assert "std_rewards = nanstd(" in SOURCE, "TRL no longer scales rewards by its nanstd: adapt `rollouts/rollout.py`"
 
 
 def test_losses_are_scaled_for_accumulation_by_trl_and_not_again():

@@ -734,7 +734,7 @@ def test_no_environment(desk, vllm, atropos):
     ids=["wedged", "all_dropped"],
 )
 def test_groups_that_never_make_a_batch(groups, fragments, desk, vllm, atropos):
-    """What else there is, and what is said of it, is in `tests/rollouts/test_diagnosis.py`."""
+    """What else there is, and what is said of it, is in `tests/rollouts/test_pull.py`."""
     with delivering(atropos, *groups):
         outcome = desk.run(vllm_server_base_url=vllm, atropos_url=atropos)
     assert_told(outcome, r"No batch of 8 rollouts for \d+ s", *fragments)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from trl_atropos.environment_log import SITE, EnvironmentLog
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
-from trl_atropos.rollouts.diagnosis import disconnect_command
+from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 
 logger = logging.getLogger(__name__)

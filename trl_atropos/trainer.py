@@ -27,46 +27,38 @@ from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
-from trl_atropos.batches.distillation import distillation_inputs, distillation_loss
+from trl_atropos.batches.inputs import (
+    advantage_tensor,
+    columns,
+    distillation_inputs,
+    distillation_loss,
+    logged_advantages,
+    share_zero_variance,
+)
 from trl_atropos.batches.micro_batches import (
     Batch,
     Plan,
-    chunks,
     join,
-    plan_rows,
+    loss_share,
+    plan_rollouts,
     regroups,
-    row_share,
     take,
     trim,
     without_padding,
 )
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
-from trl_atropos.metrics.batch_metrics import (
-    History,
-    row_measures,
-    sampling_measures,
-    share_dropped,
-    staleness_classes,
-)
-from trl_atropos.metrics.health import Health
+from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
 from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.output_lock import locked
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.card import model_only, repository_made
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import show_lines
-from trl_atropos.rollouts.advantages import (
-    advantage_tensor,
-    columns,
-    logged_advantages,
-    share_zero_variance,
-)
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
-from trl_atropos.rollouts.spool import source_state
-from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.checkpoint import (
     groups_of,
@@ -176,7 +168,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
-        self._rows: list[Row] = []  # this rank's rows of the current generation batch
+        self._rows: list[Rollout] = []  # this rank's rows of the current generation batch
         self._plan: Plan | None = None  # of that batch; None where its rows stay in the micro-batches that TRL draws
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
@@ -371,7 +363,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._plan = None
         if self._regroups:
             seed = self.args.seed * NUM_SEEDS + self.state.global_step
-            self._plan = plan_rows(rows, self.args, self.accelerator.num_processes, seed)
+            self._plan = plan_rollouts(rows, self.args, self.accelerator.num_processes, seed)
             rows = [rows[index] for index in self._plan.order]
         local = len(rows) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
@@ -427,7 +419,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             steps = self._plan.micro_batches()
             micro_batches = [rows for step in steps for rows in step]
         elif batch_size is not None:
-            micro_batches = chunks(len(input_ids), batch_size)
+            micro_batches = [slice(start, start + batch_size) for start in range(0, len(input_ids), batch_size)]
         with self.stopwatch.part(COMPUTE):
             scored = without_padding(
                 lambda *inputs: forward(model, *inputs, **kwargs),
@@ -448,7 +440,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             handed_over["messages"] = [row.messages for row in self._rows]
         return handed_over
 
-    def _next_rows(self) -> list[Row]:
+    def _next_rows(self) -> list[Rollout]:
         """The next generation batch, the same on every rank. Rank 0 pulls and tells the others how it stands."""
         started = time.monotonic()
         rows = None
@@ -459,7 +451,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.computing()
         return rows
 
-    def _poll(self, waited: float) -> list[Row] | None:
+    def _poll(self, waited: float) -> list[Rollout] | None:
         """Rows, or nothing yet."""
         with self.stopwatch.part(WAIT):
             rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
@@ -472,7 +464,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
         return rows
 
-    def _correct_logs(self, rows: list[Row]) -> dict[str, float]:
+    def _correct_logs(self, rows: list[Rollout]) -> dict[str, float]:
         """
         Replaces what TRL logged from its one big group by the truth about the rows' own groups, and adds ours. Returns
         what the publisher and, on rank 0, the source had to tell.
@@ -500,18 +492,17 @@ class AtroposGRPOTrainer(GRPOTrainer):
             metrics[name].append(value)
         return own
 
-    def _check_health(self, rows: list[Row], output: dict[str, torch.Tensor], own: dict[str, float]) -> None:
+    def _check_health(self, rows: list[Rollout], output: dict[str, torch.Tensor], own: dict[str, float]) -> None:
         """Measures the batch, and warns where it does not look right, or stops all ranks together."""
         metrics = self._metrics["train"]
         measures: dict[str, float] = {}
         if "importance_sampling_ratio" in output:  # only then has TRL scored the rows under the current policy
-            staleness = staleness_classes(self._rows)
             sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
-            measures, further = sampling_measures(output, staleness, sequence_level, self.accelerator)
+            measures, further = sampling_measures(output, self._rows, sequence_level, self.accelerator)
             for name, value in further.items():
                 metrics[name].append(value)
         if self.accelerator.is_main_process:
-            measures |= row_measures(rows, self.scale_rewards, self.args.distillation_coef > 0)
+            measures |= rollout_measures(rows, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rows)
             measures["truncated"] = metrics["completions/clipped_ratio"][-1]
             measures["dropped"] = share_dropped(own, len(rows))
@@ -546,7 +537,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
         """The loss, and the divergence from the teacher where there is one."""
-        loss = super().compute_loss(model, inputs) * row_share(self.args, len(inputs["completion_ids"]))
+        loss = super().compute_loss(model, inputs) * loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
         term, divergence = distillation_loss(

@@ -16,11 +16,9 @@ from recipes.quickstart.make_model import byte_tokenizer
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.metrics.health import Health
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.rollouts.advantages import group_statistics
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.selection import Books
-from trl_atropos.rollouts.spool import Part, Region, Spool
-from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.spool import Part, Region, Spool, TrainerLogprobs
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step
 PATH = [["a", 0]]
@@ -75,14 +73,14 @@ def _ids(text: str) -> np.ndarray:
     return np.array(_tokenizer()(text)["input_ids"], np.int32)
 
 
-def _group(rng: np.random.Generator, step: int, steps: int, number: int) -> list[Row]:
+def _group(rng: np.random.Generator, step: int, steps: int, number: int) -> list[Rollout]:
     environment = number // GROUP % 2
     progress = step / max(1, steps)
     scores = np.clip(rng.normal(progress * (0.9 - 0.3 * environment), 0.15, GROUP), 0, 1).round(3).tolist()
     mean, std = group_statistics(scores)
     prompt = np.concatenate([_ids(TASKS[number % len(TASKS)]), rng.choice(_ids("0123456789"), 5)])
     return [
-        Row(
+        Rollout(
             prompt_ids=prompt,
             score=score,
             group_mean=mean,
@@ -111,7 +109,7 @@ def _completion(rng: np.random.Generator, environment: int) -> dict[str, np.ndar
     return {"completion_ids": ids, "mask": mask, "logprobs": logprobs, "token_advantages": advantages}
 
 
-def _scored(rows: list[Row], step: int) -> np.ndarray:
+def _scored(rows: list[Rollout], step: int) -> np.ndarray:
     """What the trainer makes of rows, padded as in a run: near the sampler, on a token here and there far from it."""
     rng = np.random.default_rng(step)
     values = np.full((len(rows), max(len(row.logprobs) for row in rows)), np.nan, np.float32)
@@ -121,7 +119,7 @@ def _scored(rows: list[Row], step: int) -> np.ndarray:
     return values
 
 
-def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Row]) -> dict[str, float]:
+def _logs(rng: np.random.Generator, step: int, steps: int, rows: list[Rollout]) -> dict[str, float]:
     scores, lengths = [row.score for row in rows], [len(row.completion_ids) for row in rows]
     wait, compute = 1.5 + math.sin(step / 60) ** 2, 2.0 + 0.3 * rng.random()
     return {

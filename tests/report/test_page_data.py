@@ -30,9 +30,8 @@ from trl_atropos.report.run_folder import (
     trace,
 )
 from trl_atropos.report.run_log import RunLog, spans
-from trl_atropos.rollouts.advantages import scalar_advantages
-from trl_atropos.rollouts.spool import Part, Spool, read_rollouts
-from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.rollout import scalar_advantages
+from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs, read_rollouts
 
 FIRST = [["a", 0]]
 

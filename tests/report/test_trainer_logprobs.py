@@ -22,10 +22,9 @@ from trl_atropos.report import page_data
 from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
 from trl_atropos.report.run_folder import read_all, read_run, trace
 from trl_atropos.rollouts.replay import recorded_files
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource
-from trl_atropos.rollouts.spool import Spool, read_rollouts
-from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
+from trl_atropos.rollouts.spool import Spool, TrainerLogprobs, read_rollouts
 from trl_atropos.services.manager import free_port
 from trl_atropos.weights.publisher import NullPublisher
 
@@ -81,7 +80,7 @@ def run(tiny_model, tmp_path_factory) -> Iterator[Path]:
     return folder / "run"
 
 
-def logprobs(model: Path, row: Row) -> np.ndarray:
+def logprobs(model: Path, row: Rollout) -> np.ndarray:
     """`(c,)` of the completion, from a plain forward pass over this row alone."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
@@ -125,7 +124,7 @@ def test_who_reads_the_rollouts_of_the_folder_reads_rollouts(run, tmp_path):
     assert [path.suffix for path in recorded_files([folder])] == [".arrow"] * len(list(folder.glob("*.arrow")))
 
 
-def rows_from(start: int, number: int = 4, length: int = 3) -> list[Row]:
+def rows_from(start: int, number: int = 4, length: int = 3) -> list[Rollout]:
     return [make_row(length, index=index) for index in range(start, start + number)]
 
 

@@ -9,7 +9,7 @@ from trl_atropos.rollouts.api import (
     ReplyLost,
     join,
 )
-from trl_atropos.rollouts.diagnosis import Diagnosis
+from trl_atropos.rollouts.pull import Diagnosis
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch

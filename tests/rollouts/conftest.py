@@ -18,7 +18,7 @@ import requests
 from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.intake import rollouts_of
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RunInfo
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
 
@@ -113,10 +113,10 @@ def text_of(group: Any) -> bytes:
     return json.dumps(group).encode()
 
 
-def admitted(group: Any, **settings: Any) -> list[Row]:
+def admitted(group: Any, **settings: Any) -> list[Rollout]:
     """What the door makes of a group: as Python objects and as the bytes that the API sends, which must agree."""
     asked = {"max_sequence_length": 64, "temperature": 1.0, "single_row_groups": "refuse"} | settings
-    outcomes: list[list[Row] | RejectedGroup | RolloutError] = []
+    outcomes: list[list[Rollout] | RejectedGroup | RolloutError] = []
     for raw in (group, text_of(group)):
         try:
             outcomes.append(rollouts_of(parse_group(raw), "0", **asked))
@@ -131,11 +131,11 @@ def admitted(group: Any, **settings: Any) -> list[Row]:
     return second
 
 
-def assert_same_rows(some: list[Row], others: list[Row], *, but: tuple[str, ...] = ()) -> None:
-    """All fields of all rows are equal, to the bit, and of the types that `Row` promises; `but` names exceptions."""
+def assert_same_rows(some: list[Rollout], others: list[Rollout], *, but: tuple[str, ...] = ()) -> None:
+    """All fields are equal, to the bit, and of the types that `Rollout` promises; `but` names exceptions."""
     assert len(some) == len(others)
     for one, other in zip(some, others):
-        for name in (field.name for field in fields(Row) if field.name not in but):
+        for name in (field.name for field in fields(Rollout) if field.name not in but):
             mine, theirs = getattr(one, name), getattr(other, name)
             if isinstance(mine, np.ndarray):
                 assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name

@@ -32,7 +32,7 @@ from atroposlib.api.server import app
 
 from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.spool import Part, read_part
 
@@ -336,7 +336,7 @@ def consume(pipe: Any, port: int, folder: str, orders: Orders) -> None:
     pipe.send(f"closed in {time.monotonic() - closing:.2f} s")
 
 
-def ids_of(rows: Sequence[Row]) -> list[int]:
+def ids_of(rows: Sequence[Rollout]) -> list[int]:
     return [row_id(row.completion_ids) for row in rows]
 
 

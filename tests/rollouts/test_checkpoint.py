@@ -8,7 +8,7 @@ import pytest
 from tests.rollout_factory import arguments, uniform_batch
 from tests.rollouts.conftest import Api
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.rollouts.spool import oldest_cursor
 
@@ -22,7 +22,7 @@ class Noted(AtroposSource):
         super().__init__(url)
         self.indexes: list[list[int]] = []
 
-    def poll(self, num_rows: int, timeout: float) -> list[Row] | None:
+    def poll(self, num_rows: int, timeout: float) -> list[Rollout] | None:
         rows = super().poll(num_rows, timeout)
         if rows is not None:
             self.indexes.append([row.index for row in rows])

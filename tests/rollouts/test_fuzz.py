@@ -22,7 +22,7 @@ from tests.rollouts.malformed import malformed_bodies
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, decode_reply
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
@@ -84,7 +84,7 @@ def is_strict(body: bytes) -> bool:
 def compare(group: Any, as_json: Any, single: str) -> None:
     intake = door(single)
     try:
-        rows: list[Row] | None = intake.admit([group])
+        rows: list[Rollout] | None = intake.admit([group])
         if intake.metrics()["rollouts/rejected_groups"]:
             rows = None
     except RolloutError as error:
@@ -106,7 +106,7 @@ def compare(group: Any, as_json: Any, single: str) -> None:
         compare_rows(row, wanted)
 
 
-def compare_rows(row: Row, wanted: dict[str, Any]) -> None:
+def compare_rows(row: Rollout, wanted: dict[str, Any]) -> None:
     for name, dtype in DTYPES.items():
         assert getattr(row, name).dtype == dtype
     for name in ("prompt_ids", "completion_ids", "mask"):
@@ -133,7 +133,7 @@ def same_floats(values: np.ndarray, wanted: list[float]) -> bool:
     )
 
 
-def compare_teachers(row: Row, wanted: list[list[tuple[int, float]]] | None) -> None:
+def compare_teachers(row: Rollout, wanted: list[list[tuple[int, float]]] | None) -> None:
     if wanted is None or not any(wanted):
         assert row.distill_ids is None and row.distill_logprobs is None
         return

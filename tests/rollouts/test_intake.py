@@ -7,11 +7,11 @@ import pytest
 from tests.rollouts.conftest import DATA, admitted, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.intake import rollouts_of
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
 
 
-def rows(group, max_sequence_length=64, temperature=1.0, single_row_groups="refuse") -> list[Row]:
+def rows(group, max_sequence_length=64, temperature=1.0, single_row_groups="refuse") -> list[Rollout]:
     return admitted(
         group,
         max_sequence_length=max_sequence_length,
@@ -97,8 +97,11 @@ def test_unknown_keys_are_ignored():
         ({"scores": [0.0, math.nan]}, r"scores\[1\] is nan, not a finite number"),
         ({"scores": [3e38, -3e38]}, "overflow float32"),
         ({"scores": [0.0]}, "scores has 1 entries for 2"),
-        ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is -1, not a token id"),
-        ({"tokens": [[7, 8, 2**31, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is 2147483648, not a token id"),
+        ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is -1: expected `int` >= 0"),
+        (
+            {"tokens": [[7, 8, 2**31, 9], [7, 8, 11, 9]]},
+            r"tokens\[0\]\[2\] is 2147483648: expected `int` <= 2",
+        ),
         ({"tokens": []}, "tokens is empty: .*at least 1"),
         ({"overrides": [{}]}, "overrides has 1 entries for 2"),
     ],
@@ -231,10 +234,18 @@ IDS, LOGPROBS = [[[], [4], [1, 2], [3]]] * 2, [[[], [-4.0], [-1.0, -2.0], [-3.0]
         (IDS[:1], LOGPROBS, "distill_token_ids has 1 entries for 2 rollouts"),
         ([IDS[0], IDS[0][1:]], LOGPROBS, r"distill_token_ids\[1\] has 3 entries for 4 tokens"),
         ([IDS[0], [[], [4], [1], [3]]], LOGPROBS, r"distill_logprobs\[1\]\[2\] has 2 entries for 1 token ids"),
-        ([IDS[0], [[], [4], [1, 2.0], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[2\]\[1\] is 2\.0, not a token id"),
+        (
+            [IDS[0], [[], [4], [1, 2.0], [3]]],
+            LOGPROBS,
+            r"distill_token_ids\[1\]\[2\]\[1\] is 2\.0: expected",
+        ),
         ([IDS[0], [[], [4], [1, [2]], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[2\]\[1\] is a list of 1 entries"),
-        ([IDS[0], [[], 4, [1, 2], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[1\] is 4, not a list"),
-        (IDS, [LOGPROBS[0], [[], [-4.0], [-1.0, "-2"], [-3.0]]], r"distill_logprobs\[1\]\[2\]\[1\] is '-2', neither"),
+        ([IDS[0], [[], 4, [1, 2], [3]]], LOGPROBS, r"distill_token_ids\[1\]\[1\] is 4: expected .*array"),
+        (
+            IDS,
+            [LOGPROBS[0], [[], [-4.0], [-1.0, "-2"], [-3.0]]],
+            r"distill_logprobs\[1\]\[2\]\[1\] is '-2': expect",
+        ),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_rejected_with_where(ids, logprobs, reason):
@@ -275,34 +286,34 @@ def test_messages_of_another_shape_cost_no_row(messages):
 @pytest.mark.parametrize(
     ("name", "sequence", "reason"),
     [
-        ("tokens", [7, True, 10, 9], r"tokens\[0\]\[1\] is true, not a token id"),
-        ("tokens", [7, 8.0, 10, 9], r"tokens\[0\]\[1\] is 8\.0, not a token id"),
-        ("tokens", [7, "8", 10, 9], r"tokens\[0\]\[1\] is '8', not a token id"),
-        ("tokens", [7, None, 10, 9], r"tokens\[0\]\[1\] is null, not a token id"),
-        ("tokens", [7, [8], 10, 9], r"tokens\[0\]\[1\] is a list of 1 entries, not a token id"),
-        ("tokens", [[7], [8], [10], [9]], r"tokens\[0\]\[0\] is a list of 1 entries, not a token id"),
-        ("tokens", [[], [7, 8, 10], 9, []], r"tokens\[0\]\[0\] is a list of 0 entries, not a token id"),
-        ("tokens", [7, 2**63, 10, 9], r"tokens\[0\]\[1\] is 9223372036854775808, not a token id"),
-        ("tokens", [7, 2**64, 10, 9], r"tokens\[0\]\[1\] is 18446744073709551616, not a token id"),
-        ("tokens", [7, 10**999, 10, 9], r"tokens\[0\]\[1\] is an integer of 3319 bits, not a token id"),
-        ("tokens", {"7": 8}, r"tokens\[0\] is an object of 1 entries, not a list"),
-        ("tokens", None, r"tokens\[0\] is null, not a list"),
-        ("masks", [-100, -100, True, 9], r"masks\[0\]\[2\] is true, neither -100 nor a token id"),
-        ("masks", [-100, -100.0, 10, 9], r"masks\[0\]\[1\] is -100\.0, neither"),
-        ("masks", [-100, -100, [10], 9], r"masks\[0\]\[2\] is a list of 1 entries, neither"),
-        ("masks", [[-100], [-100], [10], [9]], r"masks\[0\]\[0\] is a list of 1 entries, neither"),
+        ("tokens", [7, True, 10, 9], r"tokens\[0\]\[1\] is true: expected `"),
+        ("tokens", [7, 8.0, 10, 9], r"tokens\[0\]\[1\] is 8\.0: expected `"),
+        ("tokens", [7, "8", 10, 9], r"tokens\[0\]\[1\] is '8': expected `"),
+        ("tokens", [7, None, 10, 9], r"tokens\[0\]\[1\] is null: expected `"),
+        ("tokens", [7, [8], 10, 9], r"tokens\[0\]\[1\] is a list of 1 entries: expected `"),
+        ("tokens", [[7], [8], [10], [9]], r"tokens\[0\]\[0\] is a list of 1 entries: expected `"),
+        ("tokens", [[], [7, 8, 10], 9, []], r"tokens\[0\]\[0\] is a list of 0 entries: expected `"),
+        ("tokens", [7, 2**63, 10, 9], r"tokens\[0\]\[1\] is 9223372036854775808: expected `"),
+        ("tokens", [7, 2**64, 10, 9], r"tokens\[0\]\[1\] is 18446744073709551616: expected `"),
+        ("tokens", [7, 10**999, 10, 9], r"tokens\[0\]\[1\] is an integer of 3319 bits: expected `"),
+        ("tokens", {"7": 8}, r"tokens\[0\] is an object of 1 entries: expected `"),
+        ("tokens", None, r"tokens\[0\] is null: expected `"),
+        ("masks", [-100, -100, True, 9], r"masks\[0\]\[2\] is true: expected `"),
+        ("masks", [-100, -100.0, 10, 9], r"masks\[0\]\[1\] is -100\.0: expected `"),
+        ("masks", [-100, -100, [10], 9], r"masks\[0\]\[2\] is a list of 1 entries: expected `"),
+        ("masks", [[-100], [-100], [10], [9]], r"masks\[0\]\[0\] is a list of 1 entries: expected `"),
         ("masks", [-100, -100, 10 + 2**32, 9], r"masks\[0\]\[2\] is 4294967306, neither"),
         ("masks", [-100, -100, 10 + 2**64, 9], r"masks\[0\]\[2\] is 18446744073709551626, neither"),
-        ("inference_logprobs", [1.0, 1.0, "-0.5", -0.25], r"inference_logprobs\[0\]\[2\] is '-0\.5', neither"),
-        ("inference_logprobs", [1.0, 1.0, False, -0.25], r"inference_logprobs\[0\]\[2\] is false, neither"),
+        ("inference_logprobs", [1.0, 1.0, "-0.5", -0.25], r"inference_logprobs\[0\]\[2\] is '-0\.5': expected `"),
+        ("inference_logprobs", [1.0, 1.0, False, -0.25], r"inference_logprobs\[0\]\[2\] is false: expected `"),
         ("inference_logprobs", [[1.0], [1.0], [-0.5], [-0.25]], r"inference_logprobs\[0\]\[0\] is a list of 1"),
-        ("inference_logprobs", 5, r"inference_logprobs\[0\] is 5, not a list"),
-        ("advantages", [0.0, 0.0, True, 0.0], r"advantages\[0\]\[2\] is true, not a finite number"),
-        ("advantages", [0.0, 0.0, None, 0.0], r"advantages\[0\]\[2\] is null, not a finite number"),
+        ("inference_logprobs", 5, r"inference_logprobs\[0\] is 5: expected `"),
+        ("advantages", [0.0, 0.0, True, 0.0], r"advantages\[0\]\[2\] is true: expected `"),
+        ("advantages", [0.0, 0.0, None, 0.0], r"advantages\[0\]\[2\] is null: expected `"),
         ("advantages", [0.0, 0.0, 1e39, 0.0], r"advantages\[0\]\[2\] is 1e\+39, not a finite number"),
-        ("scores", True, r"scores\[0\] is true, not a finite number"),
-        ("scores", "1", r"scores\[0\] is '1', not a finite number"),
-        ("scores", [1], r"scores\[0\] is a list of 1 entries, not a finite number"),
+        ("scores", True, r"scores\[0\] is true: expected `"),
+        ("scores", "1", r"scores\[0\] is '1': expected `"),
+        ("scores", [1], r"scores\[0\] is a list of 1 entries: expected `"),
         ("scores", 10**400, r"scores\[0\] is an integer of 1329 bits, not a finite number"),
     ],
 )
@@ -316,20 +327,20 @@ def test_no_value_is_cast_or_flattened_on_the_way(name, sequence, reason):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"overrides": [{"sft": 1}, {}]}, r"overrides\[0\]\.sft is 1, neither true nor false"),
+        ({"overrides": [{"sft": 1}, {}]}, r"overrides\[0\]\.sft is 1: expected `"),
         (
             {"group_overrides": {"set_advantage_to_zero": "yes"}},
-            r"group_overrides\.set_advantage_to_zero is 'yes', neither true nor false",
+            r"group_overrides\.set_advantage_to_zero is 'yes': expected `",
         ),
         (
             {"generation_params": {"temperature": "1.0"}},
-            r"generation_params\.temperature is '1\.0', not a finite number",
+            r"generation_params\.temperature is '1\.0': expected `",
         ),
-        ({"env_id": "0"}, r"env_id is '0', not an integer"),
-        ({"overrides": {"sft": True}}, "overrides is an object of 1 entries, not a list"),
-        ({"masks": None}, "masks is null, not a list"),
-        ({"group_overrides": {"temperature": float("nan")}}, r"group_overrides\.temperature is nan, not a finite"),
-        ({"scores": {}}, "scores is an object of 0 entries, not a list"),
+        ({"env_id": "0"}, r"env_id is '0': expected `"),
+        ({"overrides": {"sft": True}}, "overrides is an object of 1 entries: expected `"),
+        ({"masks": None}, "masks is null: expected `"),
+        ({"group_overrides": {"temperature": float("nan")}}, r"group_overrides\.temperature is nan: expected `"),
+        ({"scores": {}}, "scores is an object of 0 entries: expected `"),
     ],
 )
 def test_a_setting_of_the_wrong_type_is_rejected(fields, reason):
@@ -339,5 +350,5 @@ def test_a_setting_of_the_wrong_type_is_rejected(fields, reason):
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], [[1]], True])
 def test_a_group_that_is_no_object_is_rejected(raw):
-    with pytest.raises(RejectedGroup, match=r"the group is .*, not an object"):
+    with pytest.raises(RejectedGroup, match=r"the group is .*: expected `object`"):
         admitted(raw)

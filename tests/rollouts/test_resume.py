@@ -15,7 +15,7 @@ from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import pull
 from trl_atropos.rollouts.replay import ReplaySource
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
 WAIT = 30.0  # seconds, for what is already on its way
@@ -34,7 +34,7 @@ class Clock:
 class Scores:
     """Says that a row was sampled by the version that its score is."""
 
-    def tag(self, rows: list[Row]) -> None:
+    def tag(self, rows: list[Rollout]) -> None:
         for row in rows:
             row.policy_version = row.newest_version = int(row.score) if row.score >= 0 else None
 
@@ -501,7 +501,7 @@ def test_a_request_that_hangs_is_told_of_while_it_is_open_and_close_does_not_wai
         before = time.monotonic()
         source.close()
         assert time.monotonic() - before < 10  # a reply may take 300
-        assert not source._feed.is_alive()
+        assert not source._feed.thread.is_alive()
         released.set()
         answering.join(WAIT)
 

@@ -1,6 +1,5 @@
 """The files in which rollouts are kept: what is in them, what happens to bad ones, and how many there are."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 
 from tests.rollouts.conftest import assert_same_rows
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.row import Row
-from trl_atropos.rollouts.spool import HEADER, Part, Region, Spool
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.spool import Part, Region, Spool
 
 REGION = Region("run-1", 1, 0, 4, 1, 0)
 
 
-def make_row(length: int = 3, **fields) -> Row:
+def make_row(length: int = 3, **fields) -> Rollout:
     usual = {
         "prompt_ids": np.arange(1, 3, dtype=np.int32),
         "completion_ids": np.arange(length, dtype=np.int32),
@@ -31,10 +30,10 @@ def make_row(length: int = 3, **fields) -> Row:
         "zero_advantage": False,
         "env_id": None,
     }
-    return Row(**(usual | fields))
+    return Rollout(**(usual | fields))
 
 
-def full_row() -> Row:
+def full_row() -> Rollout:
     return make_row(
         5,
         token_advantages=np.linspace(-1, 1, 5, dtype=np.float32),
@@ -51,7 +50,7 @@ def full_row() -> Row:
     )
 
 
-def append(spool: Spool, start: int, *rows: Row, size: int = 4, **fields) -> None:
+def append(spool: Spool, start: int, *rows: Rollout, size: int = 4, **fields) -> None:
     dropped = {"rejected": size - len(rows)} if size > len(rows) else {}
     spool.append(Part(start, size, REGION, dropped, **fields), rows)
 
@@ -133,20 +132,6 @@ def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(t
     path_of(spool, 0).write_bytes(content)
     with pytest.raises(RolloutError, match="is not a whole file of rollouts"):
         spool.read(spool.parts[0])
-
-
-def test_a_file_of_an_earlier_version_which_has_no_checksum_is_read(tmp_path):
-    spool = Spool(tmp_path / "rollouts", 1e9)
-    append(spool, 0, *[make_row()] * 4)
-    with pa.OSFile(str(path_of(spool, 0)), "rb") as file, pa.ipc.open_file(file) as reader:
-        table = reader.read_all()
-    header = json.loads(table.schema.metadata[HEADER])
-    del header["crc32"]
-    table = table.replace_schema_metadata({HEADER: json.dumps(header)})
-    with pa.OSFile(str(path_of(spool, 0)), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-    again = Spool(tmp_path / "rollouts", 1e9)
-    assert_same_rows(again.read(again.parts[0]), [make_row()] * 4, but=("arrived", "index"))
 
 
 def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):

@@ -24,7 +24,7 @@ from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generat
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
 from trl_atropos.rollouts.intake import Intake
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
@@ -46,7 +46,7 @@ def book(server) -> VersionBook:
     return VersionBook([server.url], server.token, timeout=10)
 
 
-def tagged(book: VersionBook, *rows: Row) -> list[tuple[int | None, int | None]]:
+def tagged(book: VersionBook, *rows: Rollout) -> list[tuple[int | None, int | None]]:
     book.tag(list(rows))
     return [(row.policy_version, row.newest_version) for row in rows]
 
@@ -277,7 +277,7 @@ def environment(server: Server, api: Api) -> Iterator[None]:
             thread.join(60)
 
 
-def completion_of(row: Row) -> Completion:
+def completion_of(row: Rollout) -> Completion:
     return Completion(row.prompt_ids.tolist(), row.completion_ids.tolist(), row.logprobs.tolist())
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.server_process import Server
 from tests.weights.live import disturb, restore, snapshot
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.names import parameter_specs
@@ -99,7 +99,7 @@ class Completion:
     logprobs: list[float]
 
 
-def row_of(*turns: Completion) -> Row:
+def row_of(*turns: Completion) -> Rollout:
     """One row of all turns, through JSON, with what lies between two turns as context."""
     last = turns[-1]
     sequence = last.prompt + last.tokens
@@ -109,7 +109,7 @@ def row_of(*turns: Completion) -> Row:
         place = slice(len(turn["prompt"]), len(turn["prompt"]) + len(turn["tokens"]))
         assert sequence[: place.stop] == turn["prompt"] + turn["tokens"]
         logprobs[place], mask[place] = turn["logprobs"], [True] * len(turn["tokens"])
-    return Row(
+    return Rollout(
         prompt_ids=np.array(sequence[:begin], np.int32),
         completion_ids=np.array(sequence[begin:], np.int32),
         mask=np.array(mask[begin:]),

@@ -1,1 +1,1 @@
-"""Micro-batches: their order, their padding, and what is added to their loss."""
+"""From rollouts to the tensors of a loss: micro-batches, advantages, distillation."""

@@ -1,1 +1,1 @@
-"""What a batch says, what that means, and where the time goes."""
+"""What is measured of batches and steps, and what it means."""

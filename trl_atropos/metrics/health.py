@@ -1,150 +1,113 @@
 """A run that learns nothing, or learns from the wrong data, must say so.
 
-Every generation batch is measured (`batch_metrics.py`). Each signal below is one of those measures: it is logged as
-`health/NAME`, and when it stays above its threshold for some batches in a row, the log says what was seen, what that
-means and what to do. `AtroposGRPOTrainer` owns one `Health` and asks it on rank 0.
+`AtroposGRPOTrainer` measures every generation batch with the functions at the end of this file and gives the results
+to its `Health` on rank 0. Each of them is logged as `health/NAME`, and when it stays above its threshold for some
+batches in a row, the log says what was seen, what that means and what to do.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+import torch
+from accelerate import Accelerator
 
 from trl_atropos.errors import AtroposTrainingError, RecipeError
+from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
 
 logger = logging.getLogger(__name__)
 
-FINE_AGAIN = 20  # batches in a row below the threshold after which a signal may warn a second time
+FINE_AGAIN = 20  # batches in a row below the threshold after which a signal may warn again
+TINY_STD = 1e-3  # ten times the epsilon that TRL adds: from here on, the difference is scaled up in full
+SHORTEST = 4  # tokens; shorter rollouts repeat a token, or count from 0, by chance
+WINDOW = 20  # batches over which the reward is averaged
+STALENESS = ("0", "1", "2_or_more", "unknown")
 
 
 @dataclass(frozen=True)
 class Signal:
     """One thing that goes wrong in runs. `text` is formatted with `value`, the measure of the last batch."""
 
-    threshold: float  # warns above it
-    patience: int  # batches in a row above it until it warns: one batch may be bad luck
+    threshold: float
+    patience: int
     text: str
 
 
-SIGNALS: dict[str, Signal] = {
-    "zero_variance": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. The task is "
-        "learned, or too hard, or its reward too coarse: change the tasks or the reward, or take only groups with "
-        "variance (`replace_zero_variance_groups: true`).",
-    ),
-    "identical_rows": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts are in groups whose completions are identical to the last token. The policy has "
-        "lost its variety, or the environment samples greedily or from a cache: check the environment's temperature, "
-        "lower `learning_rate`, or set `entropy_coef` or `beta`.",
-    ),
-    "repeated_token": Signal(
-        0.5,
-        3,
-        "{value:.0%} of the rollouts are one and the same token, repeated. Either the policy has collapsed (lower "
-        "`learning_rate`, raise `beta`, take an earlier checkpoint), or the tokens are dummies that the environment "
-        "sends because its inference server gives it none (`--openai.server_type vllm`).",
-    ),
-    "placeholder_tokens": Signal(
-        0.0,
-        1,
-        "{value:.0%} of the rollouts have the token ids 0, 1, 2, ...: placeholders that Atropos sends where the "
-        "inference server gives no token ids. Sample through a managed server with `--openai.server_type vllm`, and "
-        "unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
-    ),
-    "constant_rewards": Signal(
-        10,
-        1,
-        "For {value:.0f} batches every rollout has had the same score, so that there is nothing to learn. The task is "
-        "learned, or the environment's scoring is broken or never met: look at the completions (`log_completions: "
-        "true`) and at the scoring function.",
-    ),
-    "reward_stalled": Signal(
-        200,
-        1,
-        "The reward has not risen beyond its noise for {value:.0f} batches. If it is where you want it, the run is "
-        "done; otherwise look at the completions, change `learning_rate`, or take other tasks.",
-    ),
-    "advantage_explosion": Signal(
-        10.0,
-        1,
-        "An advantage has reached {value:.3g}, where normalised ones stay below 10 for groups of up to 100. It comes "
-        "from the environment's own `advantages`, or from raw scores (`scale_rewards: none`, `single_row_groups: "
-        "raw`): bring them to a spread of about 1 in the environment, or set `scale_rewards: group`.",
-    ),
-    "tiny_group_std": Signal(
-        0.1,
-        3,
-        "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001 but are not alike: dividing "
-        "by that makes full advantages out of noise. Round the scores in the environment, or set `scale_rewards: "
-        "batch` or `none`.",
-    ),
-    "truncated": Signal(
-        0.9,
-        5,
-        "{value:.0%} of the rollouts do not end with an end-of-sequence token: they were cut at the length limit "
-        "before they could finish, or the environment cuts that token off. Raise the environment's token limit (and "
-        "the server's `--max-model-len`), or keep the last token of a completion.",
-    ),
-    "loss_divisor": Signal(
-        2.0,
-        5,
-        "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as the longest "
-        "completion so far, so that every gradient is smaller by that factor. Set it to the environments' limit of "
-        "tokens.",
-    ),
-    "logprob_gap_fresh": Signal(
-        0.1,
-        3,
-        "For rollouts sampled from the very weights that are trained, server and trainer differ by {value:.3g} nats "
-        "per token in the mean, where rounding explains about 0.02. Most often the environment samples at another "
-        "temperature, or with top_p or penalties, or the server was not started with `--logprobs-mode "
-        "processed_logprobs`: make them agree.",
-    ),
-    "logprob_gap": Signal(
-        0.5,
-        3,
-        "Sampler and trainer differ by {value:.3g} nats per token in the mean: rollouts are from a policy far from "
-        "the one that is trained. They are too old (lower `max_staleness`, or `max_batches_offpolicy` of the "
-        "environments), the learning rate is too high, or the server does not sample from this model.",
-    ),
-    "importance_ratio": Signal(
-        2.0,
-        3,
-        "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g} before it is truncated, "
-        "where 1 is expected. A few tokens carry the whole update: use fresher rollouts (`max_staleness`), or a token "
-        "level correction (`vllm_importance_sampling_mode: token_truncate`).",
-    ),
-    "tokens_corrected": Signal(
-        0.3,
-        3,
-        "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler, so that the "
-        "update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
-        "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
-    ),
-    "stale": Signal(
-        2.0,
-        3,
-        "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
-        "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
-        "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
-    ),
-    "unknown_version": Signal(
-        0.5,
-        3,
-        "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so that their "
-        "staleness is neither seen nor limited. The environment sends no log-probabilities, or they were not sampled "
-        "by this run's server: use a managed server (`--openai.server_type vllm`) and send `inference_logprobs`.",
-    ),
-    "dropped": Signal(
-        0.5,
-        3,
-        "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the reasons, "
-        "and the warnings in this log explain them.",
-    ),
+THRESHOLDS = {  # a signal warns above a value, after that many batches in a row: one batch may be an accident
+    "zero_variance": (0.9, 5),
+    "identical_rows": (0.9, 5),
+    "repeated_token": (0.5, 3),
+    "placeholder_tokens": (0.0, 1),
+    "constant_rewards": (10, 1),
+    "reward_stalled": (200, 1),
+    "advantage_explosion": (10.0, 1),
+    "tiny_group_std": (0.1, 3),
+    "truncated": (0.9, 5),
+    "loss_divisor": (2.0, 5),
+    "logprob_gap_fresh": (0.1, 3),
+    "logprob_gap": (0.5, 3),
+    "importance_ratio": (2.0, 3),
+    "tokens_corrected": (0.3, 3),
+    "stale": (2.0, 3),
+    "unknown_version": (0.5, 3),
+    "dropped": (0.5, 3),
 }
+TEXTS = {
+    "zero_variance": "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. The "
+    "task is learned, or too hard, or its reward too coarse: change the tasks or the reward, or take only groups with "
+    "variance (`replace_zero_variance_groups: true`).",
+    "identical_rows": "{value:.0%} of the rollouts are in groups whose completions are identical to the last token. "
+    "The policy has lost its variety, or the environment samples greedily or from a cache: check the environment's "
+    "temperature, lower `learning_rate`, or set `entropy_coef` or `beta`.",
+    "repeated_token": "{value:.0%} of the rollouts are one and the same token, repeated. Either the policy has "
+    "collapsed (lower `learning_rate`, raise `beta`, take an earlier checkpoint), or the tokens are dummies that the "
+    "environment sends because its inference server gives it none (`--openai.server_type vllm`).",
+    "placeholder_tokens": "{value:.0%} of the rollouts have the token ids 0, 1, 2, ...: placeholders that Atropos "
+    "sends where the inference server gives no token ids. Sample through a managed server with `--openai.server_type "
+    "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
+    "constant_rewards": "For {value:.0f} batches every rollout has had the same score, so that there is nothing to "
+    "learn. The task is learned, or the environment's scoring is broken or never met: look at the completions "
+    "(`log_completions: true`) and at the scoring function.",
+    "reward_stalled": "The reward has not risen beyond its noise for {value:.0f} batches. If it is where you want it, "
+    "the run is done; otherwise look at the completions, change `learning_rate`, or take other tasks.",
+    "advantage_explosion": "An advantage has reached {value:.3g}, where normalised ones stay below 10 for groups of "
+    "up to 100. It comes from the environment's own `advantages`, or from raw scores (`scale_rewards: none`, "
+    "`single_row_groups: raw`): bring them to a spread of about 1, or set `scale_rewards: group`.",
+    "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001 but are not "
+    "alike: dividing by that makes full advantages out of noise. Round the scores in the environment, or set "
+    "`scale_rewards: batch` or `none`.",
+    "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token: they were cut at the length "
+    "limit, or the environment cuts that token off. Raise the environment's token limit (and the server's "
+    "`--max-model-len`), or keep the last token of a completion.",
+    "loss_divisor": "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as "
+    "the longest completion so far, so that every gradient is smaller by that factor. Set it to the environments' "
+    "limit of tokens.",
+    "logprob_gap_fresh": "For rollouts sampled from the very weights that are trained, server and trainer differ by "
+    "{value:.3g} nats per token in the mean, where rounding explains about 0.02. Most often the environment samples "
+    "at another temperature, or with top_p or penalties, or the server was not started with `--logprobs-mode "
+    "processed_logprobs`: make them agree.",
+    "logprob_gap": "Sampler and trainer differ by {value:.3g} nats per token in the mean: rollouts are from a policy "
+    "far from the one that is trained. They are too old (lower `max_staleness`, or `max_batches_offpolicy` of the "
+    "environments), the learning rate is too high, or the server does not sample from this model.",
+    "importance_ratio": "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g} before "
+    "it is truncated, where 1 is expected. A few tokens carry the whole update: use fresher rollouts "
+    "(`max_staleness`), or a token level correction (`vllm_importance_sampling_mode: token_truncate`).",
+    "tokens_corrected": "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler, "
+    "so that the update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
+    "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
+    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
+    "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
+    "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
+    "unknown_version": "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so "
+    "that their staleness is neither seen nor limited. The environment sends no log-probabilities, or they were not "
+    "sampled by this run's server: use a managed server (`--openai.server_type vllm`) and send `inference_logprobs`.",
+    "dropped": "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the "
+    "reasons, and the warnings in this log explain them.",
+}
+SIGNALS = {name: Signal(*numbers, TEXTS[name]) for name, numbers in THRESHOLDS.items()}
 
 
 def check_names(field: str, names: Sequence[str]) -> None:
@@ -157,7 +120,7 @@ def check_names(field: str, names: Sequence[str]) -> None:
 
 class Health:
     """
-    Watches the measures of a run and warns: once, and again only after the signal has been fine for 20 batches.
+    Warns when a signal rises, and again only after it has been below its threshold for 20 batches.
 
     Args:
         thresholds: signal name -> value above which it warns, for those that differ from `SIGNALS`.
@@ -168,7 +131,7 @@ class Health:
         self._thresholds = {name: signal.threshold for name, signal in SIGNALS.items()} | dict(thresholds)
         self._stop_on = set(stop_on)
         self._above = dict.fromkeys(SIGNALS, 0)  # batches in a row above the threshold
-        self._fine = dict.fromkeys(SIGNALS, 0)  # batches in a row below it, since it warned
+        self._below = dict.fromkeys(SIGNALS, 0)  # batches in a row below it
         self._warned: set[str] = set()
 
     def check(self, measures: Mapping[str, float]) -> None:
@@ -176,34 +139,189 @@ class Health:
         Looks at one generation batch. A signal that is not measured in it stays as it was.
 
         Raises:
-            AtroposTrainingError: a signal warns that the run shall stop on.
+            AtroposTrainingError: a signal of `stop_on` warns.
         """
-        stopping = [self._warning(name, value) for name, value in measures.items() if self._rises(name, value)]
-        for name, message in stopping:
-            if name in self._stop_on:
-                raise AtroposTrainingError(f"{message} The run stops, because `stop_on_warnings` lists {name!r}.")
-
-    def _rises(self, name: str, value: float) -> bool:
-        """Whether the signal is to warn now."""
-        if value > self._thresholds[name]:
-            self._above[name] += 1
-            self._fine[name] = 0
-        else:
-            self._above[name] = 0
-            self._fine[name] += 1
-            if self._fine[name] >= FINE_AGAIN:
+        stopping = None
+        for name, value in measures.items():
+            threshold, patience = self._thresholds[name], SIGNALS[name].patience
+            above = value > threshold
+            self._above[name] = self._above[name] + 1 if above else 0
+            self._below[name] = 0 if above else self._below[name] + 1
+            if self._below[name] >= FINE_AGAIN:
                 self._warned.discard(name)
-        if self._above[name] < SIGNALS[name].patience or name in self._warned:
-            return False
-        self._warned.add(name)
-        return True
+            if self._above[name] < patience or name in self._warned:
+                continue
+            self._warned.add(name)
+            batches = f" for {patience} batches in a row" if patience > 1 else ""
+            message = (
+                f"{SIGNALS[name].text.format(value=value)} (`{name}`: above {threshold:g}{batches}; "
+                "`warning_thresholds` changes that.)"
+            )
+            logger.warning(message)
+            if name in self._stop_on and stopping is None:
+                stopping = f"{message} The run stops, because `stop_on_warnings` lists {name!r}."
+        if stopping is not None:
+            raise AtroposTrainingError(stopping)
 
-    def _warning(self, name: str, value: float) -> tuple[str, str]:
-        signal, threshold = SIGNALS[name], self._thresholds[name]
-        batches = f" for {signal.patience} batches in a row" if signal.patience > 1 else ""
-        message = (
-            f"{signal.text.format(value=value)} (`{name}`: above {threshold:g}{batches}; `warning_thresholds` changes "
-            "that.)"
-        )
-        logger.warning(message)
-        return name, message
+
+# ----------------------------------------------------------------------------------------------- measures of rollouts
+
+
+def rollout_measures(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards, distils: bool) -> dict[str, float]:
+    """
+    By the name of their signal: shares of `rollouts`, the generation batch of all ranks, and the largest advantage.
+    `distils` is whether the run learns from the teacher that a rollout may bring.
+    """
+    tiny = [scale_rewards == "group" and ZERO_STD < rollout.group_std < TINY_STD for rollout in rollouts]
+    return {
+        "zero_variance": fmean(rollout.teaches_nothing(distils) for rollout in rollouts),
+        "identical_rows": _share_identical(rollouts),
+        "repeated_token": _share_repeated_token(rollouts),
+        "placeholder_tokens": fmean(map(_is_placeholder, rollouts)),
+        "advantage_explosion": _largest_advantage(rollouts, scale_rewards),
+        "tiny_group_std": fmean(tiny),
+        "unknown_version": fmean(rollout.policy_version is None for rollout in rollouts),
+    }
+
+
+def _share_identical(rollouts: Sequence[Rollout]) -> float:
+    """Share of rollouts in groups of at least two whose completions are all the same."""
+    groups: defaultdict[Hashable, list[bytes]] = defaultdict(list)
+    for rollout in rollouts:
+        # A source that does not number groups still sends the rollouts of one with one prompt and one mean.
+        unnumbered = (rollout.prompt_ids.tobytes(), rollout.group_mean, rollout.group_std)
+        groups[rollout.group if rollout.group >= 0 else unnumbered].append(rollout.completion_ids.tobytes())
+    return sum(len(said) for said in groups.values() if len(said) > 1 and len(set(said)) == 1) / len(rollouts)
+
+
+def _share_repeated_token(rollouts: Sequence[Rollout]) -> float:
+    """
+    Share of rollouts whose trained tokens, except for the last, which may be the end token, are all one id: the most
+    frequent such id, since an environment may ask for a repetition, but seldom for the same one everywhere.
+    """
+    counts: defaultdict[int, int] = defaultdict(int)
+    for rollout in rollouts:
+        said = rollout.completion_ids[rollout.mask][:-1]
+        if len(said) >= SHORTEST and (said == said[0]).all():
+            counts[int(said[0])] += 1
+    return max(counts.values(), default=0) / len(rollouts)
+
+
+def _is_placeholder(rollout: Rollout) -> bool:
+    tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
+    return len(tokens) >= SHORTEST and bool((tokens == np.arange(len(tokens))).all())
+
+
+def _largest_advantage(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> float:
+    scalars = abs(scalar_advantages(rollouts, scale_rewards)).tolist()
+    return max(
+        float(np.abs(rollout.token_advantages[rollout.mask]).max()) if rollout.trains_on_token_advantages else scalar
+        for rollout, scalar in zip(rollouts, scalars, strict=True)
+    )
+
+
+def share_dropped(metrics: Mapping[str, float], trained: int) -> float:
+    """The share of rollouts that a source dropped, by its metrics, when it handed out `trained` rollouts."""
+    dropped = sum(value for name, value in metrics.items() if name.startswith("rollouts/dropped_"))
+    return dropped / (dropped + trained)
+
+
+class History:
+    """
+    What only shows over several batches: scores that never differ, a mean that no longer rises, and completions that
+    stay much shorter than the loss assumes.
+
+    Args:
+        divisor: the number of tokens by which the loss divides every completion, if it does.
+    """
+
+    def __init__(self, divisor: int | None = None):
+        self._divisor = divisor
+        self._longest = 1
+        self._constant = 0
+        self._value: float | None = None
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._best = -float("inf")
+        self._since_best = 0
+
+    def add(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """
+        `constant_rewards`: batches in a row in which every score was the same number. `reward_stalled`: batches since
+        the mean of the last 20 was above the best one so far by more than two standard errors. `loss_divisor`, where
+        there is one: its ratio to the longest completion so far.
+        """
+        scores = {rollout.score for rollout in rollouts}
+        value = scores.pop() if len(scores) == 1 else None
+        self._constant = 0 if value is None else self._constant + 1 if value == self._value else 1
+        self._value = value
+        self._recent.append(fmean(rollout.score for rollout in rollouts))
+        if len(self._recent) == WINDOW:
+            self._since_best += 1
+            mean, noise = fmean(self._recent), stdev(self._recent) / WINDOW**0.5
+            if mean > self._best + 2 * noise:
+                self._best, self._since_best = mean, 0
+        measures = {"constant_rewards": float(self._constant), "reward_stalled": float(self._since_best)}
+        if self._divisor is not None:
+            self._longest = max(self._longest, *(len(rollout.completion_ids) for rollout in rollouts))
+            measures["loss_divisor"] = self._divisor / self._longest
+        return measures
+
+
+# ------------------------------------------------------------------------------------------------ trainer and sampler
+
+
+@torch.no_grad()
+def sampling_measures(
+    output: dict[str, torch.Tensor], rollouts: Sequence[Rollout], sequence_level: bool, accelerator: Accelerator
+) -> tuple[dict[str, float], dict[str, float]]:
+    """
+    How far the policy that is trained is from the one that sampled, over the trained tokens of all ranks whose
+    log-probability under the sampler is known. Call it on every rank.
+
+    Args:
+        output: this rank's `(B, C)` tensors `completion_mask`, `tool_mask`, `old_per_token_logps` and
+            `sampling_per_token_logps`, and `importance_sampling_ratio`, `(B, C)` or `(B, 1)`, as TRL made them.
+        rollouts: this rank's `B`.
+        sequence_level: whether the correction multiplies the ratios of a rollout's tokens.
+
+    Returns:
+        Measures by the name of their signal, and further metrics; in nats, ratios and shares. Both are empty when no
+        log-probability is known.
+    """
+    gap = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (B, C)
+    trained = (output["completion_mask"] * output["tool_mask"]).bool()
+    known = trained & ~gap.isnan()
+    log_ratio = gap.where(known, 0.0)
+    if sequence_level:
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    before, after = log_ratio.exp(), output["importance_sampling_ratio"]
+    changed = (before != after).expand_as(known) & known
+    ratios = log_ratio.double().clamp(max=80.0).exp()  # above, the mean would be infinite
+    ratios = ratios if sequence_level else ratios[known]
+    distance = gap.double().abs().where(known, 0.0)
+    staleness = [3 if rollout.staleness is None else min(rollout.staleness, 2) for rollout in rollouts]
+    classes = torch.nn.functional.one_hot(torch.tensor(staleness, device=gap.device), len(STALENESS)).double()
+    sums = torch.cat(
+        [
+            distance.sum(-1) @ classes,
+            known.sum(-1).double() @ classes,
+            torch.stack([changed.sum().double(), ratios.sum(), ratios.new_tensor(ratios.numel())]),
+        ]
+    )
+    peaks = torch.stack([distance.max(), ratios.max() if ratios.numel() else ratios.new_zeros(())])
+    of_ranks = accelerator.gather(torch.cat([sums, peaks])[None])  # (ranks, 13)
+    totals = of_ranks[:, : len(sums)].sum(0).tolist()
+    worst_gap, worst_ratio = of_ranks[:, len(sums) :].amax(0).tolist()
+    gaps, tokens, (num_changed, ratio_sum, num_ratios) = totals[:4], totals[4:8], totals[8:]
+    if not sum(tokens):
+        return {}, {}
+    metrics = {f"sampling/logprob_gap/staleness_{name}": gap / n for name, gap, n in zip(STALENESS, gaps, tokens) if n}
+    metrics |= {"sampling/logprob_gap/max": worst_gap, "sampling/importance_ratio_before/max": worst_ratio}
+    measures = {
+        "logprob_gap": sum(gaps) / sum(tokens),
+        "importance_ratio": ratio_sum / num_ratios,
+        "tokens_corrected": num_changed / sum(tokens),
+    }
+    if tokens[0]:
+        measures["logprob_gap_fresh"] = gaps[0] / tokens[0]
+    return measures, metrics

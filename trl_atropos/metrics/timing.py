@@ -1,11 +1,11 @@
-"""Where the time of an optimizer step goes: every moment on this process belongs to exactly one part of it.
+"""Where the time of an optimizer step goes: every moment on this process belongs to exactly one part of the step.
 
-`AtroposGRPOTrainer` and its publisher enter the parts as a step goes through them; a part that is entered inside
-another is taken out of that one. A step lasts from the end of one optimizer step to the end of the next, so what
-Transformers does between them (logging, saving, callbacks) is in it, as `other`.
+`AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another interrupts it. A step
+lasts from the end of one optimizer step to the end of the next, so what Transformers does between them (logging,
+saving, callbacks) is the part `other`.
 
-On a GPU, what was queued counts where it was queued and not where somebody happens to wait for it: `settle` waits at
-the end of what computes. Each of those waits comes just before one that TRL or Transformers would make anyway.
+Work that is queued on a GPU counts where it was queued, because `settle` waits for it at the end of what computes.
+Each of these waits comes just before one that TRL or Transformers would make anyway.
 """
 
 import contextlib
@@ -15,26 +15,26 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainerCallback
 
-WAIT = "wait_for_rollouts"  # until there are rows
-INGEST = "ingest"  # rows to tensors: handing them to the other ranks, padding, advantages, what is measured of them
+WAIT = "wait_for_rollouts"
+INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
 COMPUTE = "forward_backward"  # also of the old and of the reference policy
 OPTIMIZER = "optimizer"  # clipping included
 PUBLISH = "publish"  # pause, transfer, resume, probe
-SAVE = "save"  # of a checkpoint: told by itself, and a share of `other`
+SAVE = "save"  # of a checkpoint; a part of `other`, and logged by itself
 OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
-DOMINATES = 0.5  # share of the step from which on a part is what it waits for
+DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
 
 
 class Stopwatch:
-    """Attributes time to the innermost part that has been entered; what is in none belongs to `rest`."""
+    """Attributes time to the innermost part that was entered; outside of all parts, to `rest`."""
 
     def __init__(self):
         self.start()
 
     def start(self) -> None:
-        """Begin with a first step, now."""
+        """The first step begins now."""
         self.rest = OTHER
         self._inside: list[str] = []
         self._spent = dict.fromkeys((*PARTS, SAVE), 0.0)
@@ -51,15 +51,12 @@ class Stopwatch:
             self._inside.pop()
 
     def rest_is(self, name: str) -> None:
-        """Until the end of the step, what is in no part belongs to `name`."""
+        """Until the end of the step, time outside of all parts belongs to `name`."""
         self._attribute()
         self.rest = name
 
     def lap(self) -> dict[str, float]:
-        """
-        Ends a step and begins the next. Returns seconds: `step`, the `PARTS` of which it is the sum, and `save`, which
-        is within `other`.
-        """
+        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, and `save`."""
         self._attribute()
         spent, step = self._spent, self._since - self._began
         self._spent = dict.fromkeys(spent, 0.0)
@@ -73,7 +70,7 @@ class Stopwatch:
 
 
 class StepTimes(TrainerCallback):
-    """Ends a step of the stopwatch where the optimizer's ends, and keeps its parts as `time/NAME` in `metrics`."""
+    """Ends a step of the stopwatch with each optimizer step, and adds its parts to `metrics` as `time/NAME`."""
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
         self._stopwatch = stopwatch
@@ -85,13 +82,13 @@ class StepTimes(TrainerCallback):
 
 
 def settle(device: torch.device) -> None:
-    """Waits for what is queued on the device."""
+    """Waits for the work that is queued on the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def bottleneck(logs: dict[str, float]) -> str | None:
-    """What a step mostly waits for, in plain words, if one thing takes at least half of it. `logs` as logged."""
+    """The part that takes at least half of the step, if one does, in words. `logs` has `time/NAME` in seconds."""
     step = logs.get("time/step")
     if not step:
         return None

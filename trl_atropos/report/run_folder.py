@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.rollouts.advantages import normalised
-from trl_atropos.rollouts.spool import HEADER, staleness
+from trl_atropos.rollouts.rollout import normalised, staleness
+from trl_atropos.rollouts.spool import HEADER
 
 LOG = "run_log.jsonl"
 

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.run_folder import LOG
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class RunLog(TrainerCallback):
     def __init__(self, folder: str | Path, model: Mapping[str, Any] | None = None):
         self.model = dict(model or {})
         self.rewards: list[float] = []  # mean score of each batch of this life of the run
-        self.first_rows: list[Row] = []  # a few of the first batch, and of the last one
-        self.last_rows: list[Row] = []
+        self.first_rows: list[Rollout] = []  # a few of the first batch, and of the last one
+        self.last_rows: list[Rollout] = []
         self._folder = Path(folder)
         self._state: TrainerState | None = None
         self._steps_per_batch = 1
@@ -120,7 +120,7 @@ class RunLog(TrainerCallback):
     def warning(self, message: str) -> None:
         self.write(warning=message, step=self._state.global_step)
 
-    def batch(self, rows: Sequence[Row], version: int, source: Mapping[str, Any]) -> None:
+    def batch(self, rows: Sequence[Rollout], version: int, source: Mapping[str, Any]) -> None:
         """
         Rows that were just handed out.
 

@@ -1,8 +1,7 @@
-"""The HTTP client of the Atropos API, and becoming its trainer.
+"""The HTTP client of the Atropos API, and how a run becomes its trainer.
 
-`pull.py` calls it. `AtroposClient` retries nothing: whether a second try is safe depends on whether the request was
-sent, and `ApiUnreachable` and `ReplyLost` tell that apart. The API takes a registration only while it holds nothing,
-answers 200 either way, and cannot be asked to forget just the registration.
+`pull.py` calls it. `AtroposClient` retries nothing, because a second try is safe only if the request was not sent:
+that is `ApiUnreachable`, and otherwise `ReplyLost`.
 """
 
 import logging
@@ -25,7 +24,7 @@ GREETING = "AtroposLib API"
 UNREGISTERED = -1
 RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
-MAX_ENVIRONMENTS = 256  # that are asked for; each is one request
+MAX_ENVIRONMENTS = 256  # one request for each
 T = TypeVar("T")
 
 
@@ -34,11 +33,11 @@ class ApiUnreachable(RolloutError):
 
 
 class ReplyLost(RolloutError):
-    """The request was sent and no usable answer came: whatever the API handed out with it is gone."""
+    """The request was sent and no usable answer came: what the API handed out in it is lost."""
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """The body of `POST /register`; the API demands every field."""
+    """The body of `POST /register`."""
 
     wandb_group: str
     wandb_project: str
@@ -51,31 +50,27 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct):
-    """What the API holds about its trainer; -1 and -1 before the first registration."""
+    """Of the registered trainer; -1 and -1 before the first registration."""
 
     batch_size: int
     max_token_len: int
 
 
 class Status(msgspec.Struct):
-    """`current_step` counts assembled batches, `queue_size` groups not yet in a batch."""
-
-    current_step: int
-    queue_size: int
+    current_step: int  # counts assembled batches
+    queue_size: int  # groups that are not yet in a batch
 
 
 class TrainerInfo(msgspec.Struct):
-    """Under which name the trainer registered; None before that. A registration that was ignored does not show."""
-
-    group: str | None
+    group: str | None  # `wandb_group` of the registration that the API holds
 
 
 class EnvironmentStatus(msgspec.Struct):
-    """How one environment stands, and the queue as it sees it."""
+    """The state of one environment, and of the queue."""
 
-    max_group_size: int = 1  # rollouts in the largest group that is queued, whoever sent it; at least 1
-    self_queue_size: int = 0  # groups that it has in the queue
-    unallocated_fraction: float = 1.0  # of a batch, that no `min_batch_allocation` of anybody reserves
+    max_group_size: int = 1  # rollouts in the largest group that is queued, from any environment; at least 1
+    self_queue_size: int = 0  # groups of this environment in the queue
+    unallocated_fraction: float = 1.0  # of a batch, that no environment reserves by `min_batch_allocation`
     env_weight: float = 1.0  # its share by weight and context length, at least 0.01
 
 
@@ -89,12 +84,9 @@ class LatestExample(msgspec.Struct):
 class AtroposClient:
     """
     Args:
-        url: root of the API, such as `http://127.0.0.1:8000`.
+        url: root of the API, such as `http://127.0.0.1:8000`. Anything but an http(s) URL raises `RolloutError`.
         request_timeout: seconds for every request but `batch`.
-        batch_timeout: seconds for `batch`, which should be long: giving up on it loses the batch.
-
-    Raises:
-        RolloutError: `url` is not an http(s) URL.
+        batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses its batch.
     """
 
     def __init__(self, url: str, request_timeout: float, batch_timeout: float):
@@ -103,7 +95,7 @@ class AtroposClient:
         self.url = url.rstrip("/")
         self.batch_timeout = batch_timeout
         self._request_timeout = request_timeout
-        self._sockets: set[socket.socket] = set()  # of requests under way
+        self._sockets: set[socket.socket] = set()  # of requests in flight
 
     def greet(self) -> None:
         """Raises `RolloutError` if something other than an Atropos API answers at the URL."""
@@ -115,11 +107,11 @@ class AtroposClient:
             )
 
     def register(self, registration: Registration) -> None:
-        """Asks to be the trainer. The API gives the same answer whether it took the registration or ignored it."""
+        """Asks to be the trainer. The API answers alike whether it takes the registration or ignores it."""
         self._request("POST", "/register", registration)
 
     def reset(self) -> None:
-        """Throws away everything the API holds: queue, environments and registration."""
+        """Discards everything that the API holds: queue, environments and registration."""
         self._request("GET", "/reset_data")
 
     def info(self) -> Info:
@@ -129,33 +121,33 @@ class AtroposClient:
         return self._get("/status", Status)
 
     def trainer(self) -> str | None:
-        """The `wandb_group` of the registration that the API took, None if it has taken none."""
+        """The `wandb_group` of the registration that the API holds, or None."""
         return self._get("/wandb_info", TrainerInfo).group
 
     def environment(self, env_id: int) -> EnvironmentStatus | None:
-        """How an environment stands, or None if there is none of that number, which the API answers by a 500."""
-        # Some builds of the API read the number in the path, 0.4.0 in the body.
+        """The state of an environment, or None if the API has none of that number, for which it answers 500."""
+        # Some builds of the API read the number from the path, 0.4.0 reads it from the body.
         with suppress(ReplyLost):
             return self._get(f"/status-env?env_id={env_id}", EnvironmentStatus, {"env_id": env_id})
 
     def environments(self) -> list[EnvironmentStatus]:
-        """Every environment that has registered since the API started, dead ones included, in the order of numbers."""
+        """All environments that have registered since the API started, also those that ended, by number."""
         found: list[EnvironmentStatus] = []
         while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
             found.append(status)
         return found
 
     def latest_example(self) -> LatestExample | None:
-        """The group that was queued last, or None if the API cannot send it, as with a NaN in it."""
+        """The group that was queued last, or None if the API cannot send it, for example because it has a NaN."""
         with suppress(ReplyLost):
             return self._get("/latest_example", LatestExample)
 
     def disconnect(self, env_id: int) -> None:
-        """Have the API no longer count on an environment: on its weight and its reserved part of a batch."""
+        """Has the API forget the weight of an environment and what it reserves of every batch."""
         self._request("POST", "/disconnect-env", {"env_id": env_id})
 
     def batch(self) -> BatchReply:
-        """The next batch. The API forgets it before it answers, so it is delivered at most once."""
+        """The next batch. The API forgets a batch before it answers, so each is delivered at most once."""
         _, body = self._request("GET", "/batch", timeout=self.batch_timeout)
         try:
             return decode_reply(body)
@@ -163,7 +155,7 @@ class AtroposClient:
             raise ReplyLost(f"GET {self.url}/batch answered {body[:80]!r}, which is no batch ({error})") from error
 
     def abort(self) -> None:
-        """Ends the requests of other threads, which fail with `ReplyLost`."""
+        """Makes requests of other threads fail with `ReplyLost`."""
         for open_socket in list(self._sockets):
             with suppress(OSError):  # it is closed already
                 open_socket.shutdown(socket.SHUT_RDWR)
@@ -176,7 +168,7 @@ class AtroposClient:
             raise ReplyLost(f"{self.url}{path} answered {content[:80]!r}, not a {reply.__name__}") from error
 
     def _request(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> tuple[int, bytes]:
-        """On a connection of its own, since the API may close an idle one just as it is used again. Past proxies."""
+        """Uses a new connection, since the API may close an idle one just as it is used again. Ignores proxies."""
         url, timeout, asked = urlsplit(self.url), timeout or self._request_timeout, f"{method} {self.url}{path}"
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         connection = kind(url.hostname, url.port, timeout=timeout)
@@ -184,7 +176,7 @@ class AtroposClient:
             connection.connect()
         except OSError as error:
             raise ApiUnreachable(f"{asked} failed: {error}") from error
-        own_socket = connection.sock  # which the connection lets go of when the reply begins
+        own_socket = connection.sock  # the connection drops it when the reply begins
         self._sockets.add(own_socket)
         try:
             content = None if body is None else msgspec.json.encode(body)
@@ -209,20 +201,21 @@ class AtroposClient:
 
 
 def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
-    """
-    What follows the word "environment" in a message: its name, or its number at the API, which tells no names.
-
-    Args:
-        names: of the environments that the run started, by number.
-    """
+    """What follows the word "environment" in a message: its name in `names`, or else its number at the API."""
     return names.get(env_id) or ("without a number" if env_id is None else str(env_id))
+
+
+def disconnect_command(url: str, env_ids: list[int]) -> str:
+    """The shell command that has the API forget an environment."""
+    which = env_ids[0] if len(env_ids) == 1 else "ID"
+    return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
 
 
 # -------------------------------------------------------------------------------------------------- becoming a trainer
 
 
 def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
-    """The result of `call` when the API answers it. Raises `RolloutError(failure)` after `timeout` seconds."""
+    """Calls `call` until the API answers it. Raises `RolloutError(failure)` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -235,23 +228,34 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
 
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
     """
-    Register, and verify that the API holds this run's batch size and length.
-
-    Args:
-        reset: first throw away whatever the API holds, queued rollouts and registered environments too.
-
-    Returns:
-        What the API holds now. An earlier trainer's queue is kept if its registration agrees with this one.
+    Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
+    holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length.
 
     Raises:
-        RolloutError: the API holds another registration, or does not take any.
+        ApiUnreachable, ReplyLost: the API does not answer; call again.
+        RolloutError: the API holds another registration, or does not take one.
     """
-    if reset:
-        client.reset()
-    client.register(registration)
-    held = client.info()
-    if held.batch_size == UNREGISTERED:
-        held = _heal(client, registration)
+    # An environment that delivers before any trainer registered makes the API ignore every registration. What is
+    # queued there can never be handed out. It may deliver again between a reset and the registration.
+    for _ in range(1 + HEAL_TRIES):
+        if reset:
+            client.reset()
+        client.register(registration)
+        held, reset = client.info(), True
+        if held.batch_size != UNREGISTERED:
+            break
+        logger.warning(
+            "The Atropos API at %s received %d groups before a trainer had registered, and ignores registrations "
+            "since. Resetting it.",
+            client.url,
+            client.status().queue_size,
+        )
+    else:
+        raise RolloutError(
+            f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
+            f"{HEAL_TRIES} resets. An environment of an earlier run is probably delivering to it: stop it, then "
+            "restart the API."
+        )
     wanted = Info(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
     if held != wanted:
         raise RolloutError(
@@ -262,27 +266,3 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
             "queued there, or restart the API; restart the environments in both cases."
         )
     return client.status()
-
-
-def _heal(client: AtroposClient, registration: Registration) -> Info:
-    """
-    An environment that delivers before any trainer registered makes the API ignore every registration. No trainer can
-    ever be handed what is queued there, so a reset loses nothing that could have been used.
-    """
-    logger.warning(
-        "The Atropos API at %s received %d groups before any trainer had registered, and ignores registrations since. "
-        "Resetting it.",
-        client.url,
-        client.status().queue_size,
-    )
-    for _ in range(HEAL_TRIES):  # a delivery between the reset and the registration spoils it again
-        client.reset()
-        client.register(registration)
-        held = client.info()
-        if held.batch_size != UNREGISTERED:
-            return held
-    raise RolloutError(
-        f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
-        f"{HEAL_TRIES} resets. An environment of an earlier run is probably delivering to it: stop it, then restart "
-        "the API."
-    )

@@ -1,23 +1,22 @@
-"""The door: checked groups come in, rollouts that the trainer can use go out, and what was left out is counted.
+"""From groups to rollouts that the trainer can use; what it cannot use is left out and counted.
 
-`AtroposSource` and `ReplaySource` each own one `Intake`. An error here is one of two kinds. `RejectedGroup` is one bad
-group: it is dropped, counted, and the run goes on. `RolloutError` is a setting that makes every group wrong, which
-only the user can correct: the run stops.
+`AtroposSource` and `ReplaySource` each have one `Intake`. There are two kinds of errors here. `RejectedGroup` is about
+one group, which is dropped and counted, and the run goes on. `RolloutError` is about a setting that makes every group
+wrong and that only the user can correct, and ends the run.
 """
 
 import logging
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.advantages import group_statistics
 from trl_atropos.rollouts.api import label_of
-from trl_atropos.rollouts.row import Rollout
+from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -25,47 +24,38 @@ logger = logging.getLogger(__name__)
 SingleRowGroups = Literal["refuse", "raw", "zero"]
 
 TEMPERATURE_TOLERANCE = 1e-6
-LAST_GROUPS = 32  # of an environment, among which most may not have unknown tokens,
-ENOUGH_GROUPS = 8  # once there are as many
+LAST_GROUPS = 32  # of an environment; if most of them have unknown tokens, its tokenizer is not the model's
+ENOUGH_GROUPS = 8  # fewer say nothing
 UNKNOWN_TOKENS = "unknown tokens"
-REJECTED, TOO_LONG, UNTRAINED = "rejected", "too_long", "untrained"
+REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
 """Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on."""
 
 
+@dataclass(eq=False)
 class Intake:
     """
-    Turns groups into rollouts with the run's settings, which `rollouts_of` explains. One thread may admit groups while
-    another asks for the metrics.
-
-    `total_dropped` counts the rollouts that were left out so far, by reason; `next_group` is the number that the
-    rollouts of the next group get.
+    Turns groups into rollouts with the run's settings, see `rollouts_of`. One thread may admit groups while another
+    asks for the metrics. `next_group` is the number of the next group.
     """
 
-    def __init__(
-        self,
-        max_sequence_length: int,
-        temperature: float,
-        single_row_groups: SingleRowGroups,
-        *,
-        vocab_size: int | None = None,
-        names: Callable[[], Mapping[int, str]] = dict,
-    ):
-        self.total_dropped: Counter[str] = Counter()
+    max_sequence_length: int
+    temperature: float
+    single_row_groups: SingleRowGroups
+    vocab_size: int | None = None
+    names: Callable[[], Mapping[int, str]] = dict  # of environments by their numbers
+
+    def __post_init__(self):
         self.next_group = 0
-        self._settings = {
-            "max_sequence_length": max_sequence_length,
-            "temperature": temperature,
-            "single_row_groups": single_row_groups,
-            "vocab_size": vocab_size,
-        }
-        self._max_sequence_length = max_sequence_length
-        self._look_up = names
-        self._names: Mapping[int, str] = {}  # of environments, by number, when the batch came in
-        # By environment, of the last groups: whether they had tokens that the model does not know.
+        # By environment, whether each of its last groups had tokens that the model does not know.
         self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
-        self._counts: Counter[str] = Counter()  # since the last `metrics()`
-        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()  # of the whole run
+        self._reported: Counter[str] = Counter()  # what `metrics` has returned of them
+
+    @property
+    def total_dropped(self) -> Counter[str]:
+        """Rollouts that were left out so far, by reason."""
+        return Counter({reason: self._counts[reason] for reason in REASONS})
 
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
         """
@@ -76,69 +66,57 @@ class Intake:
                 an environment have tokens that the model does not know.
         """
         rollouts: list[Rollout] = []
-        self._names = self._look_up()
+        names = self.names()
         for group in groups:
+            label = label_of(group.env_id, names)
+            kind = ""
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
-                rollouts += self._known(group)
+                rollouts += self._admit_group(group, label, names.get(group.env_id))
             except RejectedGroup as rejection:
+                kind = rejection.kind
                 size = len(group.tokens) if isinstance(group, ScoredGroup) else group.size
-                self._count({"groups": 1}, {REJECTED: size})
+                self._counts.update({"groups": 1, REJECTED: size})
                 message = "Dropped a group that cannot be trained on: %s (environment %s)."
-                self._warn_once(rejection.kind, message, rejection, label_of(group.env_id, self._names))
-        return rollouts
-
-    def _known(self, group: ScoredGroup) -> list[Rollout]:
-        """One group with tokens that the model does not know is a slip; most of them are another tokenizer."""
-        recent = self._unknown[group.env_id]
-        try:
-            rollouts = self._rollouts(group)
-        except RejectedGroup as rejection:
-            recent.append(rejection.kind == UNKNOWN_TOKENS)
-            if len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
+                self._warn_once(kind, message, rejection, label)
+            # One group with unknown tokens is an accident. If most have some, it is another tokenizer.
+            recent = self._unknown[group.env_id]
+            recent.append(kind == UNKNOWN_TOKENS)
+            if recent[-1] and len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
                 raise RolloutError(
-                    f"Of the last {len(recent)} groups of environment {label_of(group.env_id, self._names)}, "
-                    f"{sum(recent)} had tokens that the model does not know (the last time, {rejection}): the "
-                    "environment's tokenizer is not the model's. Start the environment on the tokenizer of the "
-                    "trained model (`--env.tokenizer_name`)."
-                ) from rejection
-            raise
-        recent.append(False)
+                    f"Of the last {len(recent)} groups of environment {label}, {sum(recent)} had tokens that the "
+                    "model does not know: the environment's tokenizer is not the model's. Start the environment on "
+                    "the tokenizer of the trained model (`--env.tokenizer_name`)."
+                )
         return rollouts
 
-    def _rollouts(self, group: ScoredGroup) -> list[Rollout]:
-        name = label_of(group.env_id, self._names)
-        rollouts = rollouts_of(group, name, **self._settings)
-        too_long = sum(len(tokens) > self._max_sequence_length for tokens in group.tokens)
-        untrained = len(group.tokens) - len(rollouts) - too_long
+    def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
+        rollouts = rollouts_of(
+            group,
+            label,
+            max_sequence_length=self.max_sequence_length,
+            temperature=self.temperature,
+            single_row_groups=self.single_row_groups,
+            vocab_size=self.vocab_size,
+        )
+        lengths = [len(tokens) for tokens in group.tokens]
+        too_long = sum(length > self.max_sequence_length for length in lengths)
+        untrained = len(lengths) - len(rollouts) - too_long
         if too_long:
             message = "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample shorter ones."
-            self._warn_once("too long", message, max(map(len, group.tokens)), name, self._max_sequence_length)
+            self._warn_once("too long", message, max(lengths), label, self.max_sequence_length)
         if untrained:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
-            self._warn_once("untrained", message, name)
-        if group.has_ref_logprobs:
-            self._warn_once("ref", "Environment %s sends `ref_logprobs`; they are not used.", name)
-        arrived = time.monotonic()
-        tokens = unknown = 0
+            self._warn_once("untrained", message, label)
         for rollout in rollouts:
-            rollout.group, rollout.arrived, rollout.environment = (
-                self.next_group,
-                arrived,
-                self._names.get(group.env_id),
-            )
+            rollout.group, rollout.arrived, rollout.environment = self.next_group, time.time(), environment
             if not rollout.sft:
-                tokens += int(rollout.mask.sum())
-                unknown += int(np.isnan(rollout.logprobs[rollout.mask]).sum())
+                self._counts["tokens"] += int(rollout.mask.sum())
+                self._counts["unknown"] += int(np.isnan(rollout.logprobs[rollout.mask]).sum())
         self.next_group += bool(rollouts)
-        self._count({"tokens": tokens, "unknown": unknown}, {TOO_LONG: too_long, UNTRAINED: untrained})
+        self._counts.update({TOO_LONG: too_long, UNTRAINED: untrained})
         return rollouts
-
-    def _count(self, counts: dict[str, int], dropped: dict[str, int]) -> None:
-        with self._counting:
-            self._counts.update(counts | dropped)
-            self.total_dropped.update(dropped)
 
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._warned:
@@ -147,15 +125,14 @@ class Intake:
 
     def dropped(self) -> str:
         """What was left out since the last `metrics()`, for a run that waits for rollouts; empty if nothing was."""
-        with self._counting:
-            counts = self._counts.copy()
-        rollouts = counts[TOO_LONG] + counts[UNTRAINED]
-        if not (counts["groups"] or rollouts):
+        new = self._counts.copy() - self._reported  # a copy, because another thread may be counting
+        rollouts = new[TOO_LONG] + new[UNTRAINED]
+        if not (new["groups"] or rollouts):
             return ""
         return (
-            f"Rollouts arrive, but since the last step {counts['groups']} groups and {rollouts} further rollouts "
-            f"were dropped because they cannot be trained on ({counts[TOO_LONG]} of them are longer than "
-            f"{self._max_sequence_length} tokens): the warnings in this log name the reasons."
+            f"Rollouts arrive, but since the last step {new['groups']} groups and {rollouts} further rollouts were "
+            f"dropped because they cannot be trained on ({new[TOO_LONG]} of them are longer than "
+            f"{self.max_sequence_length} tokens): the warnings in this log name the reasons."
         )
 
     def metrics(self) -> dict[str, float]:
@@ -164,12 +141,12 @@ class Intake:
         `rollouts/dropped_too_long` and `rollouts/dropped_untrained`; and `rollouts/unknown_logprobs`, the share of
         trained tokens whose log-probability the environment did not send (left out when no token came in).
         """
-        with self._counting:
-            counts, self._counts = self._counts, Counter()
-        metrics = {"rollouts/rejected_groups": float(counts["groups"])}
-        metrics |= {f"rollouts/dropped_{reason}": float(counts[reason]) for reason in (REJECTED, TOO_LONG, UNTRAINED)}
-        if counts["tokens"]:
-            metrics["rollouts/unknown_logprobs"] = counts["unknown"] / counts["tokens"]
+        counts = self._counts.copy()
+        new, self._reported = counts - self._reported, counts
+        metrics = {"rollouts/rejected_groups": float(new["groups"])}
+        metrics |= {f"rollouts/dropped_{reason}": float(new[reason]) for reason in REASONS}
+        if new["tokens"]:
+            metrics["rollouts/unknown_logprobs"] = new["unknown"] / new["tokens"]
         return metrics
 
 
@@ -186,22 +163,22 @@ def rollouts_of(
     vocab_size: int | None = None,
 ) -> list[Rollout]:
     """
-    Turn one group into rollouts, in the group's order.
+    The rollouts of one group, in the group's order.
 
     Those longer than `max_sequence_length` tokens and those without a trained token are left out; their scores still
-    count in the group's mean and standard deviation, as the environment meant them to.
+    count in the group's mean and standard deviation.
 
     Args:
         label: what messages call the environment.
         max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
-        temperature: the sampling temperature that the trainer divides its logits by.
-        single_row_groups: what a group of one means, since it has no mean to compare with: `"refuse"` raises, `"raw"`
-            takes the score itself as the advantage, `"zero"` an advantage of 0.
-        vocab_size: how many token ids the model knows, if that is to be checked.
+        temperature: the sampling temperature by which the trainer divides its logits.
+        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
+            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
+        vocab_size: how many token ids the model knows; None = token ids are not checked.
 
     Raises:
-        RejectedGroup: token ids that the model does not know, an override that says that another temperature was
-            sampled at, or statistics that are not finite.
+        RejectedGroup: token ids that the model does not know, another temperature in an override, or statistics that
+            are not finite.
         RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one under
             `"refuse"`.
     """
@@ -219,12 +196,11 @@ def rollouts_of(
         extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
         raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
     fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= max_sequence_length]
-    rollouts = [one for one in (_rollout(group, i, mean, std) for i in fitting) if one is not None]
-    if single:
-        for one in rollouts:
-            one.raw_advantage = single_row_groups == "raw"
-            one.group_mean = 0.0 if one.raw_advantage else mean
-            one.zero_advantage |= single_row_groups == "zero"
+    rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
+    for rollout in rollouts if single else []:
+        rollout.raw_advantage = single_row_groups == "raw"
+        rollout.group_mean = 0.0 if rollout.raw_advantage else mean
+        rollout.zero_advantage |= single_row_groups == "zero"
     return rollouts
 
 
@@ -236,16 +212,16 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
     first = max(1, int(trained[0]))
     # A masked tail changes no loss, and TRL would take a completion that does not end in EOS for a truncated one.
     part = slice(first, int(trained[-1]) + 1)
-    mask = group.trained[i][part]
+    mask, logprobs, advantages = group.trained[i][part], group.logprobs[i], group.advantages[i]
+    teacher_ids, teacher_logprobs = group.distill_ids[i], group.distill_logprobs[i]
+    distil = teacher_ids is not None and bool((teacher_ids[part] >= 0).any())
     sft = group.asks("sft", i)
-    logprobs, advantages, teacher = group.logprobs[i], group.advantages[i], group.teachers[i]
-    distill = teacher.padded(part) if teacher is not None else None
-    unknown = logprobs is None or sft
+    known = logprobs is not None and not sft
     return Rollout(
         prompt_ids=group.tokens[i][:first],
         completion_ids=group.tokens[i][part],
         mask=mask,
-        logprobs=np.where(mask, np.float32(np.nan) if unknown else logprobs[part], np.float32(np.nan)),
+        logprobs=np.where(mask, logprobs[part] if known else np.float32(np.nan), np.float32(np.nan)),
         score=group.scores[i],
         group_mean=mean,
         group_std=std,
@@ -253,14 +229,14 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
         zero_advantage=group.asks("set_advantage_to_zero", i),
         env_id=group.env_id,
         sft=sft,
-        distill_ids=distill[0] if distill else None,
-        distill_logprobs=distill[1] if distill else None,
+        distill_ids=teacher_ids[part] if distil else None,
+        distill_logprobs=teacher_logprobs[part] if distil else None,
         messages=group.messages[i],
     )
 
 
-def _refuse(group: ScoredGroup, label: str, ours: float, vocab_size: int | None) -> None:
-    """What a well-formed group may ask for that this trainer does not do; `ours` is the trainer's temperature."""
+def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int | None) -> None:
+    """Raises if a well-formed group has something that this trainer cannot train on."""
     if _has_content(group.images):
         raise RolloutError(
             f"Environment {label} sent `images`, and training is text only: the policy would be trained on "
@@ -276,27 +252,27 @@ def _refuse(group: ScoredGroup, label: str, ours: float, vocab_size: int | None)
             "with `--openai.server_type vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that this cannot "
             "happen unseen."
         )
-    of_teachers = [teacher.ids for teacher in group.teachers if teacher is not None]
-    highest = max((int(ids.max()) for ids in [*group.tokens, *of_teachers] if len(ids)), default=0)
-    if vocab_size is not None and highest >= vocab_size:  # beyond the embedding, it would end the trainer inside torch
+    of_teachers = [ids for ids in group.distill_ids if ids is not None]
+    highest = max(int(ids.max(initial=0)) for ids in [*group.tokens, *of_teachers])
+    if vocab_size is not None and highest >= vocab_size:  # beyond the embedding: torch would end the trainer
         known = f"the model knows {vocab_size} ids (0 to {vocab_size - 1})"
         raise RejectedGroup(f"environment {label} sent token id {highest}, and {known}", UNKNOWN_TOKENS)
     # The ratio between trainer and sampler is only right if both divide their logits by the same temperature.
-    trainer = f"and the trainer computes log-probabilities at temperature {ours}"
-    for seen in (one.temperature for one in (group.group_overrides, *group.overrides)):
-        if seen is not None and abs(seen - ours) > TEMPERATURE_TOLERANCE:
+    trainer = f"and the trainer computes log-probabilities at temperature {temperature}"
+    for seen in (asked.temperature for asked in (group.group_overrides, *group.overrides)):
+        if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:
             reason = f"environment {label} sampled at temperature {seen} (an override), {trainer}"
             raise RejectedGroup(reason, "temperature")
     seen = group.generation_params.temperature
-    if seen is not None and abs(seen - ours) > TEMPERATURE_TOLERANCE:
+    if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:
         raise RolloutError(
             f"Environment {label} sampled at temperature {seen}, {trainer}. Set `temperature: {seen}` in the recipe, "
-            f"or sample at {ours} in the environment."
+            f"or sample at {temperature} in the environment."
         )
 
 
 def _has_content(images: Any) -> bool:
-    """Whether anything but empty lists is in `images`, to any depth."""
+    """Whether `images` has anything but empty lists, at any depth."""
     left = [images]
     while left:
         value = left.pop()

@@ -1,17 +1,17 @@
-"""Batches off a live Atropos API, each with its place in the order of the run: `AtroposSource` calls `BatchPuller`.
+"""Pulls batches from a live Atropos API, finds the place of each in the order of the run, and says why none come.
 
 The API cuts its whole queue into batches at once (a *region*), raises its step by their number, and hands them out
 newest first; it assembles new ones only when it holds none. It delivers each batch at most once and forgets it before
-it answers, so `GET /batch` is never repeated unless it surely never left this machine. A batch that the API has popped
-and nobody received leaves its place open, which is found out, to the rollout, as soon as the API is known to hold
-none: when it says so, or when its step rises.
+it answers, so `GET /batch` is repeated only if it surely never left this machine. A batch that the API handed out and
+nobody received leaves a gap in its region. The gap is known as soon as the API is known to hold no batch: when it says
+so, or when its step rises.
 """
 
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -21,80 +21,56 @@ from trl_atropos.rollouts.api import (
     UNREGISTERED,
     ApiUnreachable,
     AtroposClient,
+    EnvironmentStatus,
     Registration,
     ReplyLost,
+    Status,
+    disconnect_command,
     join,
+    label_of,
 )
-from trl_atropos.rollouts.diagnosis import Diagnosis
-from trl_atropos.rollouts.spool import Region, Spool
+from trl_atropos.rollouts.spool import Part, Region, Spool
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
 LOST_IN_DELIVERY = "lost_in_delivery"
-LOST_WITH_API = "lost_with_api"
+NEARLY = 0.95  # of the length limit: an environment that came so close probably drops its next rollouts
 
 Batch = list[ScoredGroup | RejectedGroup]
+Arrival = tuple[Part, Batch | None]
+"""A batch and its place in the run, or, without a batch, rollouts that are known to be lost."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A batch and its place, or (`batch` None) rollouts of which it is now known that they will never come."""
-
-    start: int
-    size: int
-    region: Region  # after it
-    batch: Batch | None = None
-    reason: str = ""
-
-
+@dataclass(eq=False)
 class BatchPuller:
-    """
-    Args:
-        registration: to join with. Its `wandb_group` gets a suffix that tells this run's registrations apart.
-        spool: knows the registrations of this run's earlier life, and how far they had been delivered.
-        begin: index of the first rollout, where the spool holds none.
-        poll_interval: seconds between two pulls while the API has no batch.
-        api_down_timeout: seconds that the API may fail before `pull` raises.
-        explain: puts what the API tells of a silence together with what else is known.
-        names: gives the names of environments by their numbers at the API.
+    """Pulls batches. `pause` is how many seconds to wait before the next pull."""
 
-    `pause` is how many seconds to wait before the next pull.
-    """
+    client: AtroposClient
+    registration: Registration  # its `wandb_group` gets a suffix that distinguishes this run's registrations
+    spool: Spool  # knows the registrations of this run's earlier life, and how far they had been delivered
+    begin: int  # index of the first rollout, where the spool holds none
+    poll_interval: float  # seconds between two pulls while the API has no batch
+    api_down_timeout: float  # seconds that the API may fail before `pull` raises
+    names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
+    explain: Callable[[str], str]  # adds to the reason for a silence what else is known about it
 
-    def __init__(
-        self,
-        client: AtroposClient,
-        registration: Registration,
-        spool: Spool,
-        *,
-        begin: int,
-        poll_interval: float,
-        api_down_timeout: float,
-        names: Callable[[], Mapping[int, str]],
-        explain: Callable[[str], str],
-    ):
+    def __post_init__(self):
         self.pause = 0.0
         self.api_restarts = 0
-        self._client = client
-        self._registration = registration
-        self._spool = spool
-        self._poll_interval = poll_interval
-        self._api_down_timeout = api_down_timeout
-        self._explain = explain
-        # The one being delivered; its step is the API's when it was last asked.
-        self._region = spool.last_region() or Region("", 0, 0, registration.batch_size, 0, 0)
-        if not self._region.left and self._region.end < begin:  # files of the spool were deleted
-            self._region = replace(self._region, base=begin, batches=0)
-        self._diagnosis = Diagnosis(client, registration, names)
+        # The region that is being delivered; its step is the API's when it was last asked.
+        self._region = self.spool.last_region() or Region("", 0, 0, self.registration.batch_size, 0, 0)
+        if not self._region.left and self._region.end < self.begin:  # files of the spool were deleted
+            self._region = replace(self._region, base=self.begin, batches=0)
+        self._diagnosis = Diagnosis(self.client, self.registration, self.names)
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
-        self._unsure = False  # whether the API is still the same, and at which step
-        self._losses = False  # whether a reply was lost since the API was known to hold nothing
+        self._unsure = False  # whether the API may have been restarted, or its step may have risen
+        self._losses = False  # whether a reply was lost since the API was known to hold no batch
         self._sharing = False  # whether the log says that another trainer pulls
-        self._open_since: float | None = None  # when a `GET /batch` was sent that has not been answered
-        self._hang_told = 0.0
+        self._open_since: float | None = None  # when the `GET /batch` in flight was sent
+        self._hang_warned = 0.0
         self._failing_since: float | None = None
         self._quiet_since = time.monotonic()
 
@@ -103,47 +79,38 @@ class BatchPuller:
         """Below this index, nothing more will come."""
         return self._region.base if self._region.left else self._region.end
 
-    # --------------------------------------------------------------------------------------------------------- joining
-
     def join(self, *, reset: bool = False) -> list[Arrival]:
         """
-        Become the API's trainer, or find that this run is it already. Asks for no batch: the first `GET /batch` is
-        what lets environments in.
-
-        Returns:
-            What is known to be lost with the API that there was before.
-
-        Raises:
-            ApiUnreachable, ReplyLost: the API does not answer; call again.
-            RolloutError: see `api.join`.
+        Becomes the API's trainer, or finds that this run is it already. Asks for no batch: environments are let in by
+        the first `GET /batch`. Returns what is known to be lost with an earlier API. Raises as `api.join` does.
         """
-        ours, held = self._spool.registrations, self._client.trainer()
-        anew = reset or held not in ours
-        # Environments go on from the API's step, which counts batches, those of this run's earlier APIs included.
-        step = max(self._registration.starting_step, -(-self._region.end // self._registration.batch_size))
+        ours, name = self.spool.registrations, self.client.trainer()
+        anew = reset or name not in ours
+        # Environments go on from the API's step, which counts batches, including those of this run's earlier APIs.
+        step = max(self.registration.starting_step, -(-self._region.end // self.registration.batch_size))
         if anew:
-            held = f"{self._registration.wandb_group}-{uuid.uuid4().hex[:8]}"
-            self._spool.note_registration(held, step)
-        asked = msgspec.structs.replace(self._registration, wandb_group=held, starting_step=step)
-        status = join(self._client, asked, reset=reset)
-        known_as = self._client.trainer() or ""
+            name = f"{self.registration.wandb_group}-{uuid.uuid4().hex[:8]}"
+            self.spool.note_registration(name, step)
+        asked = msgspec.structs.replace(self.registration, wandb_group=name, starting_step=step)
+        status = join(self.client, asked, reset=reset)
+        held = self.client.trainer() or ""
         before = self._region
-        self._unsure = self._losses = not anew  # a batch may have been popped that the spool does not have
-        # Programs that always register under one name may have done so at a new API: its step tells.
-        if known_as == before.registration and status.current_step >= before.step:
+        self._unsure = self._losses = not anew  # the API may have handed out a batch that the spool does not have
+        # A program that always registers under one name may have registered at a new API, whose step is lower.
+        if held == before.registration and status.current_step >= before.step:
             return []
-        if known_as not in ours or known_as == before.registration:
+        if held not in ours or held == before.registration:
             logger.info(
                 "Continuing on the Atropos API at %s, where %s had registered before: %d groups queued, %d batches "
                 "assembled. If that run is not over, the two take rollouts from each other.",
-                self._client.url,
-                known_as,
+                self.client.url,
+                held,
                 status.queue_size,
                 status.current_step,
             )
-            self._spool.note_registration(known_as, status.current_step)
-        lost = self._settle(LOST_WITH_API)
-        self._region = self._next_region(known_as, self._spool.registrations[known_as], 0)
+            self.spool.note_registration(held, status.current_step)
+        lost = self._settle(with_api=True)
+        self._region = self._next_region(held, self.spool.registrations[held], 0)
         return lost
 
     def _rejoin(self) -> list[Arrival]:
@@ -151,26 +118,22 @@ class BatchPuller:
         try:
             lost = self.join()
         except (ApiUnreachable, ReplyLost) as error:
-            self._unsure = True
-            self._note_failure(error)
-            return []
+            return self._note_failure(error)
         logger.warning(
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
             "there are lost. Environments do not register again by themselves: restart them.",
-            self._client.url,
+            self.client.url,
         )
         self.api_restarts += 1
         self._diagnosis.note_restart()
-        self.pause = self._poll_interval
+        self.pause = self.poll_interval
         self._failing_since = None
         self._quiet_since = time.monotonic()
         return lost
 
-    # --------------------------------------------------------------------------------------------------------- pulling
-
     def pull(self) -> list[Arrival]:
         """
-        At most one `GET /batch`. Returns what has a place now, often nothing.
+        Sends at most one `GET /batch`. Returns what has a place now, often nothing.
 
         Raises:
             RolloutError: the API has failed for `api_down_timeout` seconds, or came back with another registration.
@@ -181,20 +144,18 @@ class BatchPuller:
             if self._unsure:
                 return self._look()
             self._open_since = time.monotonic()
-            reply = self._client.batch()
+            reply = self.client.batch()
         except (ApiUnreachable, ReplyLost) as error:
-            self._unsure = True
             self._losses |= isinstance(error, ReplyLost)
-            self._note_failure(error)
-            return []
+            return self._note_failure(error)
         finally:
             self._open_since = None
         if reply.status == "error":
             return self._rejoin()
         self._failing_since = None
         if not reply.batch:
-            self.pause = self._poll_interval
-            lost = self._told(self._settle(LOST_IN_DELIVERY))
+            self.pause = self.poll_interval
+            lost = self._settle()
             self._losses = False
             return lost + self._look_if_quiet()
         self.pause = 0.0
@@ -204,19 +165,19 @@ class BatchPuller:
         return []
 
     def _look(self) -> list[Arrival]:
-        """Ask whether the API is still the one that this trainer registered at, and what it has assembled."""
+        """Asks whether this trainer's registration still holds, and how many batches the API has assembled."""
         rise = self._rise()
         if rise < 0:
             return self._rejoin()
         self._unsure = False
         if not rise:
             return []
-        # A request was lost that made it assemble these, so at least one of them is gone.
+        # A lost request made the API assemble these batches, so at least one of them is lost.
         self._failing_since, self._losses = None, True
         return self._open(rise)
 
     def _place_held(self) -> list[Arrival]:
-        """Only a pull that finds nothing left makes the API assemble batches and raise its step: the held one's."""
+        """The API assembles batches and raises its step when a pull finds none: then the held batch is of those."""
         rise = self._rise()
         self._unsure = rise < 0  # that API is gone
         lost = []
@@ -229,12 +190,12 @@ class BatchPuller:
 
     def _rise(self) -> int:
         """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
-        if self._unsure and self._client.trainer() != self._region.registration:
+        if self._unsure and self.client.trainer() != self._region.registration:
             return -1
-        return max(-1, self._client.status().current_step - self._region.step)
+        return max(-1, self.client.status().current_step - self._region.step)
 
     def give_back(self) -> list[Arrival]:
-        """What was received and has no place yet gets one: nothing more is asked."""
+        """Places the held batch, if any, without asking the API."""
         batch, self._held = self._held, None
         if batch is None:
             return []
@@ -242,88 +203,241 @@ class BatchPuller:
             self._region = self._next_region(self._region.registration, self._region.step + 1, 1)
         size, left = self._region.batch_size, self._region.left - 1  # it is the newest that is left
         self._region = replace(self._region, left=left)
-        return [Arrival(self._region.base + left * size, size, self._region, batch)]
+        return [(Part(self._region.base + left * size, size, self._region), batch)]
 
     def _open(self, batches: int) -> list[Arrival]:
         """The API had nothing left of the region, and has assembled `batches` new ones."""
-        lost = self._told(self._settle(LOST_IN_DELIVERY))
+        lost = self._settle()
         self._region = self._next_region(self._region.registration, self._region.step + batches, batches)
         return lost
 
-    def _settle(self, reason: str) -> list[Arrival]:
-        """The API holds nothing: what is left of the region was lost."""
+    def _settle(self, with_api: bool = False) -> list[Arrival]:
+        """The API holds no batch: what is left of the region was lost on its way, or with an earlier API."""
         if not self._region.left:
             return []
         size, self._region = self._region.left * self._region.batch_size, replace(self._region, left=0)
-        return [Arrival(self._region.base, size, self._region, reason=reason)]
+        if with_api:
+            return [(Part(self._region.base, size, self._region, lost_with_api=size), None)]
+        if self._losses:
+            logger.warning(
+                "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
+                "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
+                "environments.",
+                size,
+            )
+        elif not self._sharing:
+            self._sharing = True
+            logger.warning(
+                "%d rollouts are lost: another trainer asks the Atropos API at %s for batches, too, and got them. The "
+                "API gives each batch out once. Stop the other trainer, or give it an API of its own (`atropos_url`). "
+                "Later losses are only counted (`rollouts/dropped_lost_in_delivery`).",
+                size,
+                self.client.url,
+            )
+        return [(Part(self._region.base, size, self._region, {LOST_IN_DELIVERY: size}), None)]
 
     def _next_region(self, registration: str, step: int, batches: int) -> Region:
-        """A run that resumes may have had batches of another size before."""
-        return Region(registration, step, self._region.end, self._registration.batch_size, batches, batches)
-
-    def _told(self, lost: list[Arrival]) -> list[Arrival]:
-        """`lost`, after a warning."""
-        for arrival in lost:
-            if self._losses:
-                logger.warning(
-                    "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it "
-                    "answered 500, a score, log-probability or advantage in them was NaN or infinite: look for it in "
-                    "the environments.",
-                    arrival.size,
-                )
-            elif not self._sharing:
-                self._sharing = True
-                logger.warning(
-                    "%d rollouts are lost: another trainer asks the Atropos API at %s for batches, too, and got them. "
-                    "The API gives each batch out once. Stop the other trainer, or give it an API of its own "
-                    "(`atropos_url`). Later losses are only counted (`rollouts/dropped_lost_in_delivery`).",
-                    arrival.size,
-                    self._client.url,
-                )
-        return lost
-
-    # --------------------------------------------------------------------------------------------------------- failing
+        """Its batch size is this run's; what the run resumes from may have had another."""
+        return Region(registration, step, self._region.end, self.registration.batch_size, batches, batches)
 
     def warn_if_hung(self) -> None:
         """Called while somebody waits for rollouts: warns once a minute of a request that is not answered."""
         now, since = time.monotonic(), self._open_since
-        if since is None or now - max(since, self._hang_told) < QUIET_WARNING:
+        if since is None or now - max(since, self._hang_warned) < QUIET_WARNING:
             return
-        self._hang_told = now
+        self._hang_warned = now
         logger.warning(
-            "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs, or "
-            "its machine does. This run waits up to %g s for the answer, because the batch is lost without it. If it "
-            "does not come back, restart the API and the environments.",
-            self._client.url,
+            "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs. "
+            "This run waits up to %g s, because the batch is lost without the answer. Then restart the API and the "
+            "environments.",
+            self.client.url,
             now - since,
-            self._client.batch_timeout,
+            self.client.batch_timeout,
         )
 
-    def _note_failure(self, error: RolloutError) -> None:
-        now = time.monotonic()
+    def _note_failure(self, error: RolloutError) -> list[Arrival]:
+        self._unsure, now = True, time.monotonic()
         if self._failing_since is None:
             self.pause = 0.0 if isinstance(error, ReplyLost) else RETRY_PAUSE
-            self._failing_since = now
-            limit = self._api_down_timeout
+            self._failing_since, limit = now, self.api_down_timeout
             logger.warning("The Atropos API gave no usable answer; trying for another %g s. %s", limit, error)
-            return
-        self.pause = RETRY_PAUSE
-        if now - self._failing_since > self._api_down_timeout:
+            return []
+        self.pause, seconds = RETRY_PAUSE, now - self._failing_since
+        if seconds > self.api_down_timeout:
             raise RolloutError(
-                f"The Atropos API at {self._client.url} has given no usable answer for "
-                f"{now - self._failing_since:.0f} s. Start it again (`python -m atroposlib.cli.run_api`), then the "
-                f"environments, and resume from the last checkpoint. Last try: {error}"
+                f"The Atropos API at {self.client.url} has given no usable answer for {seconds:.0f} s. Start it again "
+                "(`python -m atroposlib.cli.run_api`), then the environments, and resume from the last checkpoint. "
+                f"Last try: {error}"
             ) from error
+        return []
 
     def _look_if_quiet(self) -> list[Arrival]:
-        """After every minute without a batch, say in the log what may be wrong."""
+        """After every minute without a batch, the log says what may be wrong."""
         if time.monotonic() - self._quiet_since < QUIET_WARNING:
             return []
         self._quiet_since = time.monotonic()
         try:
-            if self._client.info().batch_size == UNREGISTERED:
+            if self.client.info().batch_size == UNREGISTERED:
                 return self._rejoin()
         except (ApiUnreachable, ReplyLost):
             return []  # the next pull finds out what is wrong
-        logger.warning("No batch for %g s. %s", QUIET_WARNING, self._explain(self.why_quiet()))
+        logger.warning("No batch for %g s. %s", QUIET_WARNING, self.explain(self.why_quiet()))
         return []
+
+
+# -------------------------------------------------------------------------------------------------- why no batch comes
+
+
+@dataclass
+class Deliveries:
+    """What this run has received from one environment."""
+
+    groups: int = 0
+    last: float = 0.0  # time.monotonic()
+    sizes: set[int] = field(default_factory=set)  # rollouts per group
+    longest: int = 0  # tokens of the longest rollout of its latest batch
+
+
+@dataclass(eq=False)
+class Diagnosis:
+    """
+    Why no batch comes, from what the API tells and what has come so far. The API has no heartbeat and tells neither
+    the names nor the group sizes of environments, so a message also says what cannot be known from here.
+    """
+
+    client: AtroposClient
+    registration: Registration  # this trainer's, for the batch size and the length limit
+    names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
+    deliveries: dict[int, Deliveries] = field(default_factory=dict)  # by environment
+    restarted: float | None = None
+
+    def note(self, batch: Batch) -> None:
+        """A batch came: remembers which environment sent what."""
+        longest: dict[int, int] = {}
+        for group in batch:
+            if group.env_id is None:
+                continue
+            lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
+            seen = self.deliveries.setdefault(group.env_id, Deliveries())
+            seen.groups, seen.last = seen.groups + 1, time.monotonic()
+            seen.sizes |= {len(lengths) or group.size} - {0}
+            longest[group.env_id] = max([longest.get(group.env_id, 0), *lengths])
+        for env_id, length in longest.items():
+            self.deliveries[env_id].longest = length
+
+    def note_restart(self) -> None:
+        """The API was restarted or reset: it numbers its environments anew."""
+        self.deliveries.clear()
+        self.restarted = time.monotonic()
+
+    def why_quiet(self) -> str:
+        """Why no batch comes, as far as the API tells, and what to do about it."""
+        api = f"The Atropos API at {self.client.url}"
+        try:
+            if self.client.info().batch_size == UNREGISTERED:
+                return (
+                    f"{api} was restarted or reset and holds no trainer. This run registers again by itself; what was "
+                    "queued there is lost, and environments that were registered end and must be started again."
+                )
+            status, environments = self.client.status(), self.client.environments()
+            if status.queue_size:
+                return self._why_no_batch(status, environments)
+        except (ApiUnreachable, ReplyLost) as error:
+            return f"{api} does not answer: {error}."
+        return self._why_nothing_queued(len(environments)) if environments else self._why_nobody()
+
+    def _why_no_batch(self, status: Status, environments: list[EnvironmentStatus]) -> str:
+        """Groups are queued."""
+        batch, queued = self.registration.batch_size, status.queue_size
+        largest = environments[0].max_group_size if environments else 0
+        holds = f"The Atropos API at {self.client.url} holds {queued} groups"
+        holds += f" of at most {largest} rollouts" if largest else ""
+        reserved = 1 - environments[0].unallocated_fraction if environments else 0
+        idle = [env_id for env_id, state in enumerate(environments) if state.self_queue_size == 0]
+        if reserved > 1e-9 and idle:
+            return (
+                f"{holds}, but {reserved:.0%} of every batch is reserved by `min_batch_allocation`, and "
+                f"{self._named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while an environment that "
+                f"reserves has nothing, no batch is assembled. {self._last_heard(idle)} Start it again, or take its "
+                f"reservation away: {disconnect_command(self.client.url, idle)}."
+            )
+        sizes = self._known_sizes()
+        one_size = set().union(*sizes.values()) <= {largest}
+        full = one_size and (queued + 1) * largest > batch  # no further group would fit
+        if largest and queued * largest < batch and not full:
+            return (
+                f"{holds}, less than a batch of {batch}: the environments are slow or have stopped. "
+                f"{self._last_heard(range(len(environments)))} Look at their logs; raise `rollout_timeout` if they "
+                "are at work."
+            )
+        known = [f"{self._named([env_id])} sends groups of {_list(sorted(sizes[env_id]))}" for env_id in sorted(sizes)]
+        if largest and largest not in set().union(*sizes.values()):
+            known.append(f"the largest group queued is of {largest}")
+        return (
+            f"{holds} but cannot assemble exactly {batch} rollouts from them. {_sentence(known)}Make the batch size "
+            "(`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of every group "
+            "size, and the group sizes powers of two of each other. What is queued there stays in the way: set "
+            "`reset_atropos: true` for the next run, or restart the API, and start the environments again."
+        )
+
+    def _known_sizes(self) -> dict[int, set[int]]:
+        """The group sizes of each environment: of what came, and of the latest group that was queued."""
+        sizes = {env_id: set(seen.sizes) for env_id, seen in self.deliveries.items()}
+        latest = self.client.latest_example()
+        if latest is not None and latest.env_id is not None:
+            sizes.setdefault(latest.env_id, set()).add(len(latest.tokens))
+        return sizes
+
+    def _why_nobody(self) -> str:
+        since = ""
+        if self.restarted is not None:
+            since = f" since it was restarted {time.monotonic() - self.restarted:.0f} s ago"
+        return (
+            f"No environment has registered with the Atropos API at {self.client.url}{since}. Start one with "
+            f"`--env.rollout_server_url {self.client.url}`, or name it under `environments` in the recipe; if one "
+            "runs, its log says what it waits for. (Environments do not register again by themselves.)"
+        )
+
+    def _why_nothing_queued(self, count: int) -> str:
+        limit, growing = self.registration.max_token_len, ""
+        near = {env_id: seen.longest for env_id, seen in self.deliveries.items() if seen.longest >= NEARLY * limit}
+        if near:
+            growing = (
+                f" The rollouts of {self._named(near)} had grown to {max(near.values())} tokens, close to the limit: "
+                "later ones were probably longer."
+            )
+        has = f"has {count} environments, but its queue is empty"
+        has = has if count > 1 else "has an environment, but its queue is empty"
+        return (
+            f"The Atropos API at {self.client.url} {has}: nothing that was sampled is delivered. "
+            f"{self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one that delivers "
+            "nothing. Look at the environment's log: it may have ended, may not reach the inference server, may send "
+            "groups of another size than its `group_size` (the API holds those back), or may drop groups whose scores "
+            'are all equal (ensure_scores_are_not_same; its log says "Scores are the same in a group, skipping") or '
+            f'that have a rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
+        )
+
+    def _named(self, env_ids: Iterable[int]) -> str:
+        labels = [label_of(env_id, self.names()) for env_id in sorted(env_ids)]
+        return f"environment{'s' if len(labels) > 1 else ''} {_list(labels)}"
+
+    def _last_heard(self, env_ids: Iterable[int]) -> str:
+        """What each environment has delivered to this run, and how long ago."""
+        known = []
+        for env_id in env_ids:
+            delivered, seen = "nothing to this run", self.deliveries.get(env_id)
+            if seen is not None:
+                ago = f"{time.monotonic() - seen.last:.0f} s ago"
+                delivered = f"{seen.groups} groups of {_list(sorted(seen.sizes))}, the last {ago}"
+            known.append(f"{self._named([env_id])} has delivered {delivered}")
+        return _sentence(known).rstrip()
+
+
+def _list(entries: Iterable) -> str:
+    *before, last = map(str, entries) if entries else ["unknown size"]
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def _sentence(parts: list[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}. " if text else ""

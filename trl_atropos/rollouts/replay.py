@@ -1,23 +1,21 @@
-"""Rollouts from files instead of a live API, in the order in which they were recorded.
+"""Rollouts from files instead of a live API, in the order in which they were recorded: to debug a run without
+environments, or to compare two runs on the same rollouts.
 
 The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold batches as the
-Atropos API delivers them, which go through the same door as those: `.jsonl` has one batch per line,
-`{"batch": [group, ...]}`, or one bare group; `.json` has one such object.
-
-For debugging a run without environments, and for comparing two runs on the same rollouts.
+Atropos API delivers them: `.jsonl` has one batch per line, `{"batch": [group, ...]}`, or one bare group; `.json` has
+one such object.
 """
 
 import json
 import logging
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.intake import Intake, SingleRowGroups
-from trl_atropos.rollouts.row import Rollout
-from trl_atropos.rollouts.source import RunInfo
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.source import RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import read_rollouts
 from trl_atropos.rollouts.wire import read_group
 
@@ -26,7 +24,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".json", ".jsonl", ".arrow")
 
 
-class ReplaySource:
+class ReplaySource(RolloutSource):
     """
     Replays recorded rollouts.
 
@@ -37,7 +35,7 @@ class ReplaySource:
         single_row_groups: what a group of one means, see `intake.rollouts_of`.
 
     Raises:
-        RolloutError: from `start` and `poll`; the message has the way out.
+        RolloutError: from `start` and `poll`; the message has the fix.
     """
 
     def __init__(
@@ -50,10 +48,6 @@ class ReplaySource:
         self._paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self._loop = loop
         self._single_row_groups: SingleRowGroups = single_row_groups
-        self._ready: deque[Rollout] = deque()
-        self._recorded = 0  # usable rollouts read since the recording began
-        self._files: list[Path] = []
-        self._reading = self._read()
 
     def start(self, run: RunInfo) -> None:
         self._run = run
@@ -62,7 +56,8 @@ class ReplaySource:
         )
         self._files = recorded_files(self._paths)
         self._reading = self._read()
-        self._ready.clear()
+        self._ready: deque[Rollout] = deque()
+        self._recorded = 0  # usable rollouts read since the recording began
         logger.info("Replaying rollouts from %d files, first %s.", len(self._files), self._files[0])
         if run.rows_consumed:
             self.poll(run.rows_consumed, 0.0)
@@ -73,67 +68,58 @@ class ReplaySource:
         """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never returned."""
         while len(self._ready) < num_rollouts:
             rollouts = next(self._reading, None)
-            if rollouts is None:
-                self._begin_again(num_rollouts)
+            if rollouts is not None:
+                self._recorded += len(rollouts)
+                self._ready += rollouts
                 continue
-            self._recorded += len(rollouts)
-            self._ready += rollouts
+            if not self._recorded:
+                files = ", ".join(map(str, self._files))
+                raise RolloutError(f"The recording ({files}) has no rollout that can be trained on. Record another.")
+            if not self._loop:
+                raise RolloutError(
+                    f"The recording is used up: it has {self._recorded} rollouts, and {len(self._ready)} are left for "
+                    f"a batch of {num_rollouts}. Train fewer steps (`max_steps`), record more, or (in code) replay it "
+                    "with `loop=True`."
+                )
+            self._recorded, self._reading = 0, self._read()
         return [self._ready.popleft() for _ in range(num_rollouts)]
 
     def metrics(self) -> dict[str, float]:
         """See `Intake.metrics`."""
         return self._intake.metrics()
 
-    def diagnose(self) -> str:
-        """Never needed: `poll` does not return None."""
-        return f"{len(self._ready)} recorded rollouts are left."
-
-    def close(self) -> None:
-        """Closes the file being read."""
-        self._reading.close()
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: `RunInfo.rows_consumed` tells how many rollouts to skip."""
-        return {}
-
-    def _read(self) -> Generator[list[Rollout], None, None]:
+    def _read(self) -> Iterator[list[Rollout]]:
         for file in self._files:
             if file.suffix == ".arrow":
                 yield self._of_spool(file)
-            else:
-                for place, text in _texts(file):
-                    yield self._intake.admit(map(read_group, _groups(text, place)))
+                continue
+            if file.suffix == ".json":
+                yield self._admit(file.read_text(encoding="utf-8"), str(file))
+                continue
+            with file.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield self._admit(line, f"{file}, line {number}")
+
+    def _admit(self, text: str, place: str) -> list[Rollout]:
+        return self._intake.admit(map(read_group, _groups(text, place)))
 
     def _of_spool(self, file: Path) -> list[Rollout]:
         """The rollouts of a spool's file that this run can train on."""
         rollouts, longest, vocab = read_rollouts(file), self._run.max_sequence_length, self._run.vocab_size
         for rollout in rollouts:
-            rollout.index = -1  # that was its number in another run
+            rollout.index = -1  # it was the number in another run
             largest = max(rollout.prompt_ids.max(), rollout.completion_ids.max())
             if vocab is not None and largest >= vocab:
                 raise RolloutError(
                     f"{file} has the token id {largest}, but the model knows ids below {vocab}: it was recorded with "
                     "another model. Correct `replay_paths`."
                 )
-        fitting = [one for one in rollouts if len(one.prompt_ids) + len(one.completion_ids) <= longest]
+        fitting = [each for each in rollouts if len(each.prompt_ids) + len(each.completion_ids) <= longest]
         if len(fitting) < len(rollouts):
             left_out = len(rollouts) - len(fitting)
             logger.warning("Left out %d rollouts of %s: at most %d tokens fit.", left_out, file, longest)
         return fitting
-
-    def _begin_again(self, num_rollouts: int) -> None:
-        """Raises `RolloutError` unless the recording loops and has anything in it."""
-        if not self._recorded:
-            files = ", ".join(map(str, self._files))
-            raise RolloutError(f"The recording ({files}) has no rollout that can be trained on. Record another one.")
-        if not self._loop:
-            raise RolloutError(
-                f"The recording is used up: it has {self._recorded} rollouts, and {len(self._ready)} are left for a "
-                f"batch of {num_rollouts}. Train fewer steps (`max_steps`), record more, or (in code) replay it with "
-                "`loop=True`."
-            )
-        self._recorded = 0
-        self._reading = self._read()
 
 
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -155,17 +141,6 @@ def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
             raise RolloutError(what, seen, "Correct the path.", "replay")
         files += found
     return files
-
-
-def _texts(path: Path) -> Generator[tuple[str, str], None, None]:
-    """What is to be read as JSON, and where it stands."""
-    if path.suffix == ".json":
-        yield str(path), path.read_text(encoding="utf-8")
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}, line {number}", line
 
 
 def _groups(text: str, place: str) -> list[object]:

@@ -1,23 +1,24 @@
-"""The wire: the reply of `GET /batch`, from bytes to groups of arrays, checked for type and shape.
+"""The reply of `GET /batch`: from bytes to groups of arrays, checked for type and shape.
 
 `AtroposClient.batch` calls `decode_reply`, and `ReplaySource` calls `read_group` on recorded groups; `intake.py` makes
-rollouts of the result. `Group` describes what the API sends, once, for text and for Python objects. Nothing is cast on
-the way: `true` is not a token, `5.0` is not one either, and `"5"` is not a score.
+rollouts of the result. `Group` is the schema of what the API sends, as text or as Python objects. Nothing is cast:
+neither `true` nor `5.0` is a token, and `"5"` is not a score.
 """
 
 import json
 import math
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 MASKED = -100
 INT32_MAX = 2**31 - 1
@@ -42,7 +43,7 @@ class Sampling(Struct):
 
 
 class Overrides(Sampling):
-    """What an environment may ask for one rollout or for a whole group. Its other keys are its own business."""
+    """What an environment may ask for one rollout or for a whole group. Other keys are ignored."""
 
     set_advantage_to_zero: bool | None = None
     sft: bool | None = None
@@ -54,88 +55,39 @@ class Group(Struct):
     tokens: list[list[TokenId]]
     masks: list[list[int]]
     scores: list[Number]
-    inference_logprobs: list[list[float | None] | Nothing] | Nothing = None
+    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
     advantages: list[list[Number] | Nothing] | Nothing = None
     distill_token_ids: list[list[list[TokenId] | Nothing] | Nothing] | Nothing = None
-    distill_logprobs: list[list[list[float | None] | Nothing] | Nothing] | Nothing = None
+    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
     overrides: list[Overrides | Empty] | Nothing = None
     group_overrides: Overrides | Empty = None
     generation_params: Sampling | Empty = None
     env_id: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     messages: Any = None
     images: Any = None
-    ref_logprobs: Any = None
 
 
-class GroupOfObjects(Group):
-    """As `json` reads it: log-probabilities may be integers that no float can hold, which are unknown ones."""
+class BatchReply(Struct):
+    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
 
-    inference_logprobs: list[list[Number | None] | Nothing] | Nothing = None
-    distill_logprobs: list[list[list[Number | None] | Nothing] | Nothing] | Nothing = None
+    batch: list[Any] | None
+    status: Literal["error"] | None = None
 
 
-NOT_A_TOKEN = f"not a token id from 0 to {INT32_MAX}"
-NOT_FINITE = "not a finite number that float32 can hold"
-NOT_A_LOGPROB = "neither a number nor null"
-NOT_A_BOOLEAN = "neither true nor false"
-WRONG = {  # field -> how many lists deep its values are, and what a wrong one is not
-    "tokens": (2, NOT_A_TOKEN),
-    "masks": (2, f"neither {MASKED} nor a token id"),
-    "scores": (1, NOT_FINITE),
-    "inference_logprobs": (2, NOT_A_LOGPROB),
-    "advantages": (2, NOT_FINITE),
-    "distill_token_ids": (3, NOT_A_TOKEN),
-    "distill_logprobs": (3, NOT_A_LOGPROB),
-    "overrides": (1, "not an object"),
-    "group_overrides": (0, "not an object"),
-    "generation_params": (0, "not an object"),
-    "env_id": (0, "not an integer of 64 bits"),
-    "temperature": (0, "not a finite number"),
-    "set_advantage_to_zero": (0, NOT_A_BOOLEAN),
-    "sft": (0, NOT_A_BOOLEAN),
-}
-
-# --------------------------------------------------------------------------------------------------- what comes of it
+# ------------------------------------------------------------------------------------------- what is made of a group
 
 
 class RejectedGroup(ValueError):
     """
-    One group cannot be used: it is dropped, counted, and the run goes on. The message has the values seen. It also
-    stands for the group in its batch, with what is known of it.
+    One group cannot be used: it is dropped and counted, and the run goes on. The message has the value seen. In a
+    batch, it stands for its group.
     """
 
     def __init__(self, reason: str, kind: str = "malformed"):
         super().__init__(reason)
-        self.kind = kind  # to warn by, once
+        self.kind = kind  # each kind is warned about once
         self.env_id: int | None = None
         self.size = 0  # rollouts
-
-
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """A teacher's top-k log-probabilities for one rollout of `length` tokens, `k[i]` of them for token `i`."""
-
-    ids: np.ndarray  # (k.sum(),) int32
-    logprobs: np.ndarray  # (k.sum(),) float32; NaN = none
-    k: np.ndarray  # (length,) int64
-
-    def padded(self, part: slice) -> tuple[np.ndarray, np.ndarray] | None:
-        """
-        The tokens of `part` as ids `(c, max k)` int32, -1 = absent, and log-probabilities `(c, max k)` float32,
-        NaN = absent. None if there are none.
-        """
-        counts = self.k[part]
-        before = int(self.k[: part.start].sum())
-        values = slice(before, before + int(counts.sum()))
-        known = ~np.isnan(self.logprobs[values])
-        if not known.any():
-            return None
-        present = np.arange(counts.max()) < counts[:, None]
-        ids = np.full(present.shape, -1, dtype=np.int32)
-        logprobs = np.full(present.shape, np.nan, dtype=np.float32)
-        ids[present] = np.where(known, self.ids[values], -1)
-        logprobs[present] = self.logprobs[values]
-        return ids, logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,70 +102,56 @@ class ScoredGroup:
     scores: list[float]  # n, which float32 can hold
     logprobs: list[np.ndarray | None]  # n of (length,) float32, NaN = unknown
     advantages: list[np.ndarray | None]  # n of (length,) float64
-    teachers: list[Teacher | None]  # n
+    distill_ids: list[np.ndarray | None]  # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
+    distill_logprobs: list[np.ndarray | None]  # n of (length, k) float32; NaN = absent
     overrides: list[Overrides]  # n
     group_overrides: Overrides
     generation_params: Sampling
     messages: list[str | None]  # n JSON texts, see `_messages`
     images: Any
     env_id: int | None
-    has_ref_logprobs: bool  # which nothing uses
 
     def asks(self, override: str, i: int) -> bool:
         """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
         return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
 
 
-@dataclass(frozen=True)
-class BatchReply:
-    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
-
-    batch: list[ScoredGroup | RejectedGroup] | None
-    status: Literal["error"] | None
-
-
 # ------------------------------------------------------------------------------------------------------------ reading
 
-
-class _Reply(Struct):
-    batch: list[Raw] | None
-    status: Literal["error"] | None = None
-
-
-DECODE_REPLY, DECODE_GROUP = msgspec.json.Decoder(_Reply).decode, msgspec.json.Decoder(Group).decode
-# Of a reply as atroposlib 0.4 writes it.
+DECODE_GROUP = msgspec.json.Decoder(Group).decode
+# How atroposlib 0.4 writes a reply.
 HEAD, BETWEEN, TAIL = b'{"batch":[', b'},{"tokens":', b"]}"
 UNREADABLE = "unreadable"
 
 
 def decode_reply(body: bytes) -> BatchReply:
     """
-    The groups of a reply, each read by itself, so that one that cannot be read costs no other.
+    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other.
 
     Raises:
         ValueError: the body is not the JSON of such a reply.
     """
-    groups = None
+    groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
-        # Looked for, not read. What is between commas are the groups if each of them is JSON by itself.
-        commas = [len(HEAD) - 1]
-        while (found := body.find(BETWEEN, commas[-1] + 1)) > 0:
-            commas.append(found + 1)
-        commas.append(len(body) - len(TAIL))
-        groups = [read_group(body[before + 1 : after]) for before, after in pairwise(commas)]
+        # Reading group by group takes much less memory. If the cuts are wrong, some part is not JSON by itself.
+        cuts = [len(HEAD) - 1]
+        while (found := body.find(BETWEEN, cuts[-1] + 1)) > 0:
+            cuts.append(found + 1)
+        cuts.append(len(body) - len(TAIL))
+        groups = [read_group(body[before + 1 : after]) for before, after in pairwise(cuts)]
         if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
-            return BatchReply(groups, None)
+            return BatchReply(groups)
     try:
-        reply = DECODE_REPLY(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        if groups is None or all(isinstance(group, RejectedGroup) for group in groups):
+        reply = msgspec.convert(json.loads(body), BatchReply)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        if all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
-        return BatchReply(groups, None)
-    return BatchReply(None if reply.batch is None else [read_group(bytes(text)) for text in reply.batch], reply.status)
+        return BatchReply(groups)
+    return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
-    """As `parse_group`, but gives the error in place of a group that cannot be used."""
+    """As `parse_group`, but returns the error in place of a group that cannot be used."""
     try:
         return parse_group(raw)
     except RejectedGroup as error:
@@ -238,12 +176,12 @@ def parse_group(raw: object) -> ScoredGroup:
     try:
         if isinstance(raw, bytes) and not raw.isascii():
             raw.decode()  # msgspec does not look at the text of fields that it leaves out
-        group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, GroupOfObjects)
+        group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, Group)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
         sent = _plain(raw)
         try:
-            group = msgspec.convert(sent, GroupOfObjects)
+            group = msgspec.convert(sent, Group)
         except msgspec.ValidationError as error:
             _reject(_explained(sent, str(error)))
     return _checked(group)
@@ -262,17 +200,11 @@ def _plain(raw: object) -> Any:
 
 def _explained(sent: Any, error: str) -> str:
     """msgspec's "Expected `int`, got `bool` - at `$.tokens[0][1]`", with the value seen."""
-    if missing := re.search(r"missing required field `(\w+)`", error):
-        return f"{missing[1]} is missing"
-    path = re.search(r" - at `\$\.(.*)`$", error)
-    if path is None:
-        return f"the group is {_short(sent)}, not an object"
-    value, name, depth = sent, "", 0
-    for field, index in re.findall(r"(\w+)|\[(\d+)\]", path[1]):
+    expected, _, path = error.partition(" - at `$")
+    value = sent
+    for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field or int(index)]
-        name, depth = (field, 0) if field else (name, depth + 1)
-    lists, wrong = WRONG[name]
-    return f"{path[1]} is {_short(value)}, {'not a list' if depth < lists else wrong}"
+    return f"{path[1:-1] or 'the group'} is {_short(value)}: {expected[:1].lower()}{expected[1:]}"
 
 
 def _reject(reason: str) -> NoReturn:
@@ -300,20 +232,21 @@ def _checked(group: Group) -> ScoredGroup:
     if not size:
         _reject("tokens is empty: a group has at least 1 rollout")
     tokens = [np.array(ids, dtype=np.int32) for ids in group.tokens]
+    teachers = _teachers(group, [len(ids) for ids in tokens])
     return ScoredGroup(
         tokens=tokens,
         trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))],
         scores=_finite("scores", _sized("scores", group.scores, size)).tolist(),
         logprobs=_per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs),
         advantages=_per_token("advantages", group.advantages, tokens, _finite),
-        teachers=_teachers(group, [len(ids) for ids in tokens]),
+        distill_ids=[ids for ids, _ in teachers],
+        distill_logprobs=[logprobs for _, logprobs in teachers],
         overrides=[one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)],
         group_overrides=group.group_overrides or Overrides(),
         generation_params=group.generation_params or Sampling(),
         messages=_messages(group.messages, size),
         images=group.images,
         env_id=group.env_id,
-        has_ref_logprobs=bool(group.ref_logprobs),
     )
 
 
@@ -363,7 +296,7 @@ def _finite(name: str, entries: list) -> np.ndarray:
     good = np.abs(values) <= FLOAT32_MAX
     if not good.all():
         wrong = int(np.argmin(good))
-        _reject(f"{name}[{wrong}] is {_short(entries[wrong])}, {NOT_FINITE}")
+        _reject(f"{name}[{wrong}] is {_short(entries[wrong])}, not a finite number that float32 can hold")
     return values
 
 
@@ -373,28 +306,36 @@ def _logprobs(name: str, entries: list) -> np.ndarray:
     return np.where((values <= 0.0) & (values >= -FLOAT32_MAX), values, np.nan).astype(np.float32)
 
 
-def _teachers(group: Group, lengths: list[int]) -> list[Teacher | None]:
+def _teachers(group: Group, lengths: list[int]) -> list[tuple[np.ndarray, np.ndarray] | tuple[None, None]]:
     sent = {name: getattr(group, name) for name in ("distill_token_ids", "distill_logprobs")}
     absent = [name for name, value in sent.items() if not value]
     if len(absent) == 1:
         _reject(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
     entries = [_sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()]
-    return [_teacher(i, *one) if any(one[:2]) else None for i, one in enumerate(zip(*entries, lengths))]
+    return [_teacher(i, *of_one) for i, of_one in enumerate(zip(*entries, lengths))]
 
 
-def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> Teacher:
+def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    if not ids and not logprobs:
+        return None, None
     ids = [entry or [] for entry in _sized(f"distill_token_ids[{i}]", ids or [], length, "tokens")]
     logprobs = [entry or [] for entry in _sized(f"distill_logprobs[{i}]", logprobs or [], length, "tokens")]
     for position, (some, others) in enumerate(zip(ids, logprobs)):
         _sized(f"distill_logprobs[{i}][{position}]", others, len(some), "token ids")
-    values = [list(chain.from_iterable(each)) for each in (ids, logprobs)]
-    return Teacher(np.array(values[0], dtype=np.int32), _logprobs("", values[1]), np.array(list(map(len, ids))))
+    counts = np.array([len(entry) for entry in ids], dtype=np.int64)
+    present = np.arange(counts.max(initial=0)) < counts[:, None]
+    padded_ids = np.full(present.shape, -1, dtype=np.int32)
+    padded_ids[present] = list(chain.from_iterable(ids))
+    padded_logprobs = np.full(present.shape, np.nan, dtype=np.float32)
+    padded_logprobs[present] = _logprobs("", list(chain.from_iterable(logprobs)))
+    padded_ids[np.isnan(padded_logprobs)] = -1
+    return padded_ids, padded_logprobs
 
 
 def _messages(value: Any, size: int) -> list[str | None]:
     """
-    The JSON text of each rollout's messages for human readers, of at most 64 KiB in UTF-8, None where there are none.
-    Longer ones lose messages at their end. Nothing is trained on them, so no shape of theirs is an error.
+    The JSON text of each rollout's messages, at most 64 KiB in UTF-8, None where there are none. Longer conversations
+    lose their last messages. They are for human readers only, so no shape of them is an error.
     """
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
@@ -404,19 +345,14 @@ def _messages(value: Any, size: int) -> list[str | None]:
 def _message_text(messages: Any) -> str | None:
     try:
         text = _dumps(messages)
-    except RecursionError:  # nested a thousand times: for no reader
+    except RecursionError:  # nested too deeply to be read by anybody
         return None
     total = len(text.encode())
     if total <= MAX_MESSAGE_BYTES:
         return text
     entries = messages if isinstance(messages, list) else [messages]
-    kept: list[Any] = []
-    room = MAX_MESSAGE_BYTES - 200  # for the note
-    for entry in entries:
-        room -= len(_dumps(entry).encode()) + 2
-        if room < 0:
-            break
-        kept.append(entry)
+    ends = list(accumulate(len(_dumps(entry).encode()) + 2 for entry in entries))
+    kept = entries[: bisect_right(ends, MAX_MESSAGE_BYTES - 200)]  # 200 for the note
     left_out = f"{len(entries) - len(kept)} more messages; {total} bytes in all"
     return _dumps([*kept, {"role": "note", "content": left_out}])
 

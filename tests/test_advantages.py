@@ -4,13 +4,13 @@ import torch
 from trl.trainer.utils import nanstd
 
 from tests.rollouts.conftest import make_group
-from trl_atropos.rollouts.advantages import advantage_tensor, scalar_advantages, share_zero_variance
+from trl_atropos.batches.inputs import advantage_tensor, share_zero_variance
 from trl_atropos.rollouts.intake import rollouts_of
-from trl_atropos.rollouts.row import Row
+from trl_atropos.rollouts.rollout import Rollout, scalar_advantages
 from trl_atropos.rollouts.wire import parse_group
 
 
-def rows(group, single_row_groups="refuse") -> list[Row]:
+def rows(group, single_row_groups="refuse") -> list[Rollout]:
     parsed = parse_group(group)
     return rollouts_of(parsed, "0", max_sequence_length=64, temperature=1.0, single_row_groups=single_row_groups)
 
