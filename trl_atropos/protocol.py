@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
