@@ -22,9 +22,9 @@ from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.full_weights import Restart
 from trl_atropos.weights.lora import FileLora
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
-from trl_atropos.weights.restart import Restart
 from trl_atropos.weights.transfer import choose_transport
 
 WARM_UP = 2  # publishes before those that count: the first goes a slower way, with adapters one in each of two places
@@ -92,16 +92,16 @@ def measure(
         wrapped = AcceleratedOptimizer(optimizer)
         publisher.hold()
         publisher.begin(wrapped, 0)
-        publishes = [_times(publisher)]
+        publishes = [dict(publisher.times)]
         if mode == "restart":
             warm_up, repeats = 1, min(repeats, RESTARTS)
         else:
             warm_up = WARM_UP
         for _ in range(warm_up - 1 + repeats):
             wrapped.step()
-            publishes.append(_times(publisher))
+            publishes.append(dict(publisher.times))
         publisher.probe()
-        link, num_bytes = _link_of(publisher, trainer), publisher.times.moved.num_bytes
+        link, num_bytes = _link_of(publisher, trainer), publisher.num_bytes
     finally:
         publisher.close()
         del trainer
@@ -162,12 +162,6 @@ class _Change(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         torch._foreach_mul_(self.parameters, 1.01)
-
-
-def _times(publisher: ServerPublisher) -> dict[str, float]:
-    times = publisher.times
-    names = ("pause_ms", "transfer_ms", "apply_ms", "resume_ms")
-    return {name: getattr(times, name) for name in names}
 
 
 def _link_of(publisher: ServerPublisher, trainer: AtroposGRPOTrainer) -> str | None:

@@ -18,7 +18,7 @@ from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.row import Row
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.colocate import replace
-from trl_atropos.weights.names import parameter_specs
+from trl_atropos.weights.gather import parameter_specs
 from trl_atropos.weights.transfer import open_views
 
 SCALE = 0.05  # of a change between two versions: nearly every log-probability changes by more than the tolerance
@@ -37,9 +37,9 @@ class MovingPolicy:
         specs = parameter_specs(self.model)
         self.version = self.client.info().policy_version
         self.of_version = {self.version: deepcopy(self.model)}
-        opened = open_views(self.model.named_parameters(), self.client.attach(specs))
-        assert not opened.refused
-        replace(self.model, opened.views)
+        views, refused = open_views(self.model.named_parameters(), self.client.attach(specs))
+        assert not refused
+        replace(self.model, views)
         self._original = snapshot(self.model)
 
     def publish(self, version: int) -> None:

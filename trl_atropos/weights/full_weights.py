@@ -1,14 +1,21 @@
-"""`vllm_mode: server`: all weights go to running servers, packed, one layer after the other.
+"""All weights go to the servers, as all ranks gather them: to running servers (`vllm_mode: server`, which `colocate`
+falls back to), or as a checkpoint on which the servers start again (`vllm_mode: restart`).
 
-Also what `colocate` falls back to. Rank 0 packs what all ranks gather, and sends it through a channel (NCCL between
-devices, gloo on the CPU, shared memory on one device). On one device, parameters that vLLM keeps as they are get
-written straight into the server's memory, and only the others go through its loader.
+`FullWeights`: rank 0 packs tensors into messages and sends them through a channel (NCCL between devices, gloo on the
+CPU, shared memory on one device) to vLLM's loader. On one device, parameters that vLLM keeps as they are get written
+straight into the server's memory, and only the others go through its loader.
+
+`Restart`: the slowest way, and the one that needs the least of vLLM. Environments talk to a front
+(`trl_atropos.front.serve`), which holds their requests while the engine behind it starts again on a checkpoint that it
+can read.
 """
 
 import itertools
 import logging
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +26,24 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import ALIGNMENT, Channel, message_layout
-from trl_atropos.weights.gather import WHOLE, base_model, buffers_of, iter_full_parameters, shapes_of, sharding_of
-from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.gather import (
+    WHOLE,
+    Named,
+    base_model,
+    buffers_of,
+    checkpoint_tensors,
+    iter_full_parameters,
+    parameter_specs,
+    shapes_of,
+    sharding_of,
+)
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, open_views, send_message
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of one message. A larger one costs memory on both sides, a smaller one more calls to the server."""
+"""Bytes of one message. A larger message costs memory on both sides, a smaller one more calls to the server."""
+KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back to
 
 
 class FullWeights(Transfer):
@@ -34,13 +51,12 @@ class FullWeights(Transfer):
     Args:
         servers (`Servers`): Where the weights go.
         transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
-        chunk_bytes (`int`, *optional*): Of one message; a larger parameter makes a larger one.
     """
 
-    def __init__(self, servers: Servers, transport: str = "auto", chunk_bytes: int | None = None):
+    def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
         self.transport = transport
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
         self._channel: Channel | None = None
         self._room = 0  # bytes of a message
@@ -69,21 +85,21 @@ class FullWeights(Transfer):
             for spec in parameter_specs(base_model(self._trainer.model))
         ]
         for client in self.servers.clients:
-            parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
-            self.views.append(open_views(parameters, client.attach(specs)).views)
+            self.views.append(open_views(self._parameters(), client.attach(specs))[0])
 
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Buffers that the checkpoint has, for servers that take all of it through their loader."""
+    def _parameters(self) -> Iterator[Named]:
+        return iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
+
+    def _buffers(self) -> list[Named]:
+        """The checkpoint's buffers, for servers that take all of it through their loader."""
         return [] if self.views else buffers_of(self._trainer.model)
 
     def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """The views and the parameters that go into them, if every parameter of every server is such a view."""
-        if not self.views or isinstance(model, PeftModel):
+        """Returns all views, and the parameter that goes into each, if that is all that there is to send."""
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        if not self.views or isinstance(model, PeftModel) or any(v.keys() != parameters.keys() for v in self.views):
             return None
-        parameters = dict(model.named_parameters())
-        if any(views.keys() != parameters.keys() for views in self.views):
-            return None
-        pairs = [(view, parameters[name].detach()) for views in self.views for name, view in views.items()]
+        pairs = [(view, parameters[name]) for views in self.views for name, view in views.items()]
         return [view for view, _ in pairs], [parameter for _, parameter in pairs]
 
     def _connect(self, transport: str, specs: list[ParameterSpec], device: torch.device) -> None:
@@ -98,11 +114,7 @@ class FullWeights(Transfer):
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
             "%d parameters (%.1f MB) go to %d server(s): %d straight into memory, %d through %s",
-            len(specs),
-            sum(message_layout([spec])[1] for spec in specs) / 1e6,
-            len(self.servers.clients),
-            len(direct),
-            len(sizes),
+            *(len(specs), message_layout(specs)[1] / 1e6, len(self.servers.clients), len(direct), len(sizes)),
             transport,
         )
 
@@ -114,18 +126,15 @@ class FullWeights(Transfer):
             torch._foreach_copy_(*self._direct)
             together(lambda: None)  # all ranks have written
             return Moved(sum(view.nbytes for view in self._direct[0]))
-        moved, model = Moved(), self._trainer.model
-        parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
-        rest = itertools.chain(self._write_views(parameters, moved), self._buffers())
-        tensors = checkpoint_tensors(base_model(model), rest, self._shapes)
+        moved = Moved()
+        rest = itertools.chain(self._write_views(moved), self._buffers())
+        tensors = checkpoint_tensors(base_model(self._trainer.model), rest, self._shapes)
         together(lambda: self._send_messages(tensors, moved))
         return moved
 
-    def _write_views(
-        self, parameters: Iterator[tuple[str, torch.Tensor]], moved: Moved
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _write_views(self, moved: Moved) -> Iterator[Named]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
-        for name, tensor in parameters:
+        for name, tensor in self._parameters():
             held = [views[name] for views in self.views if name in views]
             for view in held:
                 view.copy_(tensor)
@@ -133,8 +142,8 @@ class FullWeights(Transfer):
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _send_messages(self, tensors: Iterator[tuple[str, torch.Tensor]], moved: Moved) -> None:
-        """Sends all tensors, on rank 0; every rank gathers them, to the end, also after rank 0 has failed to send."""
+    def _send_messages(self, tensors: Iterator[Named], moved: Moved) -> None:
+        """Sends all tensors, on rank 0; every rank gathers them to the end, also after rank 0 has failed to send."""
         try:
             sent = 0
             for specs, message in self._pack(tensors) if self.servers.clients else ():
@@ -153,8 +162,8 @@ class FullWeights(Transfer):
             for _ in tensors:
                 pass
 
-    def _pack(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
-        """Copies tensors into messages. Yields what is in each, and its bytes, which the next one overwrites."""
+    def _pack(self, tensors: Iterator[Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
+        """Copies tensors into messages. Yields what is in each, and its bytes, which the next message overwrites."""
         specs, filled, buffer = [], 0, None
         for name, tensor in tensors:
             size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -163,8 +172,7 @@ class FullWeights(Transfer):
                 specs, filled = [], 0
             if not specs:
                 buffer = self._channel.staging(max(size, self._room))
-            target = buffer[filled : filled + tensor.nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             specs.append(ParameterSpec.of(name, tensor))
             filled += size
         if specs:
@@ -178,3 +186,52 @@ class FullWeights(Transfer):
                 f"they are different models. The server has {self.servers.info.model}."
             )
         self._checked = True
+
+
+class Restart(Transfer):
+    """
+    Args:
+        servers (`Servers`): Started by `trl-atropos serve --vllm_mode restart`.
+        folder (`str`): Where the checkpoints go.
+    """
+
+    def __init__(self, servers: Servers, folder: str):
+        super().__init__(servers)
+        self.folder = Path(folder).absolute()
+
+    def attach(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._published: list[Path] = []
+
+    def pause(self) -> None:
+        """Takes as long as the requests in flight need to end."""
+        self.servers.each(lambda client: client.drain())
+
+    @torch.no_grad()
+    def send(self, policy_version: int) -> Moved:
+        model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
+        state = {}
+        for name, tensor in itertools.chain(
+            iter_full_parameters(model, self._trainer.accelerator, dtype), buffers_of(model)
+        ):
+            if self.servers.clients:
+                state[name] = tensor.detach().cpu().clone()
+        return together(lambda: self._save_and_restart(state, policy_version))
+
+    def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> Moved:
+        if not self.servers.clients:
+            return Moved()
+        path = self.folder / f"v{version}"
+        shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
+        base_model(self._trainer.model).save_pretrained(path, state_dict=state)
+        self._trainer.processing_class.save_pretrained(path)
+        self._published.append(path)
+        seconds = self.servers.each_here(lambda client: client.restart(str(path)))
+        return Moved(sum(tensor.nbytes for tensor in state.values()), max(seconds) * 1e3)
+
+    def published(self, policy_version: int) -> None:
+        """Removes older checkpoints, of earlier runs, too."""
+        if self.servers.clients:
+            kept = self._published = self._published[-KEPT_CHECKPOINTS:]
+            for path in set(self.folder.glob("v*")) - set(kept):
+                shutil.rmtree(path, ignore_errors=True)

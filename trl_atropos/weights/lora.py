@@ -2,7 +2,7 @@
 
 `MemoryLora`: the server has two places for the adapter, so that requests in flight finish on the version that they
 began with while new ones get the next. With `colocate` and a `peft_config`, the frozen base is one copy that both
-processes share, and the adapter takes this way through shared memory.
+processes share, and the adapter goes through shared memory.
 
 `FileLora`: for a server that knows nothing of this package but its middleware. Each version is a new directory, which
 the server loads by vLLM's own HTTP routes; it must be readable where the server runs, under the same path. The name is
@@ -10,6 +10,7 @@ unloaded and loaded again under a pause: vLLM's `load_inplace` would read the fi
 and end the engine when they are gone.
 """
 
+import json
 import logging
 import shutil
 import uuid
@@ -44,7 +45,7 @@ class MemoryLora(Transfer):
 
     clear_cache = False  # requests in flight keep their adapter, and new requests have prefixes of their own
 
-    def __init__(self, servers: Servers, transport: str = "auto", base: Transfer | None = None):
+    def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
         super().__init__(servers)
         self.transport = transport
         self.base = base
@@ -71,22 +72,8 @@ class MemoryLora(Transfer):
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
-        self._announce(trainer.model.peft_config[ADAPTER].to_dict())
-        logger.info(
-            "the adapter's %d tensors (%.2f MB) go to %d server(s) through %s",
-            len(self._tensors),
-            num_bytes / 1e6,
-            len(self.servers.clients),
-            transport,
-        )
-
-    def _announce(self, config: dict) -> None:
-        """Lets the servers refuse the adapter before training begins."""
-        plain = {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in config.items()
-            if isinstance(value, str | int | float | bool | list | dict | set | None)
-        }
+        config = trainer.model.peft_config[ADAPTER].to_dict()
+        plain = json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else None))
         replies = self.servers.each_here(lambda client: client.set_up_adapter(self._tensors, plain))
         for client, refused in zip(self.servers.clients, replies, strict=True):
             if refused is not None:
@@ -94,6 +81,10 @@ class MemoryLora(Transfer):
                     f"The server at {client.url} cannot serve this adapter: {refused}. Change the adapter, or use "
                     "`vllm_mode: server`, which sends merged weights."
                 )
+        logger.info(
+            "the adapter's %d tensors (%.2f MB) go to %d server(s) through %s",
+            *(len(self._tensors), num_bytes / 1e6, len(self.servers.clients), transport),
+        )
 
     def check(self) -> None:
         if self.base is not None:
@@ -175,18 +166,19 @@ class FileLora(Transfer):
 
 
 def _require_servable(model: Any, servers: Servers) -> None:
-    """Raises for what no vLLM server can serve as an adapter, or not these."""
+    """Raises `AttachError` for what no vLLM server can serve as an adapter, or not these."""
+    served = servers.info.lora
     if not isinstance(model, PeftModel):
         raise AttachError(
             "This `vllm_mode` sends a LoRA adapter, but the run has none: set `use_peft: true` (or pass a "
             "`peft_config`), or use `vllm_mode: colocate` or `server` to train all weights."
         )
-    if servers.info.lora is None:
+    if served is None:
         raise AttachError(
             "The server was started without adapters: add `--enable-lora --max-lora-rank R` (in a recipe, to "
             "`vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
         )
-    if servers.info.lora.max_loras < 2:
+    if served.max_loras < 2:
         raise AttachError(
             "The server has a place for one adapter, but requests in flight need their own while the next version "
             "comes: start it with `--max-loras 2`."
@@ -195,23 +187,23 @@ def _require_servable(model: Any, servers: Servers) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise AttachError(f"The adapter is of type {kind}; vLLM serves LORA only: use a `LoraConfig`.")
+    merged = "`vllm_mode: server`, which sends merged weights"
     if config.modules_to_save:
         raise AttachError(
             f"`modules_to_save` ({', '.join(config.modules_to_save)}) trains whole modules besides the adapter, which "
-            "a vLLM server cannot take with it: remove it, or use `vllm_mode: server`, which sends merged weights."
+            f"a vLLM server cannot take with it: remove it, or use {merged}."
         )
-    others = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and f".{ADAPTER}" not in name
-    ]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if f".{ADAPTER}" not in name]
     if others:
         raise AttachError(
             f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), which would never "
-            "reach the server: use `vllm_mode: server`, which sends merged weights."
+            f"reach the server: use {merged}."
         )
     rank = max([config.r, *config.rank_pattern.values()])
-    if rank > servers.info.lora.max_rank:
+    if rank > served.max_rank:
         raise AttachError(
-            f"The adapter's rank is {rank}, the server's largest {servers.info.lora.max_rank}: start the server with "
+            f"The adapter's rank is {rank}, the server's largest {served.max_rank}: start the server with "
             f"`--max-lora-rank {rank}` or more, or lower `lora_r`."
         )
 

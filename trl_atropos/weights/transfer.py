@@ -1,6 +1,5 @@
-"""`Transfer`: how one mode moves the bytes of a new policy, and what the modes share.
-
-That is views of the servers' memory, and the trainer's end of a channel to them.
+"""`Transfer`: how one mode moves the bytes of a new policy, with what the modes share: views of a server's memory, and
+the trainer's end of a channel to the servers.
 
 `publisher.py` has the life of a publish, once for all modes, and calls the transfer between pause and resume.
 """
@@ -8,7 +7,7 @@ That is views of the servers' memory, and the trainer's end of a channel to them
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +30,10 @@ from trl_atropos.tensors.shared_memory import open_storage
 
 @dataclass
 class Moved:
-    """What one publish moved. Times are those of the slowest server."""
+    """What one publish moved. The time is that of the slowest server."""
 
     num_bytes: int = 0
-    apply_ms: float = 0.0  # of putting what arrived into the place that the server samples from
+    apply_ms: float = 0.0  # of putting what arrived where the server samples from it
 
 
 class Transfer(ABC):
@@ -42,8 +41,8 @@ class Transfer(ABC):
     One subclass per mode. All methods are called on every rank.
 
     Attributes:
-        in_place: This process writes into the server's memory, so that it must be paused before the first write.
-        steps_in_place: The optimizer's step is what writes there, so that the pause is around the step.
+        in_place: This process writes into the server's memory, so the server must be paused before the first write.
+        steps_in_place: The optimizer's step is what writes there, so the pause is around the step.
         clear_cache: Requests in flight recompute what they cached, because the weights that they use change.
     """
 
@@ -58,8 +57,7 @@ class Transfer(ABC):
         """
         Connects to the servers, before the trainer is built from `model` and `args`.
 
-        Returns the transfer to use (another one where this one cannot serve the case), and what the trainer shall take
-        as its model.
+        Returns the transfer to use (another one where this one cannot serve the case), and the trainer's model.
         """
         self.servers.connect()
         return self, model
@@ -68,7 +66,7 @@ class Transfer(ABC):
     def attach(self, trainer: Any) -> None:
         """Called once the trainer is built, with the leases held."""
 
-    def check(self) -> None:  # noqa: B027 - not every mode can be torn
+    def check(self) -> None:  # noqa: B027 - not every mode has something to check
         """Raises if the trainer's parameters are no longer what they were at `attach`. Called before every pause."""
 
     def pause(self) -> None:
@@ -77,56 +75,43 @@ class Transfer(ABC):
 
     @abstractmethod
     def send(self, policy_version: int) -> Moved:
-        """Moves the weights of a version that the servers do not have yet. The servers are paused."""
+        """Moves the weights of a version that the paused servers do not have yet."""
 
     def resume(self, policy_version: int) -> None:
         self.servers.each(lambda client: client.resume(policy_version))
 
     def published(self, policy_version: int) -> None:  # noqa: B027
-        """Called after a publish that was whole."""
+        """Called after the resume: what only earlier versions needed may go."""
 
 
-# ------------------------------------------------------------------------------------------ views of a server's memory
-
-
-@dataclass
-class OpenedViews:
-    """The server's memory, seen as the parameters of a model. Both are by parameter name."""
-
-    views: dict[str, torch.Tensor]
-    refused: dict[str, str]  # why a parameter has no view
-
-
-def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment) -> OpenedViews:
+def open_views(
+    parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """
     Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded.
 
-    A parameter that vLLM transforms after loading differs and is refused. If most do, the server has other weights,
-    and that is an error.
-
-    Raises:
-        AttachError: The server has other weights.
+    Returns (views, refused): by parameter name, the server's memory, or why there is no such view. A parameter that
+    vLLM transforms after loading differs and is refused. If most differ, the server has other weights, and that is an
+    `AttachError`.
     """
     storages = [open_storage(handle) for handle in attachment.storages]
-    opened = OpenedViews({}, dict(attachment.refused))
-    differing = []
+    views, differing = {}, []
     for name, parameter in parameters:
-        if name in opened.refused:
+        if name in attachment.refused:
             continue
         place = attachment.views[name]
         view = storages[place.storage].view(parameter.dtype).as_strided(place.size, place.stride, place.offset)
         if torch.equal(view, parameter.detach().to(view.device)):
-            opened.views[name] = view
+            views[name] = view
         else:
             differing.append(name)
-    if len(differing) > len(opened.views):
+    if len(differing) > len(views):
         raise AttachError(
             f"The server's weights differ from the trainer's model at {differing[0]!r}. Either the server serves "
             "another model or another checkpoint, or an earlier run has trained it: start it again on the model that "
             "the trainer loads."
         )
-    opened.refused |= dict.fromkeys(differing, "vLLM transforms it after loading, or has another value")
-    return opened
+    return views, attachment.refused | dict.fromkeys(differing, "vLLM transforms it, or has another value")
 
 
 # -------------------------------------------------------------------------------------- the trainer's end of a channel
@@ -158,10 +143,9 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     own = str(torch.cuda.get_device_properties(device).uuid)
+    on_own = any(own in info.device_uuids for info in servers.infos)
     # With NCCL_HOSTID set, NCCL takes two processes on one GPU for two machines, and goes through sockets.
-    if not any(own in info.device_uuids for info in servers.infos) or (
-        asked == "nccl" and "NCCL_HOSTID" in os.environ
-    ):
+    if not on_own or (asked == "nccl" and "NCCL_HOSTID" in os.environ):
         return "nccl"
     if asked == "nccl":
         raise AttachError(
@@ -170,8 +154,8 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
     if here:
         return "memory"  # NCCL refuses two processes on one GPU
     raise AttachError(
-        f"A server shares the trainer's GPU {own} while another is on another machine: NCCL cannot serve the first "
-        "and shared memory not the second. Give the trainer a GPU of its own."
+        f"A server shares the trainer's GPU {own} while another server is on another machine: NCCL cannot reach the "
+        "first and shared memory not the second. Give the trainer a GPU of its own."
     )
 
 
@@ -181,22 +165,19 @@ def open_channel(transport: str, servers: Servers, device: torch.device, num_byt
         channel, specification = open_memory(device, num_bytes)
         servers.each_here(lambda client: client.open_channel(specification))
         return channel
-    members = [(client.host, info.num_workers) for client, info in zip(servers.clients, servers.infos, strict=True)]
+    clients = servers.clients
+    members = [(client.host, info.num_workers) for client, info in zip(clients, servers.infos, strict=True)]
     try:
         return open_group(
-            transport,
-            device,
-            members,
-            lambda index, specification: servers.clients[index].open_channel(specification),
-            servers.timeout,
+            transport, device, members, lambda index, spec: clients[index].open_channel(spec), servers.timeout
         )
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
         raise AttachError(
-            f"The servers at {', '.join(client.url for client in servers.clients)} were asked to join a {transport} "
-            f"group with the trainer, and did not: {error}. Look at their logs; behind a firewall, the servers must "
-            "reach the trainer's machine on any port."
+            f"The servers at {', '.join(client.url for client in clients)} were asked to join a {transport} group "
+            f"with the trainer, and did not: {error}. Look at their logs; behind a firewall, the servers must reach "
+            "the trainer's machine on any port."
         ) from error
 
 
@@ -212,8 +193,8 @@ def send_message(
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
-            f"A transfer to the server at {names} broke off before, and what was left of it could be taken for the "
-            "next: build the trainer again (its last checkpoint can be resumed)."
+            f"A transfer to the server at {names} broke off before, and its rest could be taken for the next: build "
+            "the trainer again (its last checkpoint can be resumed)."
         )
     replies = in_background(lambda: servers.each_here(call))
     channel.broken = True  # until all of the message has arrived
@@ -224,20 +205,11 @@ def send_message(
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
-        raise _explained(replies, names, error) from error
+        with suppress(ChannelError):
+            wait_for(lambda: has_ended(replies), 1.0, "the server's own error, which says more")
+        raise ServerError(
+            f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says "
+            "why; if it hangs, raise `publish_timeout` or restart it."
+        ) from error
     channel.broken = False
     return replies.result()
-
-
-def _explained(replies: Future, names: str, error: Exception) -> Exception:
-    """The server's own error, which says most, if it comes within a second. Otherwise the channel's."""
-    try:
-        wait_for(lambda: has_ended(replies), 1.0, "the server's answer")
-    except ServerError as answer:
-        return answer
-    except ChannelError:
-        pass
-    return ServerError(
-        f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says why; "
-        "if it hangs, raise `publish_timeout` or restart it."
-    )

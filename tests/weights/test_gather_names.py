@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trl_atropos.weights.gather import buffers_of
-from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.gather import buffers_of, checkpoint_tensors, parameter_specs
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS = {
