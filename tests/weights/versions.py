@@ -18,7 +18,7 @@ from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.row import Row
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.colocate import replace
-from trl_atropos.weights.gather import parameter_specs
+from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.transfer import open_views
 
 SCALE = 0.05  # of a change between two versions: nearly every log-probability changes by more than the tolerance
@@ -34,7 +34,7 @@ class MovingPolicy:
         self.client = ServerClient(server.url, 30, server.token)
         self.client.hold_lease()
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
-        specs = parameter_specs(self.model)
+        specs = CheckpointPlan(self.model).specs()
         self.version = self.client.info().policy_version
         self.of_version = {self.version: deepcopy(self.model)}
         views, refused = open_views(self.model.named_parameters(), self.client.attach(specs))

@@ -1,13 +1,10 @@
-"""How tensors travel from the trainer (rank 0) to the workers of its servers.
-
-A channel carries flat byte buffers. Both ends are here, because they must agree byte for byte:
+"""How tensors travel from the trainer (rank 0) to the workers of its servers, as flat byte buffers.
 
 - `gloo` and `nccl`: one process group of the trainer and every worker of every server; to send is to broadcast.
-- `memory`: one buffer of shared memory (`shared_memory.py`), which the trainer fills and the workers of the same
-  machine read.
+- `memory`: one buffer of shared memory, which the trainer fills and the workers of the same machine read.
 
-The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`. What a worker must
-know to join comes as JSON over the authenticated control routes. Nothing is pickled.
+The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`. Both ends are
+here, because they must agree byte for byte. What a worker must know to join is JSON; nothing is pickled.
 """
 
 import base64
@@ -106,11 +103,8 @@ class GlooChannel(Channel):
 
 class NcclChannel(Channel):
     """
-    An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port.
-
-    It uses vLLM's binding, which both sides have, and no process group of torch: vLLM sets NCCL variables in its own
-    processes, and a communicator shared with a process without them hangs. It is never destroyed, because that would
-    wait for the other side, which may be gone.
+    An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port, by vLLM's binding,
+    which both sides have. It is never destroyed, because that would wait for the other side, which may be gone.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
@@ -131,11 +125,11 @@ class NcclChannel(Channel):
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.cuda.Event:
         pointer, event = self._buffer_type(buffer.data_ptr()), torch.cuda.Event()
+        stream = self._stream_type(self._stream.cuda_stream)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self._nccl.ncclBroadcast(
-                pointer, pointer, buffer.numel(), 1, 0, self._communicator, self._stream_type(self._stream.cuda_stream)
-            )  # 1 is ncclUint8
+            # 1 is ncclUint8, 0 the trainer's rank.
+            self._nccl.ncclBroadcast(pointer, pointer, buffer.numel(), 1, 0, self._communicator, stream)
             event.record(self._stream)
         return event
 
@@ -189,15 +183,9 @@ def open_group(
     timeout: float,
 ) -> Channel:
     """
-    Opens the sender's end of a group with every worker of every server.
-
-    Args:
-        kind (`str`): `"gloo"` or `"nccl"`.
-        device (`torch.device`): Where the trainer's buffers are.
-        servers (`list[tuple[str, int]]`): Host and number of workers of each server.
-        join (`Callable`): `join(index, specification)` asks a server to join, and returns when it has. It is called in
-            one thread per server.
-        timeout (`float`): Seconds until all have joined, and seconds that one transfer may take.
+    Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: host and number of workers each.
+    `join(index, specification)`, in a thread per server, asks one to join and returns when it has. All have joined
+    within `timeout` seconds, and a transfer takes no longer.
     """
     world_size = 1 + sum(workers for _, workers in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
@@ -282,7 +270,7 @@ def _bound_store(address: str, world_size: int, timeout: float) -> tuple[dist.TC
 
 
 def _without_vllms_nccl_variables() -> contextlib.AbstractContextManager:
-    """vLLM 0.32 sets NCCL variables for its own communicators; one that is shared must be made without them."""
+    """vLLM 0.32 sets NCCL variables in its processes; a communicator with a process without them would hang."""
     try:
         from vllm.utils.nccl import unpinned_nccl_env
     except ImportError:  # 0.26 sets none

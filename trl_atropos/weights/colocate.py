@@ -20,7 +20,7 @@ from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.server_client import Servers
 from trl_atropos.weights.full_weights import FullWeights
-from trl_atropos.weights.gather import parameter_specs
+from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.lora import MemoryLora
 from trl_atropos.weights.transfer import Moved, Transfer, open_views
 
@@ -63,7 +63,7 @@ class Colocate(Transfer):
         """Replaces the parameters by views. If it cannot be done, returns why not and replaces nothing."""
         (client,) = self.servers.clients
         try:
-            views, refused = open_views(model.named_parameters(), client.attach(parameter_specs(model)))
+            views, refused = open_views(model.named_parameters(), client.attach(CheckpointPlan(model).specs()))
         except AttachError as error:
             served = self.servers.infos[0].model
             raise AttachError(f"{error} (The server has {served}, the trainer {model.name_or_path}.)") from error

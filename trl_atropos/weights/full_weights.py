@@ -26,17 +26,7 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import ALIGNMENT, Channel, message_layout
-from trl_atropos.weights.gather import (
-    WHOLE,
-    Named,
-    base_model,
-    buffers_of,
-    checkpoint_tensors,
-    iter_full_parameters,
-    parameter_specs,
-    shapes_of,
-    sharding_of,
-)
+from trl_atropos.weights import gather
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, open_views, send_message
 
 logger = logging.getLogger(__name__)
@@ -47,12 +37,6 @@ KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back t
 
 
 class FullWeights(Transfer):
-    """
-    Args:
-        servers (`Servers`): Where the weights go.
-        transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
-    """
-
     def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
         self.transport = transport
@@ -60,39 +44,34 @@ class FullWeights(Transfer):
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
         self._channel: Channel | None = None
         self._room = 0  # bytes of a message
-        self._checked = False  # whether a publish has shown that both sides have the same parameters
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         self._dtype = getattr(torch, self.servers.info.dtype)
-        specs = shapes_of(trainer.model, trainer.accelerator, self._dtype)
-        self._shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
-        device = trainer.accelerator.device
+        model, device = gather.base_model(trainer.model), trainer.accelerator.device
+        specs = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
+        shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
-        if transport == "memory" and sharding_of(trainer.accelerator) in WHOLE:
-            together(self._open_views)
+        if transport == "memory" and gather.sharding_of(trainer.accelerator) in gather.WHOLE:
+            pieces = gather.CheckpointPlan(model, shapes).specs()
+            together(lambda: self._open_views(pieces))
         self.in_place = bool(self.views)
-        self._shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
+        shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
+        self._plan = gather.CheckpointPlan(model, shapes)
         self._direct = self._all_direct(trainer.model)
         together(lambda: self._connect(transport, specs, device))
 
-    def _open_views(self) -> None:
+    def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
-        if any(info.refusals for info in self.servers.infos):
-            return
-        specs = [
-            spec.model_copy(update={"dtype": str(self._shapes[spec.name][1]).removeprefix("torch.")})
-            for spec in parameter_specs(base_model(self._trainer.model))
-        ]
-        for client in self.servers.clients:
-            self.views.append(open_views(self._parameters(), client.attach(specs))[0])
+        if not any(info.refusals for info in self.servers.infos):
+            self.views = [open_views(self._parameters(), client.attach(specs))[0] for client in self.servers.clients]
 
-    def _parameters(self) -> Iterator[Named]:
-        return iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
+    def _parameters(self) -> Iterator[gather.Named]:
+        return gather.iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
 
-    def _buffers(self) -> list[Named]:
+    def _buffers(self) -> list[gather.Named]:
         """The checkpoint's buffers, for servers that take all of it through their loader."""
-        return [] if self.views else buffers_of(self._trainer.model)
+        return [] if self.views else gather.buffers_of(self._trainer.model)
 
     def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """Returns all views, and the parameter that goes into each, if that is all that there is to send."""
@@ -128,11 +107,11 @@ class FullWeights(Transfer):
             return Moved(sum(view.nbytes for view in self._direct[0]))
         moved = Moved()
         rest = itertools.chain(self._write_views(moved), self._buffers())
-        tensors = checkpoint_tensors(base_model(self._trainer.model), rest, self._shapes)
+        tensors = self._plan.tensors(rest)
         together(lambda: self._send_messages(tensors, moved))
         return moved
 
-    def _write_views(self, moved: Moved) -> Iterator[Named]:
+    def _write_views(self, moved: Moved) -> Iterator[gather.Named]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
         for name, tensor in self._parameters():
             held = [views[name] for views in self.views if name in views]
@@ -142,7 +121,7 @@ class FullWeights(Transfer):
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _send_messages(self, tensors: Iterator[Named], moved: Moved) -> None:
+    def _send_messages(self, tensors: Iterator[gather.Named], moved: Moved) -> None:
         """Sends all tensors, on rank 0; every rank gathers them to the end, also after rank 0 has failed to send."""
         try:
             sent = 0
@@ -157,12 +136,17 @@ class FullWeights(Transfer):
                 started = time.perf_counter()
                 missing = self.servers.each_here(lambda client: client.finish_weights())
                 moved.apply_ms += (time.perf_counter() - started) * 1e3
-                self._check_complete(sorted(set().union(*missing)))
+                if any(missing) and not self.views:  # without views, all of the server's parameters come this way
+                    names = sorted(set().union(*missing))
+                    raise AttachError(
+                        f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): "
+                        f"they are different models. The server has {self.servers.info.model}."
+                    )
         finally:
             for _ in tensors:
                 pass
 
-    def _pack(self, tensors: Iterator[Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
+    def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
         """Copies tensors into messages. Yields what is in each, and its bytes, which the next message overwrites."""
         specs, filled, buffer = [], 0, None
         for name, tensor in tensors:
@@ -173,27 +157,14 @@ class FullWeights(Transfer):
             if not specs:
                 buffer = self._channel.staging(max(size, self._room))
             buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            specs.append(ParameterSpec.of(name, tensor))
+            specs.append(ParameterSpec.of(name, tensor.shape, tensor.dtype))
             filled += size
         if specs:
             yield specs, buffer[:filled]
 
-    def _check_complete(self, missing: list[str]) -> None:
-        """`missing`: parameters of a server that nothing was loaded into. Without views, all go through its loader."""
-        if missing and not self.views and not self._checked:
-            raise AttachError(
-                f"{len(missing)} of the server's parameters got no value from the trainer (first: {missing[:3]}): "
-                f"they are different models. The server has {self.servers.info.model}."
-            )
-        self._checked = True
-
 
 class Restart(Transfer):
-    """
-    Args:
-        servers (`Servers`): Started by `trl-atropos serve --vllm_mode restart`.
-        folder (`str`): Where the checkpoints go.
-    """
+    """For servers that were started by `trl-atropos serve --vllm_mode restart`. Writes below `folder`."""
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)
@@ -212,7 +183,7 @@ class Restart(Transfer):
         model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
         state = {}
         for name, tensor in itertools.chain(
-            iter_full_parameters(model, self._trainer.accelerator, dtype), buffers_of(model)
+            gather.iter_full_parameters(model, self._trainer.accelerator, dtype), gather.buffers_of(model)
         ):
             if self.servers.clients:
                 state[name] = tensor.detach().cpu().clone()
@@ -223,7 +194,7 @@ class Restart(Transfer):
             return Moved()
         path = self.folder / f"v{version}"
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
-        base_model(self._trainer.model).save_pretrained(path, state_dict=state)
+        gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)
         self._trainer.processing_class.save_pretrained(path)
         self._published.append(path)
         seconds = self.servers.each_here(lambda client: client.restart(str(path)))

@@ -2,7 +2,7 @@
 
 `iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped or not, and yield
 (name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA.
-`checkpoint_tensors` makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
+`CheckpointPlan` makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
 
 Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Between two items
 nothing is gathered or merged but the tensor that was handed out, so all ranks together may close an iterator anywhere.
@@ -13,8 +13,7 @@ next has one layer in memory beyond the shards, or two while adapters are merged
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -41,12 +40,16 @@ Named = tuple[str, torch.Tensor]
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # by parameter name
 
 
-@dataclass(frozen=True)
-class Unit:
+class Entry(NamedTuple):
+    name: str
+    parameter: torch.nn.Parameter
+    dtype: torch.dtype  # to yield it in
+
+
+class Unit(NamedTuple):
     """What is gathered at once: one parameter, or all parameters of a layer with an adapter."""
 
-    names: list[str]
-    parameters: list[torch.nn.Parameter]
+    entries: list[Entry]
     layer: LoraLayer | None
 
 
@@ -79,74 +82,64 @@ def iter_full_parameters(
     Parameters of the model's own dtype, which most have, are converted to `dtype`; those that transformers keeps in
     another (ERNIE's routers, in float32) stay. Raises `GatherError` for what cannot be gathered, before it gathers.
     """
-    sharding, units = sharding_of(accelerator), _units_of(unwrap(model))
-    return _stream(units, sharding, accelerator.device, _conversions(units, dtype))
-
-
-def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
-    """Yields the adapter's tensors whole, under PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
-    sharding, entries = sharding_of(accelerator), _adapter_entries(unwrap(model))
-    units = [Unit([name], [parameter], None) for name, parameter in entries.items()]
-    return _stream(units, sharding, accelerator.device, {})
+    return _stream(_full_units(model, accelerator, dtype), accelerator)
 
 
 def shapes_of(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> list[ParameterSpec]:
     """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
-    sharding_of(accelerator)  # refuses what cannot be gathered
-    units = _units_of(unwrap(model))
-    conversions = _conversions(units, dtype)
-    return [_spec(*entry, conversions) for unit in units for entry in zip(unit.names, unit.parameters, strict=True)]
+    return _specs(_full_units(model, accelerator, dtype))
+
+
+def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
+    """Yields the adapter's tensors whole, under PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
+    return _stream(_adapter_units(model, accelerator), accelerator)
 
 
 def adapter_shapes_of(model: torch.nn.Module, accelerator: Accelerator) -> list[ParameterSpec]:
-    """The same for `iter_adapter_parameters`."""
-    sharding_of(accelerator)
-    return [_spec(name, parameter, {}) for name, parameter in _adapter_entries(unwrap(model)).items()]
+    """Names, whole shapes and dtypes of what `iter_adapter_parameters` yields, in its order. Gathers nothing."""
+    return _specs(_adapter_units(model, accelerator))
 
 
-def _conversions(units: list[Unit], dtype: torch.dtype | None) -> dict[torch.dtype, torch.dtype]:
-    """What the model's own dtype becomes, by that dtype."""
-    counts = Counter(parameter.dtype for unit in units for parameter in unit.parameters)
-    return {} if dtype is None else {counts.most_common(1)[0][0]: dtype}
-
-
-def _spec(name: str, parameter: torch.nn.Parameter, conversions: dict[torch.dtype, torch.dtype]) -> ParameterSpec:
+def _specs(units: list[Unit]) -> list[ParameterSpec]:
     # DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has met the parameter.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    dtype = conversions.get(parameter.dtype, parameter.dtype)
-    return ParameterSpec(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."))
+    return [
+        ParameterSpec.of(name, getattr(parameter, "ds_shape", parameter.shape), dtype)
+        for unit in units
+        for name, parameter, dtype in unit.entries
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- gathering
 
 
-def _stream(
-    units: list[Unit], sharding: str, device: torch.device, conversions: dict[torch.dtype, torch.dtype]
-) -> Iterator[Named]:
+def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
     for unit in units:
-        tensors = _gather(unit.parameters, sharding, device) if unit.layer is None else _merge(unit, sharding, device)
-        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+        parameters = [entry.parameter for entry in unit.entries]
+        tensors = _gather(parameters, accelerator) if unit.layer is None else _merge(unit, accelerator)
+        for name, _, dtype in unit.entries:
             # No reference is kept here: the consumer decides when the tensor is freed.
-            yield name, tensors.pop(0).to(conversions.get(parameter.dtype, parameter.dtype))
+            yield name, tensors.pop(0).to(dtype)
 
 
-def _gather(parameters: list[torch.nn.Parameter], sharding: str, device: torch.device) -> list[torch.Tensor]:
+def _gather(parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> list[torch.Tensor]:
     """Returns whole tensors: of sharded parameters new ones, of others the parameters' own."""
-    if sharding == "zero3":
+    if sharding_of(accelerator) == "zero3":
         import deepspeed  # installed only where it is used
 
         with deepspeed.zero.GatheredParameters(parameters):
             return [parameter.data for parameter in parameters]  # keeps the storage that DeepSpeed would free
     return [
-        parameter.detach().to(device).full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        parameter.detach().to(accelerator.device).full_tensor()
+        if isinstance(parameter, DTensor)
+        else parameter.detach()
         for parameter in parameters
     ]
 
 
 @torch.no_grad()
-def _merge(unit: Unit, sharding: str, device: torch.device) -> list[torch.Tensor]:
+def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     """
     Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is not
     exact: so whole copies stand in for the layer's parameters meanwhile.
@@ -156,24 +149,24 @@ def _merge(unit: Unit, sharding: str, device: torch.device) -> list[torch.Tensor
         for module in unit.layer.modules()
         for leaf, parameter in module.named_parameters(recurse=False)
     ]
-    tensors = _gather([parameter for _, _, parameter in places], sharding, device)
-    written = {id(parameter) for parameter in unit.parameters}
+    tensors = _gather([parameter for _, _, parameter in places], accelerator)
+    written = {entry.parameter for entry in unit.entries}
     layers = [module for module in unit.layer.modules() if isinstance(module, LoraLayer)]
     before = [(layer, list(layer.merged_adapters), dict(layer._caches)) for layer in layers]
     try:
         for module, leaf, parameter in places:
             tensor = tensors.pop(0)
-            copy = tensor.clone() if id(parameter) in written else tensor
+            copy = tensor.clone() if parameter in written else tensor
             setattr(module, leaf, torch.nn.Parameter(copy, requires_grad=False))
         for layer in reversed(layers):  # an adapted layer may be the base of another
             layer.merge()
-        merged = {id(parameter): getattr(module, leaf).detach() for module, leaf, parameter in places}
+        merged = {parameter: getattr(module, leaf).detach() for module, leaf, parameter in places}
     finally:
         for module, leaf, parameter in places:
             setattr(module, leaf, parameter)
         for layer, adapters, caches in before:
             layer.merged_adapters[:], layer._caches = adapters, caches
-    return [merged[id(parameter)] for parameter in unit.parameters]
+    return [merged[entry.parameter] for entry in unit.entries]
 
 
 # --------------------------------------------------------------------------------------- parameters of the plain model
@@ -197,9 +190,11 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _units_of(model: torch.nn.Module) -> list[Unit]:
+def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None) -> list[Unit]:
     """All parameters of the plain model, in its order, tied parameters once."""
-    for adapter_name, config in getattr(model, "peft_config", {}).items():
+    sharding_of(accelerator)  # refuses what cannot be gathered
+    model = unwrap(model)
+    for adapter_name, config in model.peft_config.items() if isinstance(model, PeftModel) else ():
         if config.peft_type != PeftType.LORA:
             raise GatherError(
                 f"The adapter {adapter_name!r} is of the type {config.peft_type.value}, which cannot be merged for a "
@@ -217,16 +212,16 @@ def _units_of(model: torch.nn.Module) -> list[Unit]:
         for leaf, parameter in module.named_parameters(recurse=False)
     }
     _check_ties(model, found)
+    own = Counter(parameter.dtype for parameter, _ in found.values()).most_common(1)[0][0]
     units: list[Unit] = []
     seen: set[torch.nn.Parameter] = set()
     for name, (parameter, layer) in found.items():
-        if parameter in seen:
-            continue
-        seen.add(parameter)
-        if layer is None or not units or units[-1].layer is not layer:
-            units.append(Unit([], [], layer))
-        units[-1].names.append(name)
-        units[-1].parameters.append(parameter)
+        if parameter not in seen:
+            seen.add(parameter)
+            if layer is None or not units or units[-1].layer is not layer:
+                units.append(Unit([], layer))
+            converts = dtype is not None and parameter.dtype == own
+            units[-1].entries.append(Entry(name, parameter, dtype if converts else parameter.dtype))
     return units
 
 
@@ -273,107 +268,89 @@ def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter
             )
 
 
-def _adapter_entries(model: PeftModel) -> dict[str, torch.nn.Parameter]:
+def _adapter_units(model: torch.nn.Module, accelerator: Accelerator) -> list[Unit]:
     """The adapter's parameters under the names of PEFT's checkpoints."""
+    sharding_of(accelerator)  # refuses what cannot be gathered
+    model = unwrap(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
     chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
-    return {
-        ".".join(part for part in name.split(".") if part not in TRANSPARENT): parameter
-        for name, parameter in chosen.items()
-    }
+    names = [".".join(part for part in name.split(".") if part not in TRANSPARENT) for name in chosen]
+    return [Unit([Entry(name, p, p.dtype)], None) for name, p in zip(names, chosen.values(), strict=True)]
 
 
 # ------------------------------------------------------------------------------------ the tensors of the checkpoint
 
-# When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
-# Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
-# tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
 
-# By parameter: the views of it that a checkpoint stores; or, where views are not all, what is converted with it.
-Plan = tuple[dict[str, list[CheckpointTensor]], dict[str, list[str]]]
-
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Shapes, Plan]] = WeakKeyDictionary()
-
-
-def parameter_specs(model: PreTrainedModel) -> list[ParameterSpec]:
-    """One entry per parameter, tied ones once, with the checkpoint tensors that it consists of."""
-    pieces, _ = _plan(model, _shapes_of(model))
-    return [ParameterSpec.of(name, parameter, pieces.get(name, [])) for name, parameter in model.named_parameters()]
-
-
-def checkpoint_tensors(
-    model: PreTrainedModel, named_tensors: Iterable[Named], shapes: Shapes | None = None
-) -> Iterator[Named]:
+class CheckpointPlan:
     """
-    Yields (name, tensor) as a checkpoint has them, for parameters that come one at a time under `model`'s names.
+    How a model's parameters become the tensors of its checkpoint.
 
-    Parameters wait for each other only where a checkpoint tensor is computed from several; the others are views.
-    `shapes` are the full shapes and dtypes of all parameters that will come; by default those of the model.
-    Raises `ValueError` if the end comes before a tensor is complete.
+    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
+    Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
+    tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
+    Planning takes seconds for a model with many experts.
+
+    Args:
+        model (`PreTrainedModel`): Without wrappers and adapters.
+        shapes (`dict`, *optional*): Whole shape and dtype of each tensor by name. Defaults to the model's parameters.
+
+    Attributes:
+        pieces (`dict`): For each parameter that is nothing but views, those: the checkpoint tensors.
+        groups (`dict`): For each other parameter the names of all that are converted together with it.
     """
-    pieces, groups = _plan(model, shapes or _shapes_of(model))
-    waiting: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors:
-        if name in pieces:
-            yield from _cut(tensor, pieces[name])
-            continue
-        waiting[name] = tensor
-        if all(member in waiting for member in groups[name]):
-            group = {member: waiting.pop(member) for member in groups[name]}
-            yield from revert_weight_conversion(model, group).items()
-    if waiting:
-        raise ValueError(f"parameters that the checkpoint stores together with {sorted(waiting)} never came")
 
+    def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
+        self.model = model
+        self.shapes = shapes or {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
+        markers = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in self.shapes.items()}
+        owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
+        found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
+        for name, tensor in self._convert(markers).items():
+            owner = owners.get(tensor.untyped_storage()._cdata)
+            if owner is not None:
+                size, stride = list(tensor.shape), list(tensor.stride())
+                piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
+                found[owner].append(piece)
+        covered = {name: sum(math.prod(piece.size) for piece in pieces) for name, pieces in found.items()}
+        self.pieces = {name: found[name] for name, marker in markers.items() if covered[name] == marker.numel()}
+        # Two parameters belong together if each of them alone would be converted to a tensor of the same name.
+        self.groups: dict[str, list[str]] = {}
+        by_result: dict[str, list[str]] = {}
+        for name in [name for name in markers if name not in self.pieces]:
+            group = [name]
+            for result in self._convert({name: markers[name]}):
+                for member in by_result.get(result, []):
+                    group += [other for other in self.groups[member] if other not in group]
+                by_result.setdefault(result, []).append(name)
+            self.groups.update(dict.fromkeys(group, group))
 
-def _shapes_of(model: PreTrainedModel) -> Shapes:
-    return {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+    def _convert(self, markers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with torch.no_grad(), _CopiesAreViews():
+            return revert_weight_conversion(self.model, dict(markers))
 
+    def specs(self) -> list[ParameterSpec]:
+        """The parameters with their checkpoint tensors. One that is more than views has none."""
+        return [ParameterSpec.of(name, *shape, self.pieces.get(name, [])) for name, shape in self.shapes.items()]
 
-def _cut(tensor: torch.Tensor, pieces: list[CheckpointTensor]) -> Iterator[Named]:
-    whole = tensor.contiguous()
-    for piece in pieces:
-        yield piece.name, whole.as_strided(piece.size, piece.stride, whole.storage_offset() + piece.offset)
-
-
-def _plan(model: PreTrainedModel, shapes: Shapes) -> Plan:
-    if model not in _plans or _plans[model][0] != shapes:  # takes seconds for a model with many experts
-        _plans[model] = (shapes, _make_plan(model, shapes))
-    return _plans[model][1]
-
-
-def _make_plan(model: PreTrainedModel, shapes: Shapes) -> Plan:
-    markers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
-    pieces: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
-    for name, tensor in _convert(model, markers).items():
-        owner = owners.get(tensor.untyped_storage()._cdata)
-        if owner is not None:
-            size, stride = list(tensor.shape), list(tensor.stride())
-            piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
-            pieces[owner].append(piece)
-    covered = {name: sum(math.prod(piece.size) for piece in found) for name, found in pieces.items()}
-    whole = {name: found for name, found in pieces.items() if covered[name] == markers[name].numel()}
-    return whole, _groups(model, {name: marker for name, marker in markers.items() if name not in whole})
-
-
-def _groups(model: PreTrainedModel, markers: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Two parameters belong together if each of them alone would be converted to a tensor of the same name."""
-    by_result: dict[str, list[str]] = {}
-    groups: dict[str, list[str]] = {}
-    for name, marker in markers.items():
-        group = [name]
-        for result in _convert(model, {name: marker}):
-            for member in by_result.get(result, []):
-                group += [other for other in groups[member] if other not in group]
-            by_result.setdefault(result, []).append(name)
-        groups.update(dict.fromkeys(group, group))
-    return groups
-
-
-def _convert(model: PreTrainedModel, markers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    with torch.no_grad(), _CopiesAreViews():
-        return revert_weight_conversion(model, dict(markers))
+    def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
+        """
+        Yields (name, tensor) as a checkpoint has them, for parameters that come one at a time under the model's names.
+        They wait for each other only where a checkpoint tensor is computed from several.
+        """
+        waiting: dict[str, torch.Tensor] = {}
+        for name, tensor in named_tensors:
+            if name in self.pieces:
+                whole = tensor.contiguous()
+                for piece in self.pieces[name]:
+                    yield piece.name, whole.as_strided(piece.size, piece.stride, whole.storage_offset() + piece.offset)
+                continue
+            waiting[name] = tensor
+            if all(member in waiting for member in self.groups[name]):
+                group = {member: waiting.pop(member) for member in self.groups[name]}
+                yield from revert_weight_conversion(self.model, group).items()
+        if waiting:
+            raise ValueError(f"parameters that the checkpoint stores together with {sorted(waiting)} never came")
 
 
 class _CopiesAreViews(TorchDispatchMode):

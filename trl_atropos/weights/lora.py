@@ -4,10 +4,9 @@
 began with while new ones get the next. With `colocate` and a `peft_config`, the frozen base is one copy that both
 processes share, and the adapter goes through shared memory.
 
-`FileLora`: for a server that knows nothing of this package but its middleware. Each version is a new directory, which
-the server loads by vLLM's own HTTP routes; it must be readable where the server runs, under the same path. The name is
-unloaded and loaded again under a pause: vLLM's `load_inplace` would read the files again at every step of the engine,
-and end the engine when they are gone.
+`FileLora`: for a server that knows nothing of this package but its middleware. It loads each version, by vLLM's own
+HTTP routes, from a directory that it must see under the same path. It unloads the adapter first: vLLM's `load_inplace`
+would read the files at every step of the engine, and end the engine when they are gone.
 """
 
 import json
@@ -36,12 +35,7 @@ KEPT_VERSIONS = 2  # directories, besides those that requests in flight still us
 
 
 class MemoryLora(Transfer):
-    """
-    Args:
-        servers (`Servers`): Started with `--enable-lora`.
-        transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
-        base (`Transfer`, *optional*): What shares the frozen base with the servers.
-    """
+    """For servers that were started with `--enable-lora`. `base`, if any, shares the frozen base with them."""
 
     clear_cache = False  # requests in flight keep their adapter, and new requests have prefixes of their own
 
@@ -58,9 +52,15 @@ class MemoryLora(Transfer):
         dtype = self.servers.info.lora.dtype
         shapes = adapter_shapes_of(trainer.model, trainer.accelerator)
         self._tensors = [spec.model_copy(update={"dtype": dtype}) for spec in shapes]
-        scales = _scales_of(trainer.model)
+        # What each B is multiplied by: alpha over rank, or as rsLoRA and patterns say.
+        scales = {
+            f"{name}.{leaf}": float(module.scaling[ADAPTER])
+            for name, module in trainer.model.named_modules()
+            if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
+            for leaf in ("lora_B.weight", "lora_embedding_B")
+        }
         self._scales = {index: scales[spec.name] for index, spec in enumerate(shapes) if spec.name in scales}
-        self._values: list[torch.Tensor] | None = None  # where nothing is sharded, the same tensors every time
+        self._values: list[torch.Tensor] | None = None
         together(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
@@ -92,18 +92,15 @@ class MemoryLora(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> Moved:
-        values = self._values
-        if values is None:
-            model, accelerator = self._trainer.model, self._trainer.accelerator
-            values = [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
-            if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
-                self._values = values
-        return together(lambda: self._push(values))
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
+        if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
+            self._values = values
+        return together(lambda: self._push(list(values)))
 
     def _push(self, values: list[torch.Tensor]) -> Moved:
         if not self.servers.clients:
             return Moved()
-        values = list(values)
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
             scaled = torch._foreach_mul([values[index] for index in self._scales], list(self._scales.values()))
             for index, product in zip(self._scales, scaled, strict=True):
@@ -114,11 +111,7 @@ class MemoryLora(Transfer):
 
 
 class FileLora(Transfer):
-    """
-    Args:
-        servers (`Servers`): Started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
-        folder (`str`): Where the directories go.
-    """
+    """For servers that were also started with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Writes below `folder`."""
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)
@@ -206,13 +199,3 @@ def _require_servable(model: Any, servers: Servers) -> None:
             f"The adapter's rank is {rank}, the server's largest {served.max_rank}: start the server with "
             f"`--max-lora-rank {rank}` or more, or lower `lora_r`."
         )
-
-
-def _scales_of(model: PeftModel) -> dict[str, float]:
-    """What each B is multiplied by, under its name in a checkpoint: alpha over rank, or as rsLoRA and patterns say."""
-    return {
-        f"{name}.{leaf}": float(module.scaling[ADAPTER])
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
-        for leaf in ("lora_B.weight", "lora_embedding_B")
-    }

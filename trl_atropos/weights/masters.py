@@ -2,11 +2,10 @@
 
 At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
 rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
-the parameters are set to the rounded masters, in their own memory. The user chooses the optimizer as ever.
+the parameters are set to the rounded masters, in their own memory. DeepSpeed and FSDP have masters of their own.
 
 `use_masters` is called with a trainer that is built and has no optimizer yet; `exact_gradients` goes around its
-`training_step`, and `accumulate_gradients` around the micro-batches within. DeepSpeed and FSDP have masters of their
-own.
+`training_step`, and `accumulate_gradients` around the micro-batches within.
 """
 
 import logging
@@ -28,21 +27,18 @@ logger = logging.getLogger(__name__)
 
 class MasterOptimizer(torch.optim.Optimizer):
     """
-    Any torch optimizer, made to work on fp32 masters of the given parameters.
+    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the fp32 gradient 4 more.
 
     `param_groups` hold the parameters themselves, so clipping, schedulers and `zero_grad` find what they look for;
-    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. The
-    parameters' `grad` is fp32 from here on. A parameter that is fp32 already is its own master.
-
-    Per parameter this takes 4 bytes for the gradient, 4 for the master, and what `inner` needs.
+    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. A
+    parameter that is fp32 already is its own master.
 
     Args:
         groups (`list[dict]`): Parameter groups, in torch's format.
         optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
         offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
-            The device then holds weights and fp32 gradients only. fp32 parameters get masters, too.
-        full_state (`Iterable[torch.nn.Parameter]`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep
-            in 32 bits.
+            fp32 parameters get masters, too.
+        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep in 32 bits.
         optimizer_kwargs: Further arguments of `optimizer_cls`.
     """
 
@@ -64,9 +60,15 @@ class MasterOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": list(group["params"])} for group in groups]
         self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
         self._pairs = [(parameter, master) for parameter, master in self._masters.items() if master is not parameter]
-        inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
+        inner_groups = [{**group, "params": [self._masters[one] for one in group["params"]]} for group in groups]
         self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
-        _keep_full_state(self.inner, [self._masters[p] for p in full_state if p in self._masters])
+        full_state = [self._masters[parameter] for parameter in full_state if parameter in self._masters]
+        if full_state:
+            from bitsandbytes.optim import GlobalOptimManager
+
+            manager = GlobalOptimManager.get_instance()
+            manager.override_config(full_state, "optim_bits", 32)
+            manager.register_parameters(self.inner.param_groups)
         outer = zip(self.inner.param_groups, groups, strict=True)
         super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
         self._note_versions()
@@ -89,14 +91,14 @@ class MasterOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_over_writes()
-        self._copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         for parameter, master in self._pairs:
             master.grad = _gradient_for(master, parameter.grad)
         self._synchronize()
         self.inner.step()
         for _, master in self._pairs:
             master.grad = None
-        self._copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
         params, masters = zip(*self._pairs, strict=True)
         # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
         torch._foreach_copy_(params, masters, non_blocking=True)
@@ -119,27 +121,19 @@ class MasterOptimizer(torch.optim.Optimizer):
                 master.copy_(parameter)
         self._note_versions()
 
-    @staticmethod
-    def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for theirs, ours in zip(source, target, strict=True):
-            ours.update({name: value for name, value in theirs.items() if name != "params"})
-
     # ------------------------------------------------------------------------------------------------- save and resume
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
         self._take_over_writes()
-        self._copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         masters = [master.detach() for master in self._masters.values()]
         return {"inner": self.inner.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
-        Afterwards the parameters are the rounded masters. `state_dict` may also be of an optimizer without masters:
-        the masters are then the parameters as they are.
-        """
+        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
         self._take_over_writes()
         if "masters" in state_dict:
             self._check_shapes(state_dict["masters"])
@@ -154,7 +148,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
                 "rounding took from them is lost."
             )
-        self._copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         self._note_versions()
 
     def _check_shapes(self, saved: list[torch.Tensor]) -> None:
@@ -231,9 +225,9 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
     """
-    Within one training step of the `Trainer`: yields a backward pass that only adds to the gradients, in place of
-    `accelerator.backward`. The forward pass belongs inside, too. Nothing is averaged over processes, and DeepSpeed's
-    engine takes no step: that comes with the backward pass that the `Trainer` itself calls.
+    Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
+    place of `accelerator.backward`: it only adds to the gradients. To average them over processes, and DeepSpeed's own
+    step, come with the last backward pass, which the `Trainer` calls.
     """
     # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
     options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
@@ -247,6 +241,11 @@ def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> It
         state._set_sync_gradients(synchronizes)
 
 
+def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update({name: value for name, value in theirs.items() if name != "params"})
+
+
 def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The parameter's fp32 gradient on the device of the master and with its strides; not copied if it has both."""
     if gradient is None or (gradient.device == master.device and gradient.stride() == master.stride()):
@@ -256,12 +255,3 @@ def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.
 
 def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return master.detach().to(device=parameter.device, dtype=parameter.dtype)
-
-
-def _keep_full_state(optimizer: torch.optim.Optimizer, masters: list[torch.nn.Parameter]) -> None:
-    if masters:
-        from bitsandbytes.optim import GlobalOptimManager
-
-        manager = GlobalOptimManager.get_instance()
-        manager.override_config(masters, "optim_bits", 32)
-        manager.register_parameters(optimizer.param_groups)

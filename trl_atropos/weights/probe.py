@@ -6,8 +6,8 @@ weights have computed, would go unseen. The prompt is longer than one KV block, 
 in the cache. Torn, lost or detached weights differ by themselves.
 
 Those faults persist, and show on most tokens. Rounding does not: where a residual stream nearly cancels before it is
-normalised, one token in many thousands differs a thousand times more than the others. So if single tokens alone are
-beyond the tolerance, the server samples once more, and only a second breach counts.
+normalised, one token in many thousands differs a thousand times more than the others, an *outlier*. So if single
+tokens alone are beyond the tolerance, the server samples once more, and only a second breach counts.
 
 Before the first step nothing can have been lost: a difference is then one of how vLLM and Transformers compute the
 model. It may begin at some length only, so the run's longest rollouts are compared once (`Probe.run_longest`).
@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import ProbeError, ServerError
-from trl_atropos.server_client import Servers
+from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.gather import base_model
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ TAIL = 16  # prompt tokens after the first full KV block
 LONG_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of it would take four times the memory
 LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
 MAX_SHARE = 0.02  # of a run's time on a GPU that probes may take, where the configuration does not say how often
-RARE = 0.1  # share of the probes with outliers (single tokens beyond the tolerance) that rounding explains
+RARE = 0.1  # share of the probes with outliers that rounding explains
 SOME = 3  # probes with outliers before the run is told that they are not rare
 NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
@@ -76,12 +76,9 @@ class Tolerance(NamedTuple):
         return cls(max_abs=2e-2, mean_abs=2e-3)  # vLLM's attention kernels multiply float32 in TF32 (2e-3 was seen)
 
     def after(self, first: ProbeResult) -> "Tolerance":
-        """
-        The bounds for the probes after the first: three times what that has shown of the model's own rounding.
-
-        Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
-        nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
-        """
+        """The bounds for the probes after the first: three times what that has shown of the model's own rounding."""
+        # Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
+        # nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
         return Tolerance(
             max_abs=min(self.max_abs, max(0.2, 3 * first.max_abs_diff)),
             mean_abs=min(self.mean_abs, max(3e-2, 3 * first.mean_abs_diff)),
@@ -89,22 +86,15 @@ class Tolerance(NamedTuple):
 
 
 class Outlier(ProbeError):
-    """Single tokens are beyond the tolerance, the mean is not."""
+    """Single tokens are beyond the tolerance, and the mean is not."""
 
 
 @dataclass
 class Schedule:
-    """
-    After which publishes the probe runs: always after the first and the last publish.
+    """After which publishes the probe runs: the first, the last, and some between them."""
 
-    Args:
-        every (`int`, *optional*): Publishes between two probes; 0 for none. By default 1 on the CPU, and on a GPU as
-            many as keep the probes within `MAX_SHARE` of the time.
-        device (`str`): Of the servers, "cpu" or "cuda".
-    """
-
-    every: int | None
-    device: str = "cpu"
+    every: int | None  # publishes; 0: no probe at all; None: all on the CPU, and on a GPU as `MAX_SHARE` allows
+    device: str = "cpu"  # of the servers, or "cuda"
     publishes: int = 0
     seconds: float = 0.0  # that the last probe took
     ended: float = -math.inf  # when it ended, in seconds
@@ -133,7 +123,7 @@ def num_positions(config: PreTrainedConfig) -> float:
 class Probe:
     """
     Args:
-        servers (`Servers`): Those that sample.
+        servers (`Servers`): They sample.
         trainer (`AtroposGRPOTrainer`): Its model scores, at its temperature.
         every (`int`, *optional*): Publishes between two probes (see `Schedule`).
         one_memory (`bool`): Server and trainer compute from the same memory, so that their weights cannot differ
@@ -148,19 +138,15 @@ class Probe:
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
         self.tolerance = self._first_tolerance = Tolerance.of(info.device, *dtypes)
+        self.policy_version = 0  # that is probed
         self._trainer = trainer
-        self._longest = int(min(args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config)))
+        limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
+        self._longest = int(min(limits))
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._first: ProbeResult | None = None
         self._runs = self._outliers = 0  # probes, and probes with outliers
-        self._compared_longest = False
+        self._outliers_are_common = self._compared_longest = False
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
-        if length <= info.block_size:
-            logger.warning(
-                "The server's max_model_len of %d tokens leaves no room for a prompt beyond one KV block of %d: the "
-                "probe cannot see stale prefixes. Start the server with --max-model-len %d or more.",
-                *(info.max_model_len, info.block_size, info.block_size + TAIL + NUM_SAMPLED),
-            )
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
 
     def _prompt(self, length: int, seed: int) -> list[int]:
@@ -177,98 +163,90 @@ class Probe:
             ProbeError: Some server is beyond the tolerance, with single tokens twice in a row, or samples from another
                 policy version.
         """
-        served = self.servers.each(lambda client: client.info().policy_version)
-        together(lambda: self._check_versions(served, policy_version))
+        self.policy_version = policy_version
+        self.servers.each(self._check_version)
         self._runs += 1
-        outlier, result = self._compare_twice(policy_version, self.prompt_ids, self.tolerance)
+        outlier, result = self._compare_twice(self.prompt_ids, self.tolerance)
         if outlier is not None:
-            self._warn_of_outlier(outlier, result, policy_version)
+            self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
         if self._first is None:
             self._first = result
             self.tolerance = self.tolerance.after(result)
         return result
 
-    def _check_versions(self, served: list[int], policy_version: int) -> None:
-        for client, version in zip(self.servers.clients, served, strict=True):
-            if version != policy_version:
-                raise ProbeError(
-                    f"The server at {client.url} samples from policy version {version} but the trainer published "
-                    f"{policy_version}: a publish was lost, or another trainer writes to this server."
-                )
+    def _check_version(self, client: ServerClient) -> None:
+        version = client.info().policy_version
+        if version != self.policy_version:
+            raise ProbeError(
+                f"The server at {client.url} samples from policy version {version} but the trainer published "
+                f"{self.policy_version}: a publish was lost, or another trainer writes to this server."
+            )
 
-    def _warn_of_outlier(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
+    def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:
         """Warns of single tokens beyond the tolerance, until it is clear that they come with the model."""
-        if self._outliers_are_common():
+        if self._outliers_are_common:
             return
         self._outliers += 1
+        self._outliers_are_common = self._outliers >= SOME and self._outliers > RARE * self._runs
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(policy_version, *first, *self.tolerance, again.max_abs_diff),
+            *(self.policy_version, *outlier, *self.tolerance, again.max_abs_diff),
             f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
             "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
             f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
-            if self._outliers_are_common()
+            if self._outliers_are_common
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
 
-    def _outliers_are_common(self) -> bool:
-        return self._outliers >= SOME and self._outliers > RARE * self._runs
-
     # ------------------------------------------------------------------------------------------- once, before training
 
-    def run_longest(self, policy_version: int) -> str | None:
+    def run_longest(self) -> None:
         """
-        Once, after a first `run`: compares the continuation of a prompt that makes a rollout as long as the run's
-        longest, or as long as both sides can take within half of a server's deadline and the trainer's memory.
-
-        Returns what is wrong, if anything, with the length from which on.
+        Once, after a first `run`: compares a rollout as long as the run's longest, or as long as both sides can take
+        within half of a server's deadline and the trainer's memory. Warns of a difference, or raises `ProbeError`
+        where `max_sequence_length` asks for such rollouts.
         """
-        if self._compared_longest:
-            return None
-        self._compared_longest = True
+        agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
         seconds = on_main(lambda: self.schedule.seconds)  # all ranks must compare the same lengths
-        agreed, problem = len(self.prompt_ids) + NUM_SAMPLED, None
-        while problem is None and agreed < self._longest:
-            # A rollout twice as long takes at most four times as long.
-            length = min(self._longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
-            if length < min(self._longest, 2 * agreed):
-                break
+        while not self._compared_longest and (length := self._next_length(agreed, differs, seconds)) is not None:
             began = time.perf_counter()
             try:
-                problem = self._problem_at(length, policy_version)
+                found = self._problem_at(length)
             except torch.OutOfMemoryError:  # training on such a rollout would fail, too, if one came
                 break
             seconds = on_main(lambda began=began: time.perf_counter() - began)
-            agreed = agreed if problem else length
-        if problem is not None:
-            problem = self._with_first_length(agreed, length, problem, policy_version)
-        else:
-            logger.info("Server and trainer agree on %d tokens (at most %d may come)", agreed, self._longest)
+            agreed, differs, problem = (length, differs, problem) if found is None else (agreed, length, found)
+        self._compared_longest = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
-        return problem
-
-    def _with_first_length(self, agreed: int, differs: int, problem: str, policy_version: int) -> str:
-        """Finds the length from which on both sides differ, between one where they agree and one where they do not."""
-        while differs - agreed > LENGTH_STEP:
-            middle = (agreed + differs) // 2
-            found = self._problem_at(middle, policy_version)
-            agreed, differs, problem = (middle, differs, problem) if found is None else (agreed, middle, found)
-        return (
+        if problem is None:
+            return
+        message = (
             f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {differs} tokens on (at "
             f"most {self._longest} may come): {problem} The weights are the same, so vLLM and Transformers compute "
             "longer sequences of this model differently, mostly because of a window or a rotary embedding. Set "
             f"`max_sequence_length: {agreed}`, which drops longer rollouts, and start the server with "
             f"`--max-model-len {agreed}`, which ends them there."
         )
+        if self._trainer.args.max_sequence_length is not None:
+            raise ProbeError(message)
+        logger.warning("%s", message)
 
-    def _problem_at(self, length: int, policy_version: int) -> str | None:
+    def _next_length(self, agreed: int, differs: int | None, seconds: float) -> int | None:
+        """The length to compare after one that took some seconds: longer until both sides differ, then in between."""
+        if differs is not None:
+            return (agreed + differs) // 2 if differs - agreed > LENGTH_STEP else None
+        # A rollout twice as long takes at most four times as long.
+        length = min(self._longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
+        return length if agreed < self._longest and length >= min(self._longest, 2 * agreed) else None
+
+    def _problem_at(self, length: int) -> str | None:
         """By how much server and trainer differ at the end of `length` tokens, if that is beyond the tolerance."""
         prompt_ids = self._prompt(length - LONG_SAMPLED, seed=1)
         try:
-            self._compare_twice(policy_version, prompt_ids, self._first_tolerance, 1, LONG_SAMPLED)
+            self._compare_twice(prompt_ids, self._first_tolerance, 1, LONG_SAMPLED)
         except ProbeError as error:
             return error.seen
         except ServerError as error:
@@ -287,7 +265,6 @@ class Probe:
 
     def _compare(
         self,
-        policy_version: int,
         prompt_ids: list[int],
         tolerance: Tolerance,
         num_samples: int = NUM_SAMPLES,
@@ -299,39 +276,31 @@ class Probe:
         )
         if not self.servers.one_per_rank:
             samples = on_main(lambda: samples)
+        # These and `scored` have the shape (num_servers, num_samples, num_tokens).
         tokens = torch.tensor([[ids for ids, _ in of_server] for of_server in samples])
-        sampled = torch.tensor(
-            [[logprobs for _, logprobs in of_server] for of_server in samples], dtype=torch.float64
-        )  # (num_servers, num_samples, num_tokens), as `tokens` and `scored`
+        sampled = torch.tensor([[logprobs for _, logprobs in of_server] for of_server in samples], dtype=torch.float64)
         scored = together(lambda: self._score(prompt_ids, tokens.flatten(0, 1))).view_as(sampled)
-        return together(lambda: self._worst(tokens, sampled, scored, tolerance, policy_version))
+        return together(lambda: self._check(tokens, sampled, scored, tolerance))
 
-    def _worst(
-        self,
-        tokens: torch.Tensor,
-        sampled: torch.Tensor,
-        scored: torch.Tensor,
-        tolerance: Tolerance,
-        policy_version: int,
+    def _check(
+        self, tokens: torch.Tensor, sampled: torch.Tensor, scored: torch.Tensor, tolerance: Tolerance
     ) -> ProbeResult:
-        differences = (sampled - scored).abs().flatten(1)  # (num_servers, num_samples * num_tokens)
-        means = differences.mean(1)
-        largest, mean = result = ProbeResult(differences.max().item(), means.max().item())
-        # The negation also catches NaN.
-        if not (largest <= tolerance.max_abs and mean <= tolerance.mean_abs):
-            worst = int(differences.nan_to_num(nan=math.inf).argmax())
-            seen = (
-                f"token {tokens.flatten()[worst]} has log-probability {sampled.flatten()[worst]:.6f} on the server "
-                f"and {scored.flatten()[worst]:.6f} in the trainer (max difference {largest:.2e}, mean {mean:.2e}, "
-                f"allowed {tolerance.max_abs:.0e} and {tolerance.mean_abs:.0e})."
-            )
-            error = (Outlier if mean <= tolerance.mean_abs else ProbeError)(
-                f"After publishing policy version {policy_version}, the server and the trainer disagree: {seen} "
-                f"{self._meaning(scored)}"
-            )
-            error.result, error.seen = result, seen
-            raise error
-        return result
+        differences = (sampled - scored).abs()
+        largest, mean = result = ProbeResult(differences.max().item(), differences.mean((1, 2)).max().item())
+        if largest <= tolerance.max_abs and mean <= tolerance.mean_abs:  # false for NaN
+            return result
+        worst = int(differences.nan_to_num(nan=math.inf).argmax())
+        seen = (
+            f"token {tokens.flatten()[worst]} has log-probability {sampled.flatten()[worst]:.6f} on the server and "
+            f"{scored.flatten()[worst]:.6f} in the trainer (max difference {largest:.2e}, mean {mean:.2e}, allowed "
+            f"{tolerance.max_abs:.0e} and {tolerance.mean_abs:.0e})."
+        )
+        error = (Outlier if mean <= tolerance.mean_abs else ProbeError)(
+            f"After publishing policy version {self.policy_version}, the server and the trainer disagree: {seen} "
+            f"{self._meaning(scored)}"
+        )
+        error.result, error.seen = result, seen
+        raise error
 
     def _meaning(self, scored: torch.Tensor) -> str:
         """What it means that both sides differ."""
@@ -345,28 +314,18 @@ class Probe:
                 "The server does not sample from the weights that are trained: do not trust rollouts since the last "
                 "good probe."
             )
-        if self.one_memory:
-            return (
-                "No step was taken yet, and both compute from one memory, so the weights are equal bit for bit: it is "
-                f"vLLM and Transformers that compute this model differently. {CURES}"
-            )
-        return (
-            "No step was taken yet: either the server has other weights than the trainer (with an adapter, of the "
-            "base model: start both on the same one), or vLLM and Transformers compute this model differently. "
-            f"{CURES}"
+        reason = (
+            "both compute from one memory, so the weights are equal bit for bit: it is vLLM and Transformers that "
+            "compute this model differently"
+            if self.one_memory
+            else "either the server has other weights than the trainer (with an adapter, of the base model: start "
+            "both on the same one), or vLLM and Transformers compute this model differently"
         )
+        return f"No step was taken yet: {reason}. {CURES}"
 
     @torch.no_grad()
     def _score(self, prompt_ids: list[int], tokens: torch.Tensor) -> torch.Tensor:
-        """
-        Log-probabilities of tokens after the prompt in the trainer's model.
-
-        Args:
-            prompt_ids: The prompt's token ids.
-            tokens: Continuations, of shape (num_continuations, num_tokens).
-
-        Returns float64 on the CPU, of the same shape.
-        """
+        """Log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in float64 on the CPU."""
         model, num_tokens = self._trainer.model, tokens.shape[1]
         prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
         ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
@@ -408,10 +367,8 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
 
 def silence(model: torch.nn.Module) -> dict[str, float]:
     """
-    Sets every probability of dropout, of the model and of its adapters, and all noise of a router to 0. Returns those
-    that were not 0, by name.
-
-    The server samples without: with them, training would compute other log-probabilities than any policy has.
+    Sets all dropout, of the model and of its adapters, and all noise of routers to 0: the server samples without.
+    Returns what was not 0, by name.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():

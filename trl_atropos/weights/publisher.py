@@ -2,10 +2,9 @@
 
     hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> probe]*
 
-The trainer has a `PolicyPublisher`. It calls `load` on its model, `attach` once it is built, and `hold`, `begin` and
-`close` around training, on every rank. `begin` wraps `optimizer.step` itself, so that the servers are resumed on every
-path, also when the step raises; callbacks and torch's step hooks would skip the resume. What moves between pause and
-resume is the business of a `Transfer`, one for each `vllm_mode`.
+The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built, `hold`, `begin` and
+`close` around training. `begin` wraps `optimizer.step` itself: callbacks and torch's step hooks are skipped when it
+raises. What moves between pause and resume is the business of a `Transfer`, one for each `vllm_mode`.
 """
 
 import functools
@@ -13,8 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
-from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.errors import AttachError, ServerError
 from trl_atropos.metrics.timing import PUBLISH, Stopwatch
 from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.server_client import Servers
@@ -44,8 +42,8 @@ class PolicyPublisher(ABC):
             seen, in nats (natural logarithm of a probability); `None` before the first probe.
         stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step must be in its part
             `publish`.
-        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: a
-            request that comes now begins with the next version.
+        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: requests
+            that come now begin with the next version.
     """
 
     def __init__(self):
@@ -88,8 +86,7 @@ class PolicyPublisher(ABC):
         return None
 
     def why_silent(self) -> str:
-        """What is wrong with servers that sample nothing now. Called on rank 0, from any thread, when no rollouts
-        come."""
+        """What is wrong with servers that sample nothing. Called on rank 0, from any thread, when no rollouts come."""
         return ""
 
     def pop_metrics(self) -> dict[str, float]:
@@ -158,11 +155,6 @@ class ServerPublisher(PolicyPublisher):
             none. By default 1 on the CPU, and on a GPU as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
-
-    Attributes:
-        times (`dict[str, float]`): Where the time of the last publish went, in milliseconds: `pause_ms`,
-            `transfer_ms` (of the bytes), `apply_ms` (in the server), `resume_ms`.
-        num_bytes (`int`): Bytes that the last publish moved.
     """
 
     def __init__(
@@ -178,8 +170,6 @@ class ServerPublisher(PolicyPublisher):
         self.probe_every_n_steps = probe_every_n_steps
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
-        self.times: dict[str, float] = {}
-        self.num_bytes = 0
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
         self._paused = False
         self._asleep = False
@@ -244,7 +234,8 @@ class ServerPublisher(PolicyPublisher):
         if self._probe is not None:
             self._probe.schedule.publishes = 0
         self._publish(lambda: None)
-        self._probe_longest()
+        if self._probe is not None:
+            self._probe.run_longest()
         self._writes_when_held = None  # an optimizer's kernels may write without being counted
         step = optimizer.step
 
@@ -287,34 +278,23 @@ class ServerPublisher(PolicyPublisher):
     def _pause(self) -> None:
         if not self._paused:
             together(self.transfer.check)
-            with self._timed("pause_ms"):
-                self.transfer.pause()
+            self.transfer.pause()
             self._paused = True
 
     def _send(self) -> None:
         self._pause()
         self.on_pause()
-        with self._timed("transfer_ms"):
-            if self._asleep:
-                self.servers.each(lambda client: client.wake("weights"))
-            moved = self.transfer.send(self._steps)
-            _synchronize()  # copies into the server's memory are only queued, too
-            if self._asleep:
-                self.servers.each(lambda client: client.wake("kv_cache"))
-                self._asleep = False
-        self.times["transfer_ms"] -= moved.apply_ms
-        self.times["apply_ms"], self.num_bytes = moved.apply_ms, moved.num_bytes
-        with self._timed("resume_ms"):
-            self.transfer.resume(self._steps)
+        if self._asleep:
+            self.servers.each(lambda client: client.wake("weights"))
+        self.transfer.send(self._steps)
+        _synchronize()  # copies into the server's memory are only queued, too
+        if self._asleep:
+            self.servers.each(lambda client: client.wake("kv_cache"))
+            self._asleep = False
+        self.transfer.resume(self._steps)
         self._paused = False
         self.policy_version = self._steps
         self.transfer.published(self._steps)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.times[name] = (time.perf_counter() - started) * 1e3
 
     def close(self) -> None:
         """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""
@@ -336,12 +316,7 @@ class ServerPublisher(PolicyPublisher):
     # ---------------------------------------------------------------------------------------------------------- probes
 
     def probe(self) -> float:
-        """
-        Largest difference between what the servers sample and what the trainer computes, in nats. Runs on every rank.
-
-        Raises:
-            ProbeError: It is more than the dtypes allow.
-        """
+        """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
         difference = self._probe.run(self.policy_version).max_abs_diff
         self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
         return difference
@@ -349,21 +324,13 @@ class ServerPublisher(PolicyPublisher):
     def _run_probe(self) -> None:
         if self._probe is None:
             return
-        schedule, args = self._probe.schedule, self._trainer.args
-        last = self._trainer.state.global_step + 1 + self.sync_every_n_steps > args.max_steps
+        schedule, state = self._probe.schedule, self._trainer.state
+        last = state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
         if on_main(lambda: schedule.due(time.perf_counter(), last)):
             began = time.perf_counter()
             self._metrics["policy/probe_max_abs_diff"].append(self.probe())
             schedule.ran(began, time.perf_counter())
             self._metrics["time/probe"].append(schedule.seconds)
-
-    def _probe_longest(self) -> None:
-        """Compares the longest rollouts that the run may meet, once, before the first step."""
-        wrong = self._probe.run_longest(self.policy_version) if self._probe is not None else None
-        if wrong is not None and self._trainer.args.max_sequence_length is not None:  # the run asks for such rollouts
-            raise ProbeError(wrong)
-        if wrong is not None:
-            logger.warning("%s", wrong)
 
 
 def _synchronize() -> None:

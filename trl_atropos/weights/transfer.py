@@ -1,7 +1,5 @@
-"""`Transfer`: how one mode moves the bytes of a new policy, with what the modes share: views of a server's memory, and
-the trainer's end of a channel to the servers.
-
-`publisher.py` has the life of a publish, once for all modes, and calls the transfer between pause and resume.
+"""`Transfer`: how one mode moves the bytes of a new policy between pause and resume (`publisher.py`). What the modes
+share is here, too: views of a server's memory, and the trainer's end of a channel to the servers.
 """
 
 import os
@@ -37,28 +35,17 @@ class Moved:
 
 
 class Transfer(ABC):
-    """
-    One subclass per mode. All methods are called on every rank.
+    """One subclass per mode. All methods are called on every rank."""
 
-    Attributes:
-        in_place: This process writes into the server's memory, so the server must be paused before the first write.
-        steps_in_place: The optimizer's step is what writes there, so the pause is around the step.
-        clear_cache: Requests in flight recompute what they cached, because the weights that they use change.
-    """
-
-    in_place = False
-    steps_in_place = False
-    clear_cache = True
+    in_place = False  # this process writes into the server's memory, so that its death would leave the weights torn
+    steps_in_place = False  # the optimizer's step is what writes there, so that the pause is around the step
+    clear_cache = True  # requests in flight recompute what they cached, because the weights that they use change
 
     def __init__(self, servers: Servers):
         self.servers = servers
 
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple["Transfer", Any]:
-        """
-        Connects to the servers, before the trainer is built from `model` and `args`.
-
-        Returns the transfer to use (another one where this one cannot serve the case), and the trainer's model.
-        """
+        """Connects to the servers. Returns the transfer to use, which may be another one, and the trainer's model."""
         self.servers.connect()
         return self, model
 
@@ -81,7 +68,7 @@ class Transfer(ABC):
         self.servers.each(lambda client: client.resume(policy_version))
 
     def published(self, policy_version: int) -> None:  # noqa: B027
-        """Called after the resume: what only earlier versions needed may go."""
+        """Called after the resume: what only earlier versions needed can be removed."""
 
 
 def open_views(
@@ -90,9 +77,8 @@ def open_views(
     """
     Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded.
 
-    Returns (views, refused): by parameter name, the server's memory, or why there is no such view. A parameter that
-    vLLM transforms after loading differs and is refused. If most differ, the server has other weights, and that is an
-    `AttachError`.
+    Returns (views, refused): by parameter name, the server's memory, or why there is no such view. A few parameters
+    differ where vLLM transforms them after loading. If most do, the server has other weights: an `AttachError`.
     """
     storages = [open_storage(handle) for handle in attachment.storages]
     views, differing = {}, []
@@ -118,13 +104,11 @@ def open_views(
 
 
 def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
-    """
-    `"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0 and a trainer on `device`.
-
-    Raises:
-        AttachError: What `weight_transport` asks for cannot reach these servers.
-    """
+    """`"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0, a trainer on `device`, and a `weight_transport`."""
     here = all(info.machine == machine_id() for info in servers.infos)
+    on_gpu = device.type == "cuda"
+    own = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
+    on_own = any(own in info.device_uuids for info in servers.infos)
     kinds = {info.device for info in servers.infos}
     if kinds != {device.type}:
         raise AttachError(
@@ -136,27 +120,21 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
             "`weight_transport: memory` shares memory, but a server runs on another machine (or in another "
             "container): set `weight_transport: auto`."
         )
-    if asked == "nccl" and device.type == "cpu":
+    if asked == "nccl" and not on_gpu:
         raise AttachError("`weight_transport: nccl` goes from GPU to GPU, but this run is on the CPU: set it to auto.")
-    if asked in ("gloo", "memory"):
-        return asked
-    if device.type == "cpu":
-        return "gloo"
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    on_own = any(own in info.device_uuids for info in servers.infos)
     # With NCCL_HOSTID set, NCCL takes two processes on one GPU for two machines, and goes through sockets.
-    if not on_own or (asked == "nccl" and "NCCL_HOSTID" in os.environ):
-        return "nccl"
-    if asked == "nccl":
+    if asked == "nccl" and on_own and "NCCL_HOSTID" not in os.environ:
         raise AttachError(
             f"`weight_transport: nccl` connects GPUs, but a server shares the trainer's GPU {own}: set it to auto."
         )
-    if here:
-        return "memory"  # NCCL refuses two processes on one GPU
-    raise AttachError(
-        f"A server shares the trainer's GPU {own} while another server is on another machine: NCCL cannot reach the "
-        "first and shared memory not the second. Give the trainer a GPU of its own."
-    )
+    if asked == "auto" and on_own and not here:
+        raise AttachError(
+            f"A server shares the trainer's GPU {own} while another server is on another machine: NCCL cannot reach "
+            "the first and shared memory not the second. Give the trainer a GPU of its own."
+        )
+    if asked != "auto":
+        return asked
+    return "gloo" if not on_gpu else "memory" if on_own else "nccl"
 
 
 def open_channel(transport: str, servers: Servers, device: torch.device, num_bytes: int) -> Channel:
@@ -184,12 +162,7 @@ def open_channel(transport: str, servers: Servers, device: torch.device, num_byt
 def send_message(
     channel: Channel, message: torch.Tensor, servers: Servers, call: Callable[[ServerClient], Any]
 ) -> list[Any]:
-    """
-    Sends one message while `call` lets every server receive it. Returns their replies.
-
-    Raises:
-        ServerError: A server refused, died, or did not receive the message within its timeout.
-    """
+    """Sends one message while `call` lets every server receive it. Returns their replies, or raises `ServerError`."""
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
