@@ -128,12 +128,11 @@ def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the other way round."""
     folder = Path(checkpoint)
     of_adapter, of_model = (folder / ADAPTER_CONFIG_NAME).exists(), any(folder.glob("model*.safetensors"))
-    if adapter and of_model and not of_adapter:
-        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
-    elif not adapter and of_adapter and not of_model:
-        held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
-    else:
+    if of_adapter in (of_model, adapter):
         return
+    held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
+    if adapter:
+        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
     raise CheckpointError(
         f"The checkpoint in {folder} is of {held}, and this run trains {trained}",
         seen=held,
@@ -151,13 +150,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """
     Around the loading of the state of optimizer and schedule, after which the settings of this run are in force.
-
-    Args:
-        fresh: `groups_of` the optimizer before.
-
-    Raises:
-        CheckpointError: The state is of another kind of optimizer, or the learning rate is another and the schedule
-            cannot go on from it.
+    `fresh` are `groups_of` the optimizer before. Raises `CheckpointError` where the state is of another optimizer.
     """
     try:
         yield
@@ -232,9 +225,6 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
     Transformers' own trainer takes the weights by the names in the files and passes over all others. Some families are
     saved under other names than those of their modules (GPT-NeoX' head; the experts of Mixtral and Qwen3-MoE, one by
     one), and would go on with the weights that the model began with. `from_pretrained` knows those names.
-
-    Raises:
-        CheckpointError: The weights cannot be read, or some are missing or have other shapes.
     """
     # float32 holds every dtype that is trained; `copy_` makes of it what it was.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -1,10 +1,9 @@
 """`vllm_mode: colocate`: the trainer's parameters are views of the server's memory. Nothing is ever moved.
 
-The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view,
-which frees the loaded copy: one copy of the weights remains. The optimizer writes into it while the server is paused.
-
-With adapters, the frozen base is shared in this way and the adapter goes through memory (`lora.py`). Where a server's
-memory cannot be shared, its weights are copied on the device instead (`full_weights.py`), and a warning says so.
+The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view:
+one copy of the weights remains. The optimizer writes into it while the server is paused. Of a model with an adapter,
+the frozen base is shared in this way (`lora.py`). Where a server's memory cannot be shared, its weights are copied on
+the device instead (`full_weights.py`), and a warning says so.
 """
 
 import logging

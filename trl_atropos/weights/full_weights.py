@@ -196,13 +196,8 @@ class Restart(Transfer):
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
         gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)
         self._trainer.processing_class.save_pretrained(path)
-        self._published.append(path)
         seconds = self.servers.each_here(lambda client: client.restart(str(path)))
+        self._published = [*self._published, path][-KEPT_CHECKPOINTS:]
+        for older in set(self.folder.glob("v*")) - set(self._published):  # of earlier runs, too
+            shutil.rmtree(older, ignore_errors=True)
         return Moved(sum(tensor.nbytes for tensor in state.values()), max(seconds) * 1e3)
-
-    def published(self, policy_version: int) -> None:
-        """Removes older checkpoints, of earlier runs, too."""
-        if self.servers.clients:
-            kept = self._published = self._published[-KEPT_CHECKPOINTS:]
-            for path in set(self.folder.glob("v*")) - set(kept):
-                shutil.rmtree(path, ignore_errors=True)

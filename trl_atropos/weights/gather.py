@@ -62,11 +62,6 @@ def sharding_of(accelerator: Accelerator) -> str:
             "pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in "
             "`fsdp_config`."
         )
-    if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise GatherError(
-            f"The trainer is distributed by {kind.value}, from which weights cannot be sent to a server: use DDP, "
-            "DeepSpeed or FSDP2."
-        )
     if kind == DistributedType.DEEPSPEED:
         return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero1/2"
     return {DistributedType.FSDP: "fsdp2", DistributedType.NO: "none"}.get(kind, "ddp")
@@ -203,8 +198,8 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
     model = _without_adapters(model)
     if getattr(model, "is_quantized", False):  # only models that went through a quantiser have the attribute
         raise GatherError(
-            "The model is quantised, and merging an adapter into quantised weights rounds them to other weights than "
-            "those that are trained. Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
+            "The model is quantised, and an adapter cannot be merged into quantised weights without rounding them. "
+            "Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
     found = {
         prefix + leaf: (parameter, layer)
@@ -284,20 +279,12 @@ def _adapter_units(model: torch.nn.Module, accelerator: Accelerator) -> list[Uni
 
 class CheckpointPlan:
     """
-    How a model's parameters become the tensors of its checkpoint.
+    How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters' whole shapes and dtypes
+    by name, where the model itself is sharded or has others.
 
     When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
     Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
     tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
-    Planning takes seconds for a model with many experts.
-
-    Args:
-        model (`PreTrainedModel`): Without wrappers and adapters.
-        shapes (`dict`, *optional*): Whole shape and dtype of each tensor by name. Defaults to the model's parameters.
-
-    Attributes:
-        pieces (`dict`): For each parameter that is nothing but views, those: the checkpoint tensors.
-        groups (`dict`): For each other parameter the names of all that are converted together with it.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
@@ -313,8 +300,9 @@ class CheckpointPlan:
                 piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
                 found[owner].append(piece)
         covered = {name: sum(math.prod(piece.size) for piece in pieces) for name, pieces in found.items()}
+        # The views that make up a parameter; and for each other parameter, all that are converted together with it:
+        # two belong together if each of them alone would be converted to a tensor of the same name.
         self.pieces = {name: found[name] for name, marker in markers.items() if covered[name] == marker.numel()}
-        # Two parameters belong together if each of them alone would be converted to a tensor of the same name.
         self.groups: dict[str, list[str]] = {}
         by_result: dict[str, list[str]] = {}
         for name in [name for name in markers if name not in self.pieces]:
@@ -330,14 +318,11 @@ class CheckpointPlan:
             return revert_weight_conversion(self.model, dict(markers))
 
     def specs(self) -> list[ParameterSpec]:
-        """The parameters with their checkpoint tensors. One that is more than views has none."""
+        """The parameters, with the checkpoint tensors of each that consists of views."""
         return [ParameterSpec.of(name, *shape, self.pieces.get(name, [])) for name, shape in self.shapes.items()]
 
     def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
-        """
-        Yields (name, tensor) as a checkpoint has them, for parameters that come one at a time under the model's names.
-        They wait for each other only where a checkpoint tensor is computed from several.
-        """
+        """Yields a checkpoint's tensors for parameters that come one at a time, and wait only for those they need."""
         waiting: dict[str, torch.Tensor] = {}
         for name, tensor in named_tensors:
             if name in self.pieces:

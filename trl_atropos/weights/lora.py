@@ -144,18 +144,12 @@ class FileLora(Transfer):
         self._trainer.model.peft_config[ADAPTER].save_pretrained(str(path))
         self._directories.append((version, path))
         seconds = self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
-        return Moved(sum(tensor.nbytes for tensor in tensors.values()), max(seconds) * 1e3)
-
-    def published(self, policy_version: int) -> None:
-        """Removes directories that no request can ask for any more."""
-        if not self.servers.clients:
-            return
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
         for directory in self._directories[:-KEPT_VERSIONS]:
-            version, path = directory
-            if version < used:
-                shutil.rmtree(path, ignore_errors=True)
+            if directory[0] < used:  # no request can ask for it any more
+                shutil.rmtree(directory[1], ignore_errors=True)
                 self._directories.remove(directory)
+        return Moved(sum(tensor.nbytes for tensor in tensors.values()), max(seconds) * 1e3)
 
 
 def _require_servable(model: Any, servers: Servers) -> None:

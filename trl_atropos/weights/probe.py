@@ -121,14 +121,7 @@ def num_positions(config: PreTrainedConfig) -> float:
 
 
 class Probe:
-    """
-    Args:
-        servers (`Servers`): They sample.
-        trainer (`AtroposGRPOTrainer`): Its model scores, at its temperature.
-        every (`int`, *optional*): Publishes between two probes (see `Schedule`).
-        one_memory (`bool`): Server and trainer compute from the same memory, so that their weights cannot differ
-            before the first step.
-    """
+    """`one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start."""
 
     def __init__(self, servers: Servers, trainer: Any, every: int | None, one_memory: bool):
         info, model, args = servers.info, base_model(trainer.model), trainer.args
@@ -157,11 +150,8 @@ class Probe:
 
     def run(self, policy_version: int) -> ProbeResult:
         """
-        Compares on every rank: a sharded model needs all of them to score.
-
-        Raises:
-            ProbeError: Some server is beyond the tolerance, with single tokens twice in a row, or samples from another
-                policy version.
+        Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice in
+        a row) or samples from another policy version.
         """
         self.policy_version = policy_version
         self.servers.each(self._check_version)
@@ -204,9 +194,8 @@ class Probe:
 
     def run_longest(self) -> None:
         """
-        Once, after a first `run`: compares a rollout as long as the run's longest, or as long as both sides can take
-        within half of a server's deadline and the trainer's memory. Warns of a difference, or raises `ProbeError`
-        where `max_sequence_length` asks for such rollouts.
+        Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
+        server's deadline and the trainer's memory. Warns, or raises where `max_sequence_length` asks for such lengths.
         """
         agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
         seconds = on_main(lambda: self.schedule.seconds)  # all ranks must compare the same lengths

@@ -294,7 +294,6 @@ class ServerPublisher(PolicyPublisher):
         self.transfer.resume(self._steps)
         self._paused = False
         self.policy_version = self._steps
-        self.transfer.published(self._steps)
 
     def close(self) -> None:
         """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""

@@ -67,9 +67,6 @@ class Transfer(ABC):
     def resume(self, policy_version: int) -> None:
         self.servers.each(lambda client: client.resume(policy_version))
 
-    def published(self, policy_version: int) -> None:  # noqa: B027
-        """Called after the resume: what only earlier versions needed can be removed."""
-
 
 def open_views(
     parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
