@@ -176,11 +176,7 @@ def open_memory(device: torch.device, num_bytes: int) -> tuple[MemoryChannel, di
 
 
 def open_group(
-    kind: str,
-    device: torch.device,
-    servers: list[tuple[str, int]],
-    join: Callable[[int, dict], Any],
-    timeout: float,
+    kind: str, device: torch.device, servers: list[tuple[str, int]], join: Callable[[int, dict], Any], timeout: float
 ) -> Channel:
     """
     Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: host and number of workers each.

@@ -92,9 +92,8 @@ class FullWeights(Transfer):
             self._room = max(2 * max(sizes), min(chunk, sum(sizes)))
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
-            "%d parameters (%.1f MB) go to %d server(s): %d straight into memory, %d through %s",
-            *(len(specs), message_layout(specs)[1] / 1e6, len(self.servers.clients), len(direct), len(sizes)),
-            transport,
+            "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others through %s",
+            *(len(direct), len(specs), message_layout(specs)[1] / 1e6, transport),
         )
 
     # -------------------------------------------------------------------------------------------------- each publish

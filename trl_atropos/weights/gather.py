@@ -1,8 +1,8 @@
 """Whole parameters out of a trainer that may be sharded and may have adapters, one layer at a time.
 
 `iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped or not, and yield
-(name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA.
-`CheckpointPlan` makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
+(name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA. `CheckpointPlan`
+makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
 
 Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Between two items
 nothing is gathered or merged but the tensor that was handed out, so all ranks together may close an iterator anywhere.
@@ -84,26 +84,23 @@ def shapes_of(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> list[ParameterSpec]:
     """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
-    return _specs(_full_units(model, accelerator, dtype))
+    # DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has met the parameter.
+    return [
+        ParameterSpec.of(entry.name, getattr(entry.parameter, "ds_shape", entry.parameter.shape), entry.dtype)
+        for unit in _full_units(model, accelerator, dtype)
+        for entry in unit.entries
+    ]
 
 
 def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
     """Yields the adapter's tensors whole, under PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
-    return _stream(_adapter_units(model, accelerator), accelerator)
-
-
-def adapter_shapes_of(model: torch.nn.Module, accelerator: Accelerator) -> list[ParameterSpec]:
-    """Names, whole shapes and dtypes of what `iter_adapter_parameters` yields, in its order. Gathers nothing."""
-    return _specs(_adapter_units(model, accelerator))
-
-
-def _specs(units: list[Unit]) -> list[ParameterSpec]:
-    # DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has met the parameter.
-    return [
-        ParameterSpec.of(name, getattr(parameter, "ds_shape", parameter.shape), dtype)
-        for unit in units
-        for name, parameter, dtype in unit.entries
-    ]
+    model = unwrap(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
+    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
+    names = [".".join(part for part in name.split(".") if part not in TRANSPARENT) for name in chosen]
+    units = [Unit([Entry(name, p, p.dtype)], None) for name, p in zip(names, chosen.values(), strict=True)]
+    return _stream(units, accelerator)
 
 
 # ----------------------------------------------------------------------------------------------------------- gathering
@@ -261,17 +258,6 @@ def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter
                 f"alone. Remove {source.split('.')[-2]!r} from the adapter's modules, or train it whole and tied: "
                 f"`modules_to_save=[{source.split('.')[-2]!r}]` with `ensure_weight_tying=True`."
             )
-
-
-def _adapter_units(model: torch.nn.Module, accelerator: Accelerator) -> list[Unit]:
-    """The adapter's parameters under the names of PEFT's checkpoints."""
-    sharding_of(accelerator)  # refuses what cannot be gathered
-    model = unwrap(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
-    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
-    names = [".".join(part for part in name.split(".") if part not in TRANSPARENT) for name in chosen]
-    return [Unit([Entry(name, p, p.dtype)], None) for name, p in zip(names, chosen.values(), strict=True)]
 
 
 # ------------------------------------------------------------------------------------ the tensors of the checkpoint

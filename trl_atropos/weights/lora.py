@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
-from trl_atropos.protocol import ADAPTER_NAME
+from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.weights.gather import ADAPTER, WHOLE, adapter_shapes_of, iter_adapter_parameters, sharding_of
+from trl_atropos.weights.gather import ADAPTER, WHOLE, iter_adapter_parameters, sharding_of
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, send_message
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class MemoryLora(Transfer):
         if self.base is not None:
             self.base.attach(trainer)
         _require_servable(trainer.model, self.servers)
+        whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
         dtype = self.servers.info.lora.dtype
-        shapes = adapter_shapes_of(trainer.model, trainer.accelerator)
-        self._tensors = [spec.model_copy(update={"dtype": dtype}) for spec in shapes]
+        self._tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
         # What each B is multiplied by: alpha over rank, or as rsLoRA and patterns say.
         scales = {
             f"{name}.{leaf}": float(module.scaling[ADAPTER])
@@ -59,7 +59,7 @@ class MemoryLora(Transfer):
             if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
             for leaf in ("lora_B.weight", "lora_embedding_B")
         }
-        self._scales = {index: scales[spec.name] for index, spec in enumerate(shapes) if spec.name in scales}
+        self._scales = {index: scales[spec.name] for index, spec in enumerate(self._tensors) if spec.name in scales}
         self._values: list[torch.Tensor] | None = None
         together(lambda: self._connect(trainer))
 
@@ -81,10 +81,7 @@ class MemoryLora(Transfer):
                     f"The server at {client.url} cannot serve this adapter: {refused}. Change the adapter, or use "
                     "`vllm_mode: server`, which sends merged weights."
                 )
-        logger.info(
-            "the adapter's %d tensors (%.2f MB) go to %d server(s) through %s",
-            *(len(self._tensors), num_bytes / 1e6, len(self.servers.clients), transport),
-        )
+        logger.info("the adapter (%.2f MB) goes to %d server(s) through %s", num_bytes / 1e6, len(replies), transport)
 
     def check(self) -> None:
         if self.base is not None:

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import Trainer
 
-from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.errors import AtroposTrainingError, CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,15 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
         self._take_over_writes()
         if "masters" in state_dict:
-            self._check_shapes(state_dict["masters"])
+            theirs = [list(master.shape) for master in state_dict["masters"]]
+            ours = [list(master.shape) for master in self._masters.values()]
+            if theirs != ours:
+                there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
+                raise CheckpointError(
+                    f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
+                    f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
+                    "trained parameters of the run that saved it."
+                )
             self.inner.load_state_dict(state_dict["inner"])
             for (parameter, master), saved in zip(self._masters.items(), state_dict["masters"], strict=True):
                 master.copy_(saved)
@@ -150,16 +158,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             )
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         self._note_versions()
-
-    def _check_shapes(self, saved: list[torch.Tensor]) -> None:
-        theirs, ours = ([list(master.shape) for master in masters] for masters in (saved, self._masters.values()))
-        if theirs != ours:
-            there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
-            raise AtroposTrainingError(
-                f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
-                f"first that differs has the shape {there} there and {here} here. It is of another model, or other "
-                "parameters were frozen: resume with the model and the settings that it was made with."
-            )
 
     # ----------------------------------------------------------------------------------------------- several processes
 

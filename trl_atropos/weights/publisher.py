@@ -151,8 +151,8 @@ class ServerPublisher(PolicyPublisher):
     """
     Args:
         transfer (`Transfer`): How the mode moves the bytes.
-        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0 for
-            none. By default 1 on the CPU, and on a GPU as many as take at most 2 % of the time.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0: no
+            probes. By default 1 on the CPU, and on a GPU as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
     """
