@@ -4,11 +4,13 @@ A publish is what happens at every optimizer step: pause, change the trained wei
 no gradients, and the optimizer's own work is left out: the change is one multiplication of every trained weight.
 """
 
+import functools
 import gc
 import statistics
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +24,10 @@ from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.full_weights import Restart
 from trl_atropos.weights.lora import FileLora
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
-from trl_atropos.weights.restart import Restart
-from trl_atropos.weights.transfer import choose_transport
+from trl_atropos.weights.transfer import Moved, Transfer, choose_transport
 
 WARM_UP = 2  # publishes before those that count: the first goes a slower way, with adapters one in each of two places
 RESOLUTION_MS = 0.05  # of a transfer: below, what is measured is the interpreter
@@ -90,18 +92,19 @@ def measure(
     try:
         optimizer = _Change([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
         wrapped = AcceleratedOptimizer(optimizer)
+        phases = _Phases(publisher.transfer)
         publisher.hold()
         publisher.begin(wrapped, 0)
-        publishes = [_times(publisher)]
+        publishes = [phases.times()]
         if mode == "restart":
             warm_up, repeats = 1, min(repeats, RESTARTS)
         else:
             warm_up = WARM_UP
         for _ in range(warm_up - 1 + repeats):
             wrapped.step()
-            publishes.append(_times(publisher))
+            publishes.append(phases.times())
         publisher.probe()
-        link, num_bytes = _link_of(publisher, trainer), publisher.times.moved.num_bytes
+        link, num_bytes = _link_of(publisher, trainer), phases.moved.num_bytes
     finally:
         publisher.close()
         del trainer
@@ -164,10 +167,35 @@ class _Change(torch.optim.Optimizer):
         torch._foreach_mul_(self.parameters, 1.01)
 
 
-def _times(publisher: ServerPublisher) -> dict[str, float]:
-    times = publisher.times
-    names = ("pause_ms", "transfer_ms", "apply_ms", "resume_ms")
-    return {name: getattr(times, name) for name in names}
+class _Phases:
+    """Measures the phases of each publish by a transfer, in milliseconds."""
+
+    def __init__(self, transfer: Transfer):
+        self.moved = Moved()
+        self._ms: dict[str, float] = {}  # by method of the transfer
+        for name in ("pause", "send", "resume"):
+            setattr(transfer, name, functools.partial(self._timed, name, getattr(transfer, name)))
+
+    def _timed(self, name: str, call: Callable, *args):
+        started = time.perf_counter()
+        result = call(*args)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies into the server's memory are only queued
+        self._ms[name] = (time.perf_counter() - started) * 1e3
+        if name == "send":
+            self.moved = result
+        return result
+
+    def times(self) -> dict[str, float]:
+        """Of the last publish: `transfer_ms` is that of the bytes, `apply_ms` that of the server."""
+        apply_ms = self.moved.apply_ms
+        transfer_ms = self._ms["send"] - apply_ms
+        return {
+            "pause_ms": self._ms["pause"],
+            "transfer_ms": transfer_ms,
+            "apply_ms": apply_ms,
+            "resume_ms": self._ms["resume"],
+        }
 
 
 def _link_of(publisher: ServerPublisher, trainer: AtroposGRPOTrainer) -> str | None:

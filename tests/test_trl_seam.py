@@ -2,6 +2,7 @@
 `grpo_trainer.py`, adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py` tells whether it still fits.
 """
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -36,6 +37,9 @@ TENSORS = {
     "ref_per_token_logps": torch.float32,
     "row_index": torch.int64,
 }
+
+
+LIBRARIES = ("transformers", "accelerate", "peft")
 
 
 def parameters(method) -> list[str]:
@@ -78,6 +82,55 @@ print(importlib.util.find_spec("vllm") is not None)
     )
     assert told.stdout.splitlines() == ["[] False", str(importlib.util.find_spec("vllm") is not None)]
     assert "TRL currently supports" not in told.stderr
+
+
+# What `trl_atropos/weights` and `trl_atropos/tensors` touch without a promise: `module:class`, or `module:` ->
+# attributes, and functions with the arguments that are given to them.
+OF_WEIGHTS: dict[str, tuple[str, ...]] = {
+    "torch:Tensor": ("_version", "grad_dtype"),
+    "torch:UntypedStorage": ("_cdata",),
+    "torch:": ("_foreach_copy_", "_foreach_mul", "_foreach_div_"),
+    "torch.nn:Module": ("_non_persistent_buffers_set",),
+    "torch.optim.lr_scheduler:LambdaLR": ("_last_lr", "base_lrs", "lr_lambdas"),
+    "torch.distributed:ProcessGroupGloo": ("_Options", "create_device"),
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options": ("_timeout", "_devices"),
+    "torch.multiprocessing.reductions:": ("reduce_tensor", "rebuild_cuda_tensor"),
+    "torch.utils._python_dispatch:": ("TorchDispatchMode",),
+    "transformers:Trainer": ("_get_output_dir(trial)", "optimizer_cls_and_kwargs", "get_optimizer_cls_and_kwargs"),
+    "transformers:TrainingArguments": ("_setup_devices",),
+    "transformers:PreTrainedModel": ("all_tied_weights_keys",),
+    "transformers:PreTrainedConfig": ("_attn_implementation",),
+    "transformers.core_model_loading:": ("revert_weight_conversion(model, state_dict)",),
+    "accelerate.state:GradientState": ("_set_sync_gradients(sync_gradients)",),
+    "accelerate.optimizer:AcceleratedOptimizer": ("gradient_state", "step_was_skipped"),
+    "peft.tuners.lora:LoraLayer": ("merged_adapters", "_caches", "scaling"),
+    "peft.tuners.tuners_utils:": ("BaseTunerLayer",),
+    "peft.utils:": ("AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"),
+    "peft:": ("get_peft_model_state_dict(model, state_dict, adapter_name, save_embedding_layers)",),
+    "trl.trainer.utils:": ("create_model_from_path(model_id)",),
+    "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary": (
+        *("ncclGetUniqueId", "unique_id_from_bytes(data)", "ncclCommInitRank(world_size, unique_id, rank)"),
+        "ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream)",
+    ),
+}
+
+
+def is_set_in(cls: type, attribute: str) -> bool:
+    """Whether a method of the class sets the attribute."""
+    own = [parent for parent in cls.__mro__ if parent.__module__.startswith(("torch.", *LIBRARIES))]
+    return any(re.search(rf"self\.{attribute}\b[^=\n]*=|\"{attribute}\"", inspect.getsource(one)) for one in own)
+
+
+@pytest.mark.parametrize(("place", "name"), [(place, name) for place, names in OF_WEIGHTS.items() for name in names])
+def test_the_rooms_of_weights_find_what_they_touch(place, name):
+    module, _, owner = place.partition(":")
+    found = importlib.import_module(module)
+    for part in filter(None, owner.split(".")):
+        found = getattr(found, part)
+    attribute, _, arguments = name.rstrip(")").partition("(")
+    assert hasattr(found, attribute) or is_set_in(found, attribute), f"{place} has no {attribute}"
+    if arguments:
+        assert set(arguments.split(", ")) <= set(parameters(getattr(found, attribute))), f"{place}.{attribute}"
 
 
 def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():

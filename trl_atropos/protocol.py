@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -118,10 +118,11 @@ class ParameterSpec(Strict):
     pieces: list[CheckpointTensor] | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Any, pieces: list[CheckpointTensor] | None = None) -> "ParameterSpec":
-        """Of a torch tensor."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name=name, shape=list(tensor.shape), dtype=dtype, pieces=pieces)
+    def of(
+        cls, name: str, shape: Iterable[int], dtype: Any, pieces: list[CheckpointTensor] | None = None
+    ) -> "ParameterSpec":
+        """`dtype` is torch's."""
+        return cls(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces)
 
 
 class LoadReply(Strict):

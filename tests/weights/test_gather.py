@@ -36,7 +36,6 @@ from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import GatherError
 from trl_atropos.weights.gather import (
-    adapter_shapes_of,
     iter_adapter_parameters,
     iter_full_parameters,
     shapes_of,
@@ -89,7 +88,7 @@ def look(kind: str, model: str, recording: str, folder: Path, case: str) -> dict
     inner = accelerator.unwrap_model(wrapped)
     before = local_parts(inner)
     told = {
-        "sharding": sharding_of(accelerator).value,
+        "sharding": sharding_of(accelerator),
         "processes": accelerator.num_processes,
         "elements here": sum(part.numel() for part in before.values()),
         "raw": gather_naively(inner),
@@ -104,8 +103,6 @@ def look(kind: str, model: str, recording: str, folder: Path, case: str) -> dict
     told["after an error"] = changed(before, inner, abandon(wrapped, accelerator, by_error=True))
     told["after a close"] = changed(before, inner, abandon(wrapped, accelerator, by_error=False))
     if case == "lora":
-        shapes = adapter_shapes_of(wrapped, accelerator)
-        told["adapter shapes"] = [(spec.name, spec.shape, spec.dtype) for spec in shapes]
         told["adapter"] = dict(clones(iter_adapter_parameters(wrapped, accelerator)))
         told["after the adapter"] = changed(before, inner)
     forget_sharding()
@@ -310,8 +307,6 @@ def test_adapters_are_whole_and_have_the_names_of_pefts_checkpoints(tiny_model, 
         state = get_peft_model_state_dict(adapted(tiny_model, "lora", told["lora"]["raw"]))
         assert told["lora"]["adapter"].keys() == state.keys() and "lora_A.weight" in next(iter(state))
         assert all(told["lora"]["adapter"][name].equal(tensor) for name, tensor in state.items())
-        shapes = [(name, list(tensor.shape), "float32") for name, tensor in told["lora"]["adapter"].items()]
-        assert told["lora"]["adapter shapes"] == shapes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -454,12 +449,6 @@ def test_adapters_that_are_not_lora_are_refused():
     for model, seen in ((loha, "LOHA"), (tokens, "TrainableTokens")):
         with pytest.raises(GatherError, match=seen):
             iter_full_parameters(model, Accelerator(cpu=True))
-
-
-def test_an_adapter_that_is_not_all_that_is_trained_is_refused():
-    model = make_adapted(DENSE | {"modules_to_save": ["lm_head"]})
-    with pytest.raises(GatherError, match="lm_head"):
-        iter_adapter_parameters(model, Accelerator(cpu=True))
 
 
 def test_a_quantised_model_is_refused(tiny_model):

@@ -105,12 +105,7 @@ def test_the_server_samples_from_what_was_published(models, recording, tmp_path,
             sampled = torch.cat([row.logprobs for row in samples])
             error = (sampled - torch.cat(score(model, {}, samples))).abs()
             change = (sampled - torch.cat(score(model, before, samples))).abs()
-            times = publisher.times
-            print(
-                f"{size} {name}: max {error.max():.3f} mean {error.mean():.4f} (before: mean {change.mean():.3f}); "
-                f"pause {times.pause_ms:.1f} transfer {times.transfer_ms:.1f} apply {times.apply_ms:.1f} "
-                f"resume {times.resume_ms:.1f} ms, {times.moved.num_bytes / 1e6:.1f} MB"
-            )
+            print(f"{size} {name}: max {error.max():.3f} mean {error.mean():.4f} (before: mean {change.mean():.3f})")
             assert error.max() <= ALLOWED[size][0] and error.mean() <= ALLOWED[size][1]
             assert change.mean() > 3 * error.mean()
 

@@ -18,7 +18,7 @@ from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.colocate import replace
-from trl_atropos.weights.names import parameter_specs
+from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.transfer import open_views
 
 SCALE = 0.05  # of a change between two versions: nearly every log-probability changes by more than the tolerance
@@ -34,12 +34,12 @@ class MovingPolicy:
         self.client = ServerClient(server.url, 30, server.token)
         self.client.hold_lease()
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
-        specs = parameter_specs(self.model)
+        specs = CheckpointPlan(self.model).specs()
         self.version = self.client.info().policy_version
         self.of_version = {self.version: deepcopy(self.model)}
-        opened = open_views(self.model.named_parameters(), self.client.attach(specs))
-        assert not opened.refused
-        replace(self.model, opened.views)
+        views, refused = open_views(self.model.named_parameters(), self.client.attach(specs))
+        assert not refused
+        replace(self.model, views)
         self._original = snapshot(self.model)
 
     def publish(self, version: int) -> None:

@@ -1,1 +1,1 @@
-"""How tensors travel between processes. Trainer and server both import this, so it stays light: torch alone."""
+"""How tensors travel between processes. The trainer and the server both import this room, which needs torch alone."""

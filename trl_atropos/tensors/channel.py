@@ -1,13 +1,10 @@
-"""How tensors travel from the trainer (rank 0) to the workers of its servers.
+"""How tensors travel from the trainer (rank 0) to the workers of its servers, as flat byte buffers.
 
-A channel carries flat byte buffers. Both ends are here, because they must agree byte for byte:
+- `gloo` and `nccl`: one process group of the trainer and every worker of every server; to send is to broadcast.
+- `memory`: one buffer of shared memory, which the trainer fills and the workers of the same machine read.
 
-- `gloo` and `nccl`: one process group of the trainer and every worker of every server; a send is a broadcast.
-- `memory`: one buffer of shared memory (`shared_memory.py`) that the trainer fills and the workers of the same machine
-  read; nothing is sent.
-
-The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`.
-What a channel must know of the other end comes as JSON over the authenticated control routes. Nothing is pickled.
+The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`. Both ends are
+here, because they must agree byte for byte. What a worker must know to join is JSON; nothing is pickled.
 """
 
 import base64
@@ -27,31 +24,31 @@ import torch
 import torch.distributed as dist
 
 from trl_atropos.protocol import ParameterSpec
-from trl_atropos.tensors.shared_memory import allocate_shared, export_storage, open_storage
+from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 
 ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
 POLL = 2e-4  # seconds between two checks of a transfer in flight
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
-    """Offset of each tensor in a message, and the message's length, in bytes."""
+    """Returns the offset of each tensor in a message, and the message's length, in bytes."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
-        size = math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += -(-_num_bytes(tensor) // ALIGNMENT) * ALIGNMENT
     return offsets, end
 
 
 def unpack(message: torch.Tensor, tensors: list[ParameterSpec]) -> list[torch.Tensor]:
-    """Views of a message (flat `uint8`), one per tensor."""
-    offsets, _ = message_layout(tensors)
-    views = []
-    for offset, tensor in zip(offsets, tensors, strict=True):
-        dtype = getattr(torch, tensor.dtype)
-        size = math.prod(tensor.shape) * dtype.itemsize
-        views.append(message[offset : offset + size].view(dtype).view(tensor.shape))
-    return views
+    """Returns views of a message (flat `uint8`), one per tensor."""
+    return [
+        message[offset : offset + _num_bytes(tensor)].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        for offset, tensor in zip(message_layout(tensors)[0], tensors, strict=True)
+    ]
+
+
+def _num_bytes(tensor: ParameterSpec) -> int:
+    return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
 
 
 class ChannelError(RuntimeError):
@@ -71,10 +68,10 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """What the trainer sent: valid until the next call."""
+        """Returns what the trainer sent, in a buffer that the next call overwrites."""
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """A buffer for the sender to fill, of `num_bytes`."""
+        """Returns a buffer of `num_bytes` for the sender to fill."""
         if self._staging is None or self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._staging[:num_bytes]
@@ -96,14 +93,7 @@ class GlooChannel(Channel):
 
     def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
         work = self._broadcast(buffer)
-
-        def done() -> bool:
-            if not work.is_completed():
-                return False
-            work.wait()  # raises an error if the other side is gone
-            return True
-
-        return done
+        return lambda: work.is_completed() and work.wait()  # `wait` raises an error if the other side is gone
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         buffer = self.staging(num_bytes)
@@ -113,11 +103,8 @@ class GlooChannel(Channel):
 
 class NcclChannel(Channel):
     """
-    An NCCL communicator made from an id that came over HTTP: no store, no open port of ours.
-
-    It uses vLLM's binding, which both sides have, and no process group of torch: vLLM sets NCCL variables in its own
-    processes, and a communicator shared with a process without them hangs. It is never destroyed, because that waits
-    for the other side, which may be gone.
+    An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port, by vLLM's binding,
+    which both sides have. It is never destroyed, because that would wait for the other side, which may be gone.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
@@ -125,7 +112,7 @@ class NcclChannel(Channel):
 
         self.device = device
         self._nccl, self._buffer_type, self._stream_type = NCCLLibrary(), buffer_type, cudaStream_t
-        with torch.cuda.device(device), _environment_of_both_sides():
+        with torch.cuda.device(device), _without_vllms_nccl_variables():
             identity = self._nccl.unique_id_from_bytes(unique_id)
             self._communicator = self._nccl.ncclCommInitRank(world_size, identity, rank)
             self._stream = torch.cuda.Stream(device)
@@ -138,11 +125,11 @@ class NcclChannel(Channel):
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.cuda.Event:
         pointer, event = self._buffer_type(buffer.data_ptr()), torch.cuda.Event()
+        stream = self._stream_type(self._stream.cuda_stream)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self._nccl.ncclBroadcast(
-                pointer, pointer, buffer.numel(), 1, 0, self._communicator, self._stream_type(self._stream.cuda_stream)
-            )  # 1 is ncclUint8
+            # 1 is ncclUint8, 0 the trainer's rank.
+            self._nccl.ncclBroadcast(pointer, pointer, buffer.numel(), 1, 0, self._communicator, stream)
             event.record(self._stream)
         return event
 
@@ -156,7 +143,7 @@ class NcclChannel(Channel):
 
 
 class MemoryChannel(Channel):
-    """A buffer that both ends map. It is as large as the largest message, and cannot grow."""
+    """A buffer that both ends map. It is as large as the largest message and cannot grow."""
 
     def __init__(self, buffer: torch.Tensor):
         self.device = buffer.device
@@ -176,33 +163,25 @@ class MemoryChannel(Channel):
         return self.staging(num_bytes)
 
 
-# ---------------------------------------------------------------------------------------------------------- rendezvous
+# ------------------------------------------------------------------------------------------------- opening a channel
 
 
 def open_memory(device: torch.device, num_bytes: int) -> tuple[MemoryChannel, dict]:
-    """The sender's end, and the JSON that `open_receiver` takes on the other."""
-    buffer = allocate_shared(num_bytes, device)
-    handle = export_storage(buffer.untyped_storage())
-    return MemoryChannel(buffer), {"kind": "memory", "handle": handle}
+    """Returns the sender's end, and the JSON that `open_receiver` takes on the other."""
+    if device.type == "cpu":
+        buffer = allocate_arena(num_bytes)
+    else:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return MemoryChannel(buffer), {"kind": "memory", "handle": export_storage(buffer.untyped_storage())}
 
 
 def open_group(
-    kind: str,
-    device: torch.device,
-    servers: list[tuple[str, int]],
-    join: Callable[[int, dict], Any],
-    timeout: float,
+    kind: str, device: torch.device, servers: list[tuple[str, int]], join: Callable[[int, dict], Any], timeout: float
 ) -> Channel:
     """
-    The sender's end of a group with every worker of every server.
-
-    Args:
-        kind (`str`): `"gloo"` or `"nccl"`.
-        device (`torch.device`): Where the trainer's buffers are.
-        servers (`list[tuple[str, int]]`): Host and number of workers of each.
-        join (`Callable`): `join(index, specification)` asks a server to join, and returns when it has. Called from
-            threads, one per server.
-        timeout (`float`): Seconds until all have joined, and that any one transfer may take.
+    Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: host and number of workers each.
+    `join(index, specification)`, in a thread per server, asks one to join and returns when it has. All have joined
+    within `timeout` seconds, and a transfer takes no longer.
     """
     world_size = 1 + sum(workers for _, workers in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
@@ -217,8 +196,7 @@ def open_group(
         make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
     calls, first = [], 1
     for index, (_, workers) in enumerate(servers):
-        specification = {**common, "rank_offset": first}
-        calls.append(in_background(partial(join, index, specification)))
+        calls.append(in_background(partial(join, index, {**common, "rank_offset": first})))
         first += workers
     own = in_background(make_own)
     everyone = f"{world_size - 1} workers to join {kind}"
@@ -227,27 +205,20 @@ def open_group(
 
 
 def open_receiver(specification: dict, rank: int, device: torch.device) -> Channel:
-    """
-    A worker's end. `rank` counts the workers of this server from 0.
-
-    Raises:
-        ValueError: The specification names no kind of channel that there is.
-    """
+    """Opens a worker's end. `rank` counts the workers of this server from 0."""
     kind = specification["kind"]
     if kind == "memory":
         return MemoryChannel(open_storage(specification["handle"]))
     own_rank, world_size = int(specification["rank_offset"]) + rank, int(specification["world_size"])
     if kind == "nccl":
         return NcclChannel(device, own_rank, world_size, base64.b64decode(specification["unique_id"]))
-    if kind != "gloo":
-        raise ValueError(f"unknown kind of channel: {kind!r}")
     host, port, timeout = specification["host"], int(specification["port"]), float(specification["timeout"])
     store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout), wait_for_workers=False)
     return GlooChannel(store, own_rank, world_size, _own_address([host]), timeout)
 
 
 def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:
-    """Waits until `done()` is true. Raises `ChannelError` that names `what` if that takes longer than `timeout`."""
+    """Waits until `done()` is true. Raises `ChannelError` that names `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -256,7 +227,7 @@ def wait_for(done: Callable[[], bool], timeout: float, what: str) -> None:
 
 
 def in_background(call: Callable[[], Any]) -> Future:
-    """Makes a call in a thread that does not keep the process if it hangs, as the threads of an executor would."""
+    """Makes a call in a daemon thread: where the call hangs, an executor's thread would keep the process alive."""
     future: Future = Future()
 
     def run() -> None:
@@ -280,31 +251,22 @@ def _own_address(hosts: list[str]) -> str:
     """The address from which this machine reaches the given hosts: loopback if all of them are this machine."""
     addresses = []
     for host in hosts:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), 9))  # sends nothing
-            addresses.append(probe.getsockname()[0])
-    outside = [address for address in addresses if not address.startswith("127.")]
-    return outside[0] if outside else "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+            unsent.connect((socket.gethostbyname(host), 9))  # chooses a route and sends nothing
+            addresses.append(unsent.getsockname()[0])
+    return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
 
 
 def _bound_store(address: str, world_size: int, timeout: float) -> tuple[dist.TCPStore, int]:
-    """A store that listens on one address only, where torch's own would listen on all."""
+    """A store that listens on one address. Torch's own would listen on all."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address,
-        port,
-        world_size,
-        True,
-        timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(address, port, world_size, True, timedelta(seconds=timeout), **options), port
 
 
-def _environment_of_both_sides():
-    """vLLM 0.32 sets NCCL variables for its own communicators; one that is shared must be made without them."""
+def _without_vllms_nccl_variables() -> contextlib.AbstractContextManager:
+    """vLLM 0.32 sets NCCL variables in its processes; a communicator with a process without them would hang."""
     try:
         from vllm.utils.nccl import unpinned_nccl_env
     except ImportError:  # 0.26 sets none

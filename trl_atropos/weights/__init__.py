@@ -1,1 +1,1 @@
-"""Weights out: how a new policy reaches the server that samples from it."""
+"""How new weights reach the servers that sample from them, and how a run saves its weights and resumes."""

@@ -5,7 +5,6 @@ that takes long. Then the trainer calls `load_weights`, and loads the optimizer'
 because that state brings the settings of the run that saved it.
 """
 
-import contextlib
 import json
 import logging
 import shutil
@@ -13,6 +12,7 @@ import tempfile
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,6 @@ from trl_atropos.weights.masters import MasterOptimizer
 logger = logging.getLogger(__name__)
 
 ANOTHER = "Resume from another checkpoint (`resume_from_checkpoint`)."
-NAMED = 3  # weights that a message names
-SHOWN = 300  # characters of what a library says
-PROBE = 1 << 20  # bytes that are written to learn why the disk takes no more
 SETTINGS = {  # entries of an optimizer's groups that are set by a run's settings, and the names of those
     "initial_lr": "learning_rate",
     "weight_decay": "weight_decay",
@@ -45,10 +42,7 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
 
 
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
-    """
-    Saves a checkpoint of `trainer`, on every rank, by calling `write`. After an error or Ctrl-C, nothing half written
-    stays.
-    """
+    """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing half written."""
     folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
 
@@ -67,14 +61,9 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
-    """
-    Says in words why `what` cannot be written to `folder`. Of a full disk, torch says "file write failed".
-
-    Raises:
-        SaveError: The operating system refused to write.
-    """
+    """Raises `SaveError`, with the reason, where the operating system refuses to write `what` to `folder`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -88,15 +77,16 @@ def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def _refusal(folder: str | Path, error: Exception) -> str | None:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
+    """Why the disk takes no more: torch does not say ("file write failed"), so that a file is written to learn it."""
     try:
+        if isinstance(error, OSError):
+            raise error
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE))
+            file.write(bytes(1 << 20))
             file.flush()
     except OSError as refusal:
-        return refusal.strerror
+        return refusal.strerror or str(refusal)
     return str(error) if isinstance(error, SafetensorError) else None
 
 
@@ -113,10 +103,7 @@ def has_state(checkpoint: str | Path) -> bool:
 
 
 def require_whole(checkpoint: str | Path) -> None:
-    """
-    Raises `CheckpointError` if a file that training would go on from is torn or missing. Whatever their size, this
-    reads only the ends of files.
-    """
+    """Raises `CheckpointError` if a file to go on from is torn or missing. Reads only the ends of files."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         what = f"There is no checkpoint in {folder}, which is no folder"
@@ -137,27 +124,15 @@ def _sharded(folder: Path) -> bool:
     return any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
 
 
-def _warn_without_optimizer(checkpoint: str | Path) -> None:
-    """Says that a checkpoint saved with `save_only_model: true` holds the weights and nothing else to go on from."""
-    folder = Path(checkpoint)
-    if not _sharded(folder) and not (folder / OPTIMIZER_NAME).exists():
-        logger.warning(
-            "%s holds no state of the optimizer and of the learning-rate schedule (`save_only_model: true`): both "
-            "begin anew, and the first steps may be larger than those before.",
-            folder,
-        )
-
-
 def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the other way round."""
     folder = Path(checkpoint)
     of_adapter, of_model = (folder / ADAPTER_CONFIG_NAME).exists(), any(folder.glob("model*.safetensors"))
-    if adapter and of_model and not of_adapter:
-        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
-    elif not adapter and of_adapter and not of_model:
-        held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
-    else:
+    if of_adapter in (of_model, adapter):
         return
+    held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
+    if adapter:
+        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
     raise CheckpointError(
         f"The checkpoint in {folder} is of {held}, and this run trains {trained}",
         seen=held,
@@ -171,23 +146,21 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-@contextlib.contextmanager
+@contextmanager
 def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """
     Around the loading of the state of optimizer and schedule, after which the settings of this run are in force.
-
-    Args:
-        fresh: `groups_of` the optimizer before.
-
-    Raises:
-        CheckpointError: The state is of another kind of optimizer, or the learning rate is another and the schedule
-            cannot go on from it.
+    `fresh` are `groups_of` the optimizer before. Raises `CheckpointError` where the state is of another optimizer.
     """
-    optim = trainer.args.optim.value
     try:
         yield
-        if trainer.is_world_process_zero():
-            _warn_without_optimizer(checkpoint)
+        kept = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
+        if trainer.is_world_process_zero() and not kept:
+            logger.warning(
+                "%s holds no state of the optimizer and of the learning-rate schedule (`save_only_model: true`): both "
+                "begin anew, and the first steps may be larger than those before.",
+                checkpoint,
+            )
         within = trainer.optimizer.optimizer  # of accelerate's
         loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
         # Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its
@@ -198,21 +171,18 @@ def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapp
                 raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
-            f"The optimizer's state in {checkpoint} is not that of `optim: {optim}` on this model ({error}). Resume "
-            "with the `optim` and the trained parameters of the run that saved it, or begin anew from its weights: "
-            "name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
+            f"The optimizer's state in {checkpoint} is not that of `optim: {trainer.args.optim.value}` on this model "
+            f"({error}). Resume with the `optim` and the trained parameters of the run that saved it, or begin anew "
+            "from its weights: name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
         ) from error
-    _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args)
+    _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args or "")
 
 
 def _put_in_force(
-    fresh: Sequence[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
-    optim_args: str | None,
+    fresh: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, scheduler: LRScheduler, optim_args: str
 ) -> None:
     """Sets what this run's settings say, and its `optim_args`, in place of what the state brought along."""
-    named = {part.split("=")[0].strip() for part in (optim_args or "").split(",")}
+    named = {part.split("=")[0].strip() for part in optim_args.split(",")}
     changed: dict[str, tuple[Any, Any]] = {}
     for before, group in zip(fresh, optimizer.param_groups, strict=True):
         for name in (SETTINGS.keys() | named) & before.keys() & group.keys():
@@ -235,34 +205,26 @@ def _put_in_force(
         logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, ours, theirs)
 
 
-@contextlib.contextmanager
+@contextmanager
 def weight_errors(checkpoint: str | Path) -> Iterator[None]:
     """Around the loading of weights. Raises `CheckpointError` if they cannot be read, or do not fit the model."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        said = textwrap.shorten(str(error), SHOWN)
         raise CheckpointError(
-            f"The weights of the checkpoint in {checkpoint} cannot be read into this model ({said}). It was damaged, "
-            f"or saved with another model or adapter. {ANOTHER}"
+            f"The weights of the checkpoint in {checkpoint} cannot be read into this model "
+            f"({textwrap.shorten(str(error), 300)}). It was damaged, or saved with another model or adapter. {ANOTHER}"
         ) from error
 
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: str) -> None:
     """
-    Loads what `save_pretrained` has written, in place: parameters stay where they are.
+    Loads what `save_pretrained` has written, in place: parameters stay where they are, on any device, in any dtype.
 
     Transformers' own trainer takes the weights by the names in the files and passes over all others. Some families are
     saved under other names than those of their modules (GPT-NeoX' head; the experts of Mixtral and Qwen3-MoE, one by
     one), and would go on with the weights that the model began with. `from_pretrained` knows those names.
-
-    Args:
-        model: On any device, in any dtypes.
-        folder: Of the checkpoint, which is there.
-
-    Raises:
-        CheckpointError: Its weights cannot be read, or it lacks weights of the model or has them in other shapes.
     """
     # float32 holds every dtype that is trained; `copy_` makes of it what it was.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -270,9 +232,9 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
         saved, info = type(model).from_pretrained(folder, config=model.config, local_files_only=True, **options)
     lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lacking:
-        named = ", ".join(lacking[:NAMED]) + (f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else "")
+        named = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
         raise CheckpointError(
             f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: {named}. It is of "
-            "another model, or was damaged: resume from another one (`resume_from_checkpoint`)."
+            f"another model, or was damaged. {ANOTHER}"
         )
     model.load_state_dict(saved.state_dict())

@@ -1,14 +1,12 @@
 """`vllm_mode: colocate`: the trainer's parameters are views of the server's memory. Nothing is ever moved.
 
-The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view,
-which frees the loaded copy: one copy of the weights remains. The optimizer writes into it in place, under the fence.
-
-With adapters, the frozen base is shared in this way and the adapter goes through memory (`lora.py`). Where a server's
-memory cannot be shared, its weights are copied on the device instead (`full_weights.py`), and a warning says so.
+The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view:
+one copy of the weights remains. The optimizer writes into it while the server is paused. Of a model with an adapter,
+the frozen base is shared in this way (`lora.py`). Where a server's memory cannot be shared, its weights are copied on
+the device instead (`full_weights.py`), and a warning says so.
 """
 
 import logging
-import time
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.server_client import Servers
 from trl_atropos.weights.full_weights import FullWeights
+from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.lora import MemoryLora
-from trl_atropos.weights.names import parameter_specs
 from trl_atropos.weights.transfer import Moved, Transfer, open_views
 
 logger = logging.getLogger(__name__)
@@ -55,46 +53,34 @@ class Colocate(Transfer):
             self.servers.hold_leases()
             refusals = together(lambda: self._attach_views(model))
         if refusals:
-            return self._fall_back(refusals, peft_config), model
-        if peft_config is not None:
-            return MemoryLora(self.servers, "memory", base=self), model
-        return self, model
+            self._warn_of_copy(refusals, peft_config is not None)
+            lora = peft_config is not None and info.lora is not None
+            return (MemoryLora if lora else FullWeights)(self.servers, "memory"), model
+        return (self if peft_config is None else MemoryLora(self.servers, "memory", base=self)), model
 
     def _attach_views(self, model: PreTrainedModel) -> list[str]:
         """Replaces the parameters by views. If it cannot be done, returns why not and replaces nothing."""
         (client,) = self.servers.clients
-        started = time.perf_counter()
         try:
-            opened = open_views(model.named_parameters(), client.attach(parameter_specs(model)))
+            views, refused = open_views(model.named_parameters(), client.attach(CheckpointPlan(model).specs()))
         except AttachError as error:
-            raise AttachError(
-                f"{error} (The server has {self.servers.infos[0].model}, the trainer {model.name_or_path}.)"
-            ) from error
-        if opened.refused:
-            return [f"{name}: {reason}" for name, reason in opened.refused.items()]
-        replace(model, opened.views)
-        self.views = opened.views
-        logger.info(
-            "attached %d parameters (%.1f MB) of %s in %.2f s, bit for bit the checkpoint",
-            len(self.views),
-            sum(view.nbytes for view in self.views.values()) / 1e6,
-            client.url,
-            time.perf_counter() - started,
-        )
-        return []
+            served = self.servers.infos[0].model
+            raise AttachError(f"{error} (The server has {served}, the trainer {model.name_or_path}.)") from error
+        if not refused:
+            replace(model, views)
+            self.views = views
+            size = sum(view.nbytes for view in views.values()) / 1e6
+            logger.info("attached %d parameters (%.1f MB) of %s, bit for bit equal", len(views), size, client.url)
+        return [f"{name}: {reason}" for name, reason in refused.items()]
 
-    def _fall_back(self, refusals: list[str], peft_config: Any) -> Transfer:
-        shown = "; ".join(refusals[:3]) + (f" and {len(refusals) - 3} more" if len(refusals) > 3 else "")
-        what = "the adapter is sent and the base is held twice" if peft_config is not None else "they are held twice"
+    def _warn_of_copy(self, refusals: list[str], adapted: bool) -> None:
         logger.warning(
-            "The weights of the server at %s cannot be shared (%s). Falling back to a copy on the same device: %s.",
+            "The weights of the server at %s cannot be shared (%s%s). Falling back to a copy on the same device: %s.",
             self.servers.clients[0].url,
-            shown,
-            what,
+            "; ".join(refusals[:3]),
+            f" and {len(refusals) - 3} more" if len(refusals) > 3 else "",
+            "the adapter is sent and the base is held twice" if adapted else "the weights are held twice",
         )
-        if peft_config is not None and self.servers.infos[0].lora is not None:
-            return MemoryLora(self.servers, "memory")
-        return FullWeights(self.servers, "memory")
 
     def attach(self, trainer: Any) -> None:
         self._model = trainer.model
@@ -114,27 +100,22 @@ class Colocate(Transfer):
         return Moved()
 
 
-def load_model(model: Any, args: Any, dtype: str | None = None) -> PreTrainedModel:
-    """
-    The model that a name, a folder or a model object means, on the CPU. TRL would do the same, but later.
-
-    Args:
-        dtype (`str`, *optional*): What its parameters must be. Defaults to what `args` or TRL say.
-    """
-    if isinstance(model, str):
-        kwargs = dict(args.model_init_kwargs or {})
-        stated = str(kwargs.get("dtype")).removeprefix("torch.")
-        if dtype is not None and stated not in (dtype, "auto", "None"):
-            raise AttachError(
-                f"The trainer's dtype is {stated}, the server's {dtype}. With vllm_mode='colocate' they are the same "
-                f"memory: set `dtype: {dtype}`, or start the server with `--dtype {stated}`."
-            )
-        # On the CPU first, so that the device never holds the weights twice.
-        kwargs |= {"device_map": None} | ({} if dtype is None else {"dtype": dtype})
-        kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-        set_seed(args.seed)
-        model = create_model_from_path(model, **kwargs)
-    return model
+def load_model(model: Any, args: Any, dtype: str | None) -> PreTrainedModel:
+    """Loads what a name or a folder means, as TRL would later, in the server's `dtype` if there is one."""
+    if not isinstance(model, str):
+        return model
+    kwargs = dict(args.model_init_kwargs or {})
+    stated = str(kwargs.get("dtype")).removeprefix("torch.")
+    if dtype is not None and stated not in (dtype, "auto", "None"):
+        raise AttachError(
+            f"The trainer's dtype is {stated}, the server's {dtype}. With vllm_mode='colocate' they are the same "
+            f"memory: set `dtype: {dtype}`, or start the server with `--dtype {stated}`."
+        )
+    # On the CPU first, so that the device never holds the weights twice.
+    kwargs |= {"device_map": None} | ({} if dtype is None else {"dtype": dtype})
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    set_seed(args.seed)
+    return create_model_from_path(model, **kwargs)
 
 
 def check_dtype(model: PreTrainedModel, dtype: str) -> None:
@@ -150,12 +131,12 @@ def check_dtype(model: PreTrainedModel, dtype: str) -> None:
 def replace(model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
     """Puts the views in place of the parameters, everywhere a tied parameter is used."""
     replacements = {
-        id(parameter): torch.nn.Parameter(views[name], requires_grad=parameter.requires_grad)
+        parameter: torch.nn.Parameter(views[name], requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
     for module in model.modules():
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, leaf, replacements[id(parameter)])
+            setattr(module, leaf, replacements[parameter])
     model.register_state_dict_post_hook(_make_contiguous)
 
 

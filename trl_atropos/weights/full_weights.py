@@ -1,14 +1,21 @@
-"""`vllm_mode: server`: all weights go to running servers, packed, one layer after the other.
+"""All weights go to the servers, as all ranks gather them: to running servers (`vllm_mode: server`, which `colocate`
+falls back to), or as a checkpoint on which the servers start again (`vllm_mode: restart`).
 
-Also what `colocate` falls back to. Rank 0 packs what all ranks gather, and sends it through a channel (NCCL between
-devices, gloo on the CPU, shared memory on one device). On one device, parameters that vLLM keeps as they are get
-written straight into the server's memory, and only the others go through its loader.
+`FullWeights`: rank 0 packs tensors into messages and sends them through a channel (NCCL between devices, gloo on the
+CPU, shared memory on one device) to vLLM's loader. On one device, parameters that vLLM keeps as they are get written
+straight into the server's memory, and only the others go through its loader.
+
+`Restart`: the slowest way, and the one that needs the least of vLLM. Environments talk to a front
+(`trl_atropos.front.serve`), which holds their requests while the engine behind it starts again on a checkpoint that it
+can read.
 """
 
 import itertools
 import logging
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,71 +26,59 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import ALIGNMENT, Channel, message_layout
-from trl_atropos.weights.gather import WHOLE, base_model, buffers_of, iter_full_parameters, shapes_of, sharding_of
-from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights import gather
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, open_views, send_message
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of one message. A larger one costs memory on both sides, a smaller one more calls to the server."""
+"""Bytes of one message. A larger message costs memory on both sides, a smaller one more calls to the server."""
+KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back to
 
 
 class FullWeights(Transfer):
-    """
-    Args:
-        servers (`Servers`): Where the weights go.
-        transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
-        chunk_bytes (`int`, *optional*): Of one message; a larger parameter makes a larger one.
-    """
-
-    def __init__(self, servers: Servers, transport: str = "auto", chunk_bytes: int | None = None):
+    def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
         self.transport = transport
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
         self._channel: Channel | None = None
         self._room = 0  # bytes of a message
-        self._checked = False  # whether a publish has shown that both sides have the same parameters
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         self._dtype = getattr(torch, self.servers.info.dtype)
-        specs = shapes_of(trainer.model, trainer.accelerator, self._dtype)
-        self._shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
-        device = trainer.accelerator.device
+        model, device = gather.base_model(trainer.model), trainer.accelerator.device
+        specs = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
+        shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
-        if transport == "memory" and sharding_of(trainer.accelerator) in WHOLE:
-            together(self._open_views)
+        if transport == "memory" and gather.sharding_of(trainer.accelerator) in gather.WHOLE:
+            pieces = gather.CheckpointPlan(model, shapes).specs()
+            together(lambda: self._open_views(pieces))
         self.in_place = bool(self.views)
-        self._shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
+        shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
+        self._plan = gather.CheckpointPlan(model, shapes)
         self._direct = self._all_direct(trainer.model)
         together(lambda: self._connect(transport, specs, device))
 
-    def _open_views(self) -> None:
+    def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
-        if any(info.refusals for info in self.servers.infos):
-            return
-        specs = [
-            spec.model_copy(update={"dtype": str(self._shapes[spec.name][1]).removeprefix("torch.")})
-            for spec in parameter_specs(base_model(self._trainer.model))
-        ]
-        for client in self.servers.clients:
-            parameters = iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
-            self.views.append(open_views(parameters, client.attach(specs)).views)
+        if not any(info.refusals for info in self.servers.infos):
+            self.views = [open_views(self._parameters(), client.attach(specs))[0] for client in self.servers.clients]
 
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Buffers that the checkpoint has, for servers that take all of it through their loader."""
-        return [] if self.views else buffers_of(self._trainer.model)
+    def _parameters(self) -> Iterator[gather.Named]:
+        return gather.iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
+
+    def _buffers(self) -> list[gather.Named]:
+        """The checkpoint's buffers, for servers that take all of it through their loader."""
+        return [] if self.views else gather.buffers_of(self._trainer.model)
 
     def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """The views and the parameters that go into them, if every parameter of every server is such a view."""
-        if not self.views or isinstance(model, PeftModel):
+        """Returns all views, and the parameter that goes into each, if that is all that there is to send."""
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        if not self.views or isinstance(model, PeftModel) or any(v.keys() != parameters.keys() for v in self.views):
             return None
-        parameters = dict(model.named_parameters())
-        if any(views.keys() != parameters.keys() for views in self.views):
-            return None
-        pairs = [(view, parameters[name].detach()) for views in self.views for name, view in views.items()]
+        pairs = [(view, parameters[name]) for views in self.views for name, view in views.items()]
         return [view for view, _ in pairs], [parameter for _, parameter in pairs]
 
     def _connect(self, transport: str, specs: list[ParameterSpec], device: torch.device) -> None:
@@ -97,13 +92,8 @@ class FullWeights(Transfer):
             self._room = max(2 * max(sizes), min(chunk, sum(sizes)))
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
-            "%d parameters (%.1f MB) go to %d server(s): %d straight into memory, %d through %s",
-            len(specs),
-            sum(message_layout([spec])[1] for spec in specs) / 1e6,
-            len(self.servers.clients),
-            len(direct),
-            len(sizes),
-            transport,
+            "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others through %s",
+            *(len(direct), len(specs), message_layout(specs)[1] / 1e6, transport),
         )
 
     # -------------------------------------------------------------------------------------------------- each publish
@@ -114,18 +104,15 @@ class FullWeights(Transfer):
             torch._foreach_copy_(*self._direct)
             together(lambda: None)  # all ranks have written
             return Moved(sum(view.nbytes for view in self._direct[0]))
-        moved, model = Moved(), self._trainer.model
-        parameters = iter_full_parameters(model, self._trainer.accelerator, self._dtype)
-        rest = itertools.chain(self._write_views(parameters, moved), self._buffers())
-        tensors = checkpoint_tensors(base_model(model), rest, self._shapes)
+        moved = Moved()
+        rest = itertools.chain(self._write_views(moved), self._buffers())
+        tensors = self._plan.tensors(rest)
         together(lambda: self._send_messages(tensors, moved))
         return moved
 
-    def _write_views(
-        self, parameters: Iterator[tuple[str, torch.Tensor]], moved: Moved
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _write_views(self, moved: Moved) -> Iterator[gather.Named]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
-        for name, tensor in parameters:
+        for name, tensor in self._parameters():
             held = [views[name] for views in self.views if name in views]
             for view in held:
                 view.copy_(tensor)
@@ -133,8 +120,8 @@ class FullWeights(Transfer):
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _send_messages(self, tensors: Iterator[tuple[str, torch.Tensor]], moved: Moved) -> None:
-        """Sends all tensors, on rank 0; every rank gathers them, to the end, also after rank 0 has failed to send."""
+    def _send_messages(self, tensors: Iterator[gather.Named], moved: Moved) -> None:
+        """Sends all tensors, on rank 0; every rank gathers them to the end, also after rank 0 has failed to send."""
         try:
             sent = 0
             for specs, message in self._pack(tensors) if self.servers.clients else ():
@@ -148,13 +135,18 @@ class FullWeights(Transfer):
                 started = time.perf_counter()
                 missing = self.servers.each_here(lambda client: client.finish_weights())
                 moved.apply_ms += (time.perf_counter() - started) * 1e3
-                self._check_complete(sorted(set().union(*missing)))
+                if any(missing) and not self.views:  # without views, all of the server's parameters come this way
+                    names = sorted(set().union(*missing))
+                    raise AttachError(
+                        f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): "
+                        f"they are different models. The server has {self.servers.info.model}."
+                    )
         finally:
             for _ in tensors:
                 pass
 
-    def _pack(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
-        """Copies tensors into messages. Yields what is in each, and its bytes, which the next one overwrites."""
+    def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
+        """Copies tensors into messages. Yields what is in each, and its bytes, which the next message overwrites."""
         specs, filled, buffer = [], 0, None
         for name, tensor in tensors:
             size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -163,18 +155,48 @@ class FullWeights(Transfer):
                 specs, filled = [], 0
             if not specs:
                 buffer = self._channel.staging(max(size, self._room))
-            target = buffer[filled : filled + tensor.nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            specs.append(ParameterSpec.of(name, tensor))
+            buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            specs.append(ParameterSpec.of(name, tensor.shape, tensor.dtype))
             filled += size
         if specs:
             yield specs, buffer[:filled]
 
-    def _check_complete(self, missing: list[str]) -> None:
-        """`missing`: parameters of a server that nothing was loaded into. Without views, all go through its loader."""
-        if missing and not self.views and not self._checked:
-            raise AttachError(
-                f"{len(missing)} of the server's parameters got no value from the trainer (first: {missing[:3]}): "
-                f"they are different models. The server has {self.servers.info.model}."
-            )
-        self._checked = True
+
+class Restart(Transfer):
+    """For servers that were started by `trl-atropos serve --vllm_mode restart`. Writes below `folder`."""
+
+    def __init__(self, servers: Servers, folder: str):
+        super().__init__(servers)
+        self.folder = Path(folder).absolute()
+
+    def attach(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._published: list[Path] = []
+
+    def pause(self) -> None:
+        """Takes as long as the requests in flight need to end."""
+        self.servers.each(lambda client: client.drain())
+
+    @torch.no_grad()
+    def send(self, policy_version: int) -> Moved:
+        model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
+        state = {}
+        for name, tensor in itertools.chain(
+            gather.iter_full_parameters(model, self._trainer.accelerator, dtype), gather.buffers_of(model)
+        ):
+            if self.servers.clients:
+                state[name] = tensor.detach().cpu().clone()
+        return together(lambda: self._save_and_restart(state, policy_version))
+
+    def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> Moved:
+        if not self.servers.clients:
+            return Moved()
+        path = self.folder / f"v{version}"
+        shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
+        gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)
+        self._trainer.processing_class.save_pretrained(path)
+        seconds = self.servers.each_here(lambda client: client.restart(str(path)))
+        self._published = [*self._published, path][-KEPT_CHECKPOINTS:]
+        for older in set(self.folder.glob("v*")) - set(self._published):  # of earlier runs, too
+            shutil.rmtree(older, ignore_errors=True)
+        return Moved(sum(tensor.nbytes for tensor in state.values()), max(seconds) * 1e3)

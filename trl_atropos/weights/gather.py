@@ -1,20 +1,19 @@
 """Whole parameters out of a trainer that may be sharded and may have adapters, one layer at a time.
 
-Comes in: the trainer's model, wrapped or not, as it is now (references taken before training began go stale). Goes
-out: (name, whole tensor) in the order of the plain model, on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2,
-and LoRA over each of them. The transfers that move weights to a server call this.
+`iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped or not, and yield
+(name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA. `CheckpointPlan`
+makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
 
-Gathering is a collective: every rank iterates, to the end, also those that send nothing, and a rank whose server has
-died drains the rest. Between two items nothing is gathered and nothing is merged but the tensor that was handed out,
-so an iterator may be closed or abandoned anywhere, as long as all ranks do. Merging happens in copies, so the model's
-own tensors are never written. A consumer that drops a tensor before it asks for the next has one layer in memory
-beyond the shards, or two while adapters are being merged into it.
+Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Between two items
+nothing is gathered or merged but the tensor that was handed out, so all ranks together may close an iterator anywhere.
+Adapters are merged in copies: the model is never written to. A consumer that drops each tensor before it asks for the
+next has one layer in memory beyond the shards, or two while adapters are merged.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -25,184 +24,141 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from trl_atropos.errors import GatherError
-from trl_atropos.protocol import ParameterSpec
+from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 
-ADAPTER = "default"  # peft's name of the adapter that TRL trains
-# Modules that activation checkpointing and torch.compile put around others: no part of a checkpoint's names.
+WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all parameters
+ADAPTER = "default"  # PEFT's name of the adapter that TRL trains
+# Modules that activation checkpointing and torch.compile put around others: they are no part of a checkpoint's names.
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
-
-class Sharding(StrEnum):
-    """How a trainer's parameters lie over its processes."""
-
-    NONE = "none"
-    DDP = "ddp"
-    ZERO12 = "zero1/2"  # optimizer states and gradients are sharded, parameters are whole
-    ZERO3 = "zero3"
-    FSDP2 = "fsdp2"
+Named = tuple[str, torch.Tensor]
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # by parameter name
 
 
-WHOLE = (Sharding.NONE, Sharding.DDP, Sharding.ZERO12)
-"""Where each rank has all parameters, so that what `iter_*_parameters` yields are the parameters themselves."""
+class Entry(NamedTuple):
+    name: str
+    parameter: torch.nn.Parameter
+    dtype: torch.dtype  # to yield it in
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What is gathered at once: one parameter, or all of a layer with an adapter."""
+class Unit(NamedTuple):
+    """What is gathered at once: one parameter, or all parameters of a layer with an adapter."""
 
-    entries: list[tuple[str, torch.nn.Parameter]]
+    entries: list[Entry]
     layer: LoraLayer | None
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for _, parameter in self.entries]
 
-
-def sharding_of(accelerator: Accelerator) -> Sharding:
-    """How the parameters lie over the processes. Raises `GatherError` where whole ones cannot be had."""
+def sharding_of(accelerator: Accelerator) -> str:
+    """How the parameters lie over the processes: "none", "ddp", "zero1/2", "zero3" or "fsdp2"."""
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise GatherError(
-            "The trainer is sharded with FSDP version 1, whose root parameters cannot be reached by name before the "
-            "first forward pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or "
-            "`version: 2` in `fsdp_config`."
-        )
-    if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise GatherError(
-            f"The trainer is distributed by {kind.value}, from which weights cannot be sent to a server: use DDP, "
-            "DeepSpeed or FSDP2."
+            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward "
+            "pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in "
+            "`fsdp_config`."
         )
     if kind == DistributedType.DEEPSPEED:
-        return Sharding.ZERO3 if accelerator.state.deepspeed_plugin.zero_stage == 3 else Sharding.ZERO12
-    if kind == DistributedType.FSDP:
-        return Sharding.FSDP2
-    return Sharding.NONE if kind == DistributedType.NO else Sharding.DDP
+        return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero1/2"
+    return {DistributedType.FSDP: "fsdp2", DistributedType.NO: "none"}.get(kind, "ddp")
 
 
 def iter_full_parameters(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[Named]:
     """
-    Every parameter whole, on the training device, under its name in the plain model; tied ones once.
+    Yields every parameter whole, with adapters merged, under its name in the plain model; tied parameters once.
 
-    Adapters are merged and have no names of their own. To be exhausted on every rank (see the top of this file); the
-    tensors may be the model's own memory, so they are for reading, and before the next optimizer step.
-
-    Args:
-        model: The trainer's model, wrapped or not.
-        accelerator: The trainer's accelerator.
-        dtype: To convert to what has the model's own dtype, as most parameters have. What transformers keeps in
-            another one (ERNIE's routers, in float32) stays as it is. `None` converts nothing.
-
-    Raises `GatherError`, before anything is gathered, for FSDP1, quantised models, adapters other than LoRA, and
-    adapters on one side of a pair of tied weights.
+    The tensors are on the training device and may be the model's own memory: read them before the next optimizer step.
+    Parameters of the model's own dtype, which most have, are converted to `dtype`; those that transformers keeps in
+    another (ERNIE's routers, in float32) stay. Raises `GatherError` for what cannot be gathered, before it gathers.
     """
-    sharding, units = sharding_of(accelerator), units_of(unwrap(model))
-    return _stream(units, sharding, accelerator.device, _conversions(units, dtype))
-
-
-def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    The adapter's tensors whole, under the names of PEFT's checkpoints (`base_model.model.X.lora_A.weight`).
-
-    As with `iter_full_parameters`, to be exhausted on every rank. Raises `GatherError` if whole modules are trained
-    besides the adapter (`modules_to_save`), which would be missing.
-    """
-    sharding, entries = sharding_of(accelerator), _adapter_entries(unwrap(model))
-    return _stream([Unit([entry], None) for entry in entries], sharding, accelerator.device, {})
+    return _stream(_full_units(model, accelerator, dtype), accelerator)
 
 
 def shapes_of(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> list[ParameterSpec]:
-    """What `iter_full_parameters` yields, in its order: names, whole shapes and dtypes. Gathers nothing."""
-    sharding_of(accelerator)  # refuses what cannot be gathered
-    units = units_of(unwrap(model))
-    conversions = _conversions(units, dtype)
-    return [_spec(name, parameter, conversions) for unit in units for name, parameter in unit.entries]
+    """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
+    # DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has met the parameter.
+    return [
+        ParameterSpec.of(entry.name, getattr(entry.parameter, "ds_shape", entry.parameter.shape), entry.dtype)
+        for unit in _full_units(model, accelerator, dtype)
+        for entry in unit.entries
+    ]
 
 
-def adapter_shapes_of(model: torch.nn.Module, accelerator: Accelerator) -> list[ParameterSpec]:
-    """What `iter_adapter_parameters` yields, in its order. Gathers nothing."""
-    sharding_of(accelerator)  # refuses what cannot be gathered
-    return [_spec(name, parameter, {}) for name, parameter in _adapter_entries(unwrap(model))]
-
-
-def _conversions(units: list[Unit], dtype: torch.dtype | None) -> dict[torch.dtype, torch.dtype]:
-    """What becomes of each dtype that does not stay."""
-    if dtype is None:
-        return {}
-    counts = Counter(parameter.dtype for unit in units for parameter in unit.parameters)
-    return {counts.most_common(1)[0][0]: dtype}
-
-
-def _spec(name: str, parameter: torch.nn.Parameter, conversions: dict[torch.dtype, torch.dtype]) -> ParameterSpec:
-    # DeepSpeed leaves an empty tensor behind, and the shape in an attribute; parameters that it has not met have none.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    dtype = conversions.get(parameter.dtype, parameter.dtype)
-    return ParameterSpec(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."))
+def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
+    """Yields the adapter's tensors whole, under PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
+    model = unwrap(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
+    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
+    names = [".".join(part for part in name.split(".") if part not in TRANSPARENT) for name in chosen]
+    units = [Unit([Entry(name, p, p.dtype)], None) for name, p in zip(names, chosen.values(), strict=True)]
+    return _stream(units, accelerator)
 
 
 # ----------------------------------------------------------------------------------------------------------- gathering
 
 
-def _stream(
-    units: list[Unit], sharding: Sharding, device: torch.device, conversions: dict[torch.dtype, torch.dtype]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
     for unit in units:
-        tensors = _gather(unit.parameters, sharding, device) if unit.layer is None else _merge(unit, sharding, device)
-        for name, parameter in unit.entries:
-            # No reference is kept here: the consumer decides when the tensor goes.
-            yield name, tensors.pop(0).to(conversions.get(parameter.dtype, parameter.dtype))
+        parameters = [entry.parameter for entry in unit.entries]
+        tensors = _gather(parameters, accelerator) if unit.layer is None else _merge(unit, accelerator)
+        for name, _, dtype in unit.entries:
+            # No reference is kept here: the consumer decides when the tensor is freed.
+            yield name, tensors.pop(0).to(dtype)
 
 
-def _gather(parameters: list[torch.nn.Parameter], sharding: Sharding, device: torch.device) -> list[torch.Tensor]:
-    """The whole tensors. Sharded parameters are sharded again when this returns; others are handed out themselves."""
-    if sharding is Sharding.ZERO3:
+def _gather(parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> list[torch.Tensor]:
+    """Returns whole tensors: of sharded parameters new ones, of others the parameters' own."""
+    if sharding_of(accelerator) == "zero3":
         import deepspeed  # installed only where it is used
 
         with deepspeed.zero.GatheredParameters(parameters):
-            return [parameter.data for parameter in parameters]  # keeps the storage that the parameter lets go of
+            return [parameter.data for parameter in parameters]  # keeps the storage that DeepSpeed would free
     return [
-        parameter.detach().to(device).full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        parameter.detach().to(accelerator.device).full_tensor()
+        if isinstance(parameter, DTensor)
+        else parameter.detach()
         for parameter in parameters
     ]
 
 
 @torch.no_grad()
-def _merge(unit: Unit, sharding: Sharding, device: torch.device) -> list[torch.Tensor]:
+def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     """
-    The unit's parameters with the active adapters in them.
-
-    PEFT merges in place, and its way back is not exact. So whole copies stand in for the layer's parameters while it
-    does: the parameters themselves are never written, and are back when this returns or raises.
+    Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is not
+    exact: so whole copies stand in for the layer's parameters meanwhile.
     """
     places = [
         (module, leaf, parameter)
         for module in unit.layer.modules()
         for leaf, parameter in module.named_parameters(recurse=False)
     ]
-    tensors = _gather([parameter for _, _, parameter in places], sharding, device)
-    written = {id(parameter) for parameter in unit.parameters}
+    tensors = _gather([parameter for _, _, parameter in places], accelerator)
+    written = {entry.parameter for entry in unit.entries}
     layers = [module for module in unit.layer.modules() if isinstance(module, LoraLayer)]
     before = [(layer, list(layer.merged_adapters), dict(layer._caches)) for layer in layers]
     try:
         for module, leaf, parameter in places:
             tensor = tensors.pop(0)
-            copy = tensor.clone() if id(parameter) in written else tensor
+            copy = tensor.clone() if parameter in written else tensor
             setattr(module, leaf, torch.nn.Parameter(copy, requires_grad=False))
         for layer in reversed(layers):  # an adapted layer may be the base of another
             layer.merge()
-        merged = {id(parameter): getattr(module, leaf).detach() for module, leaf, parameter in places}
+        merged = {parameter: getattr(module, leaf).detach() for module, leaf, parameter in places}
     finally:
         for module, leaf, parameter in places:
             setattr(module, leaf, parameter)
         for layer, adapters, caches in before:
             layer.merged_adapters[:], layer._caches = adapters, caches
-    return [merged[id(parameter)] for parameter in unit.parameters]
+    return [merged[entry.parameter] for entry in unit.entries]
 
 
 # --------------------------------------------------------------------------------------- parameters of the plain model
@@ -210,12 +166,15 @@ def _merge(unit: Unit, sharding: Sharding, device: torch.device) -> list[torch.T
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """The model itself, without wrappers and adapters."""
-    model = extract_model_from_parallel(model, recursive=True)
+    return _without_adapters(extract_model_from_parallel(model, recursive=True))
+
+
+def _without_adapters(model: torch.nn.Module) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The Hugging Face or PEFT model inside of DDP's, DeepSpeed's and the compiler's wrappers."""
+    """The Hugging Face or PEFT model inside the wrappers of DDP, DeepSpeed and the compiler, sharded again."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -223,44 +182,46 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def units_of(model: torch.nn.Module) -> list[Unit]:
-    """All parameters of the plain model, in its order, tied ones once."""
-    if isinstance(model, PeftModel):
-        _check_adapters(model)
-        model = model.get_base_model()
+def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None) -> list[Unit]:
+    """All parameters of the plain model, in its order, tied parameters once."""
+    sharding_of(accelerator)  # refuses what cannot be gathered
+    model = unwrap(model)
+    for adapter_name, config in model.peft_config.items() if isinstance(model, PeftModel) else ():
+        if config.peft_type != PeftType.LORA:
+            raise GatherError(
+                f"The adapter {adapter_name!r} is of the type {config.peft_type.value}, which cannot be merged for a "
+                "server. Use LoRA (`peft.LoraConfig`)."
+            )
+    model = _without_adapters(model)
     if getattr(model, "is_quantized", False):  # only models that went through a quantiser have the attribute
         raise GatherError(
-            "The model is quantised, and merging an adapter into quantised weights rounds them to other weights than "
-            "those that are trained. Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
+            "The model is quantised, and an adapter cannot be merged into quantised weights without rounding them. "
+            "Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
-    found = [
-        (prefix + leaf, parameter, layer)
+    found = {
+        prefix + leaf: (parameter, layer)
         for prefix, module, layer in _walk(model)
         for leaf, parameter in module.named_parameters(recurse=False)
-    ]
-    _check_ties(model, {name: (parameter, layer) for name, parameter, layer in found})
+    }
+    _check_ties(model, found)
+    own = Counter(parameter.dtype for parameter, _ in found.values()).most_common(1)[0][0]
     units: list[Unit] = []
-    seen: set[int] = set()
-    for name, parameter, layer in found:
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if layer is None or not units or units[-1].layer is not layer:
-            units.append(Unit([], layer))
-        units[-1].entries.append((name, parameter))
+    seen: set[torch.nn.Parameter] = set()
+    for name, (parameter, layer) in found.items():
+        if parameter not in seen:
+            seen.add(parameter)
+            if layer is None or not units or units[-1].layer is not layer:
+                units.append(Unit([], layer))
+            converts = dtype is not None and parameter.dtype == own
+            units[-1].entries.append(Entry(name, parameter, dtype if converts else parameter.dtype))
     return units
 
 
-def buffers_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """
-    What a checkpoint of the plain model holds beside its parameters, such as the bias by which DeepSeek's and GLM's
-    routers balance their experts. No optimizer trains it, and every rank has it whole.
-    """
-    model = unwrap(model)
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+def buffers_of(model: torch.nn.Module) -> list[Named]:
+    """The buffers that a checkpoint of the plain model holds, such as the bias of DeepSeek's and GLM's routers."""
     return [
         (prefix + leaf, buffer)
-        for prefix, module, _ in _walk(plain)
+        for prefix, module, _ in _walk(_without_adapters(unwrap(model)))
         for leaf, buffer in module.named_buffers(recurse=False)
         if leaf not in module._non_persistent_buffers_set
     ]
@@ -269,7 +230,7 @@ def buffers_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _walk(
     module: torch.nn.Module, name: str = "", layer: LoraLayer | None = None
 ) -> Iterator[tuple[str, torch.nn.Module, LoraLayer | None]]:
-    """Every module in use: the prefix of its tensors' names in the plain model, and the outermost adapted layer."""
+    """Yields every module in use, with the prefix of its names in the plain model and the outermost adapted layer."""
     if isinstance(module, LoraLayer):
         yield from _walk(module.base_layer, name, layer or module)
         return
@@ -288,15 +249,6 @@ def _walk(
         yield from _walk(child, name if child_name in TRANSPARENT else prefix + child_name, layer)
 
 
-def _check_adapters(model: PeftModel) -> None:
-    for adapter_name, config in model.peft_config.items():
-        if config.peft_type != PeftType.LORA:
-            raise GatherError(
-                f"The adapter {adapter_name!r} is of the type {config.peft_type.value}, which cannot be merged for a "
-                "server. Use LoRA (`peft.LoraConfig`)."
-            )
-
-
 def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter, LoraLayer | None]]) -> None:
     """A server holds one tensor for a tied pair: an adapter on one side would make them two."""
     for target, source in model.all_tied_weights_keys.items():
@@ -308,18 +260,76 @@ def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter
             )
 
 
-def _adapter_entries(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The adapter's parameters under the names of PEFT's checkpoints."""
-    whole = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
-    if whole:
-        raise GatherError(
-            f"Besides the adapter, {whole[0]!r} is trained as a whole (`modules_to_save`), and would be missing where "
-            "only the adapter is sent. Send merged weights, or remove `modules_to_save`."
-        )
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
-    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
-    return [
-        (".".join(part for part in name.split(".") if part not in TRANSPARENT), parameter)
-        for name, parameter in chosen.items()
-    ]
+# ------------------------------------------------------------------------------------ the tensors of the checkpoint
+
+
+class CheckpointPlan:
+    """
+    How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters' whole shapes and dtypes
+    by name, where the model itself is sharded or has others.
+
+    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
+    Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
+    tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
+        self.model = model
+        self.shapes = shapes or {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
+        markers = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in self.shapes.items()}
+        owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
+        found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
+        for name, tensor in self._convert(markers).items():
+            owner = owners.get(tensor.untyped_storage()._cdata)
+            if owner is not None:
+                size, stride = list(tensor.shape), list(tensor.stride())
+                piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
+                found[owner].append(piece)
+        covered = {name: sum(math.prod(piece.size) for piece in pieces) for name, pieces in found.items()}
+        # The views that make up a parameter; and for each other parameter, all that are converted together with it:
+        # two belong together if each of them alone would be converted to a tensor of the same name.
+        self.pieces = {name: found[name] for name, marker in markers.items() if covered[name] == marker.numel()}
+        self.groups: dict[str, list[str]] = {}
+        by_result: dict[str, list[str]] = {}
+        for name in [name for name in markers if name not in self.pieces]:
+            group = [name]
+            for result in self._convert({name: markers[name]}):
+                for member in by_result.get(result, []):
+                    group += [other for other in self.groups[member] if other not in group]
+                by_result.setdefault(result, []).append(name)
+            self.groups.update(dict.fromkeys(group, group))
+
+    def _convert(self, markers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with torch.no_grad(), _CopiesAreViews():
+            return revert_weight_conversion(self.model, dict(markers))
+
+    def specs(self) -> list[ParameterSpec]:
+        """The parameters, with the checkpoint tensors of each that consists of views."""
+        return [ParameterSpec.of(name, *shape, self.pieces.get(name, [])) for name, shape in self.shapes.items()]
+
+    def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
+        """Yields a checkpoint's tensors for parameters that come one at a time, and wait only for those they need."""
+        waiting: dict[str, torch.Tensor] = {}
+        for name, tensor in named_tensors:
+            if name in self.pieces:
+                whole = tensor.contiguous()
+                for piece in self.pieces[name]:
+                    yield piece.name, whole.as_strided(piece.size, piece.stride, whole.storage_offset() + piece.offset)
+                continue
+            waiting[name] = tensor
+            if all(member in waiting for member in self.groups[name]):
+                group = {member: waiting.pop(member) for member in self.groups[name]}
+                yield from revert_weight_conversion(self.model, group).items()
+        if waiting:
+            raise ValueError(f"parameters that the checkpoint stores together with {sorted(waiting)} never came")
+
+
+class _CopiesAreViews(TorchDispatchMode):
+    """Leaves out the copies that only make a tensor contiguous, so that the result still shows where it came from."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        if func is torch.ops.aten._unsafe_view.default:  # reshapes the clone of what has no view of that shape
+            return args[0].new_empty(args[1])
+        return func(*args, **(kwargs or {}))

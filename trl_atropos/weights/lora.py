@@ -2,14 +2,14 @@
 
 `MemoryLora`: the server has two places for the adapter, so that requests in flight finish on the version that they
 began with while new ones get the next. With `colocate` and a `peft_config`, the frozen base is one copy that both
-processes share, and the adapter takes this way through shared memory.
+processes share, and the adapter goes through shared memory.
 
-`FileLora`: for a server that knows nothing of this package but its middleware. Each version is a new directory, which
-the server loads by vLLM's own HTTP routes; it must be readable where the server runs, under the same path. The name is
-unloaded and loaded again under a pause: vLLM's `load_inplace` would read the files again at every step of the engine,
-and end the engine when they are gone.
+`FileLora`: for a server that knows nothing of this package but its middleware. It loads each version, by vLLM's own
+HTTP routes, from a directory that it must see under the same path. It unloads the adapter first: vLLM's `load_inplace`
+would read the files at every step of the engine, and end the engine when they are gone.
 """
 
+import json
 import logging
 import shutil
 import uuid
@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
-from trl_atropos.protocol import ADAPTER_NAME
+from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.weights.gather import ADAPTER, WHOLE, adapter_shapes_of, iter_adapter_parameters, sharding_of
+from trl_atropos.weights.gather import ADAPTER, WHOLE, iter_adapter_parameters, sharding_of
 from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, send_message
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,11 @@ KEPT_VERSIONS = 2  # directories, besides those that requests in flight still us
 
 
 class MemoryLora(Transfer):
-    """
-    Args:
-        servers (`Servers`): Started with `--enable-lora`.
-        transport (`str`): `"nccl"`, `"gloo"`, `"memory"`, or `"auto"`.
-        base (`Transfer`, *optional*): What shares the frozen base with the servers.
-    """
+    """For servers that were started with `--enable-lora`. `base`, if any, shares the frozen base with them."""
 
     clear_cache = False  # requests in flight keep their adapter, and new requests have prefixes of their own
 
-    def __init__(self, servers: Servers, transport: str = "auto", base: Transfer | None = None):
+    def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
         super().__init__(servers)
         self.transport = transport
         self.base = base
@@ -54,12 +49,18 @@ class MemoryLora(Transfer):
         if self.base is not None:
             self.base.attach(trainer)
         _require_servable(trainer.model, self.servers)
+        whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
         dtype = self.servers.info.lora.dtype
-        shapes = adapter_shapes_of(trainer.model, trainer.accelerator)
-        self._tensors = [spec.model_copy(update={"dtype": dtype}) for spec in shapes]
-        scales = _scales_of(trainer.model)
-        self._scales = {index: scales[spec.name] for index, spec in enumerate(shapes) if spec.name in scales}
-        self._values: list[torch.Tensor] | None = None  # where nothing is sharded, the same tensors every time
+        self._tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
+        # What each B is multiplied by: alpha over rank, or as rsLoRA and patterns say.
+        scales = {
+            f"{name}.{leaf}": float(module.scaling[ADAPTER])
+            for name, module in trainer.model.named_modules()
+            if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
+            for leaf in ("lora_B.weight", "lora_embedding_B")
+        }
+        self._scales = {index: scales[spec.name] for index, spec in enumerate(self._tensors) if spec.name in scales}
+        self._values: list[torch.Tensor] | None = None
         together(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
@@ -71,22 +72,8 @@ class MemoryLora(Transfer):
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
-        self._announce(trainer.model.peft_config[ADAPTER].to_dict())
-        logger.info(
-            "the adapter's %d tensors (%.2f MB) go to %d server(s) through %s",
-            len(self._tensors),
-            num_bytes / 1e6,
-            len(self.servers.clients),
-            transport,
-        )
-
-    def _announce(self, config: dict) -> None:
-        """Lets the servers refuse the adapter before training begins."""
-        plain = {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in config.items()
-            if isinstance(value, str | int | float | bool | list | dict | set | None)
-        }
+        config = trainer.model.peft_config[ADAPTER].to_dict()
+        plain = json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else None))
         replies = self.servers.each_here(lambda client: client.set_up_adapter(self._tensors, plain))
         for client, refused in zip(self.servers.clients, replies, strict=True):
             if refused is not None:
@@ -94,6 +81,7 @@ class MemoryLora(Transfer):
                     f"The server at {client.url} cannot serve this adapter: {refused}. Change the adapter, or use "
                     "`vllm_mode: server`, which sends merged weights."
                 )
+        logger.info("the adapter (%.2f MB) goes to %d server(s) through %s", num_bytes / 1e6, len(replies), transport)
 
     def check(self) -> None:
         if self.base is not None:
@@ -101,18 +89,15 @@ class MemoryLora(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> Moved:
-        values = self._values
-        if values is None:
-            model, accelerator = self._trainer.model, self._trainer.accelerator
-            values = [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
-            if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
-                self._values = values
-        return together(lambda: self._push(values))
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
+        if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
+            self._values = values
+        return together(lambda: self._push(list(values)))
 
     def _push(self, values: list[torch.Tensor]) -> Moved:
         if not self.servers.clients:
             return Moved()
-        values = list(values)
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
             scaled = torch._foreach_mul([values[index] for index in self._scales], list(self._scales.values()))
             for index, product in zip(self._scales, scaled, strict=True):
@@ -123,11 +108,7 @@ class MemoryLora(Transfer):
 
 
 class FileLora(Transfer):
-    """
-    Args:
-        servers (`Servers`): Started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
-        folder (`str`): Where the directories go.
-    """
+    """For servers that were also started with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Writes below `folder`."""
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)
@@ -160,33 +141,28 @@ class FileLora(Transfer):
         self._trainer.model.peft_config[ADAPTER].save_pretrained(str(path))
         self._directories.append((version, path))
         seconds = self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
-        return Moved(sum(tensor.nbytes for tensor in tensors.values()), max(seconds) * 1e3)
-
-    def published(self, policy_version: int) -> None:
-        """Removes directories that no request can ask for any more."""
-        if not self.servers.clients:
-            return
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
         for directory in self._directories[:-KEPT_VERSIONS]:
-            version, path = directory
-            if version < used:
-                shutil.rmtree(path, ignore_errors=True)
+            if directory[0] < used:  # no request can ask for it any more
+                shutil.rmtree(directory[1], ignore_errors=True)
                 self._directories.remove(directory)
+        return Moved(sum(tensor.nbytes for tensor in tensors.values()), max(seconds) * 1e3)
 
 
 def _require_servable(model: Any, servers: Servers) -> None:
-    """Raises for what no vLLM server can serve as an adapter, or not these."""
+    """Raises `AttachError` for what no vLLM server can serve as an adapter, or not these."""
+    served = servers.info.lora
     if not isinstance(model, PeftModel):
         raise AttachError(
             "This `vllm_mode` sends a LoRA adapter, but the run has none: set `use_peft: true` (or pass a "
             "`peft_config`), or use `vllm_mode: colocate` or `server` to train all weights."
         )
-    if servers.info.lora is None:
+    if served is None:
         raise AttachError(
             "The server was started without adapters: add `--enable-lora --max-lora-rank R` (in a recipe, to "
             "`vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
         )
-    if servers.info.lora.max_loras < 2:
+    if served.max_loras < 2:
         raise AttachError(
             "The server has a place for one adapter, but requests in flight need their own while the next version "
             "comes: start it with `--max-loras 2`."
@@ -195,32 +171,22 @@ def _require_servable(model: Any, servers: Servers) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise AttachError(f"The adapter is of type {kind}; vLLM serves LORA only: use a `LoraConfig`.")
+    merged = "`vllm_mode: server`, which sends merged weights"
     if config.modules_to_save:
         raise AttachError(
             f"`modules_to_save` ({', '.join(config.modules_to_save)}) trains whole modules besides the adapter, which "
-            "a vLLM server cannot take with it: remove it, or use `vllm_mode: server`, which sends merged weights."
+            f"a vLLM server cannot take with it: remove it, or use {merged}."
         )
-    others = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and f".{ADAPTER}" not in name
-    ]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if f".{ADAPTER}" not in name]
     if others:
         raise AttachError(
             f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), which would never "
-            "reach the server: use `vllm_mode: server`, which sends merged weights."
+            f"reach the server: use {merged}."
         )
     rank = max([config.r, *config.rank_pattern.values()])
-    if rank > servers.info.lora.max_rank:
+    if rank > served.max_rank:
         raise AttachError(
-            f"The adapter's rank is {rank}, the server's largest {servers.info.lora.max_rank}: start the server with "
+            f"The adapter's rank is {rank}, the server's largest {served.max_rank}: start the server with "
             f"`--max-lora-rank {rank}` or more, or lower `lora_r`."
         )
-
-
-def _scales_of(model: PeftModel) -> dict[str, float]:
-    """What each B is multiplied by, under its name in a checkpoint: alpha over rank, or as rsLoRA and patterns say."""
-    return {
-        f"{name}.{leaf}": float(module.scaling[ADAPTER])
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
-        for leaf in ("lora_B.weight", "lora_embedding_B")
-    }

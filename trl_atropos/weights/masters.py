@@ -2,11 +2,10 @@
 
 At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
 rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
-the parameters are set to the rounded masters, in their own memory. The user chooses the optimizer as ever.
+the parameters are set to the rounded masters, in their own memory. DeepSpeed and FSDP have masters of their own.
 
 `use_masters` is called with a trainer that is built and has no optimizer yet; `exact_gradients` goes around its
-`training_step`, and `accumulate_gradients` around the micro-batches within. DeepSpeed and FSDP have masters of their
-own.
+`training_step`, and `accumulate_gradients` around the micro-batches within.
 """
 
 import logging
@@ -21,28 +20,25 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import Trainer
 
-from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.errors import AtroposTrainingError, CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 class MasterOptimizer(torch.optim.Optimizer):
     """
-    Any torch optimizer, made to work on fp32 masters of the given parameters.
+    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the fp32 gradient 4 more.
 
     `param_groups` hold the parameters themselves, so clipping, schedulers and `zero_grad` find what they look for;
-    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. Of each
-    parameter, `grad` is fp32 from here on. A parameter that is fp32 already needs no master.
-
-    Per parameter this takes 4 bytes for the gradient, 4 for the master, and what `inner` needs.
+    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. A
+    parameter that is fp32 already is its own master.
 
     Args:
         groups (`list[dict]`): Parameter groups, in torch's format.
         optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
         offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
-            The device then holds weights and fp32 gradients only. fp32 parameters get masters, too.
-        full_state (`Iterable[torch.nn.Parameter]`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep
-            in 32 bits.
+            fp32 parameters get masters, too.
+        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep in 32 bits.
         optimizer_kwargs: Further arguments of `optimizer_cls`.
     """
 
@@ -62,15 +58,17 @@ class MasterOptimizer(torch.optim.Optimizer):
             )
         self.offload = offload
         groups = [{**group, "params": list(group["params"])} for group in groups]
-        self._params = [parameter for group in groups for parameter in group["params"]]
-        self._masters = [self._master_of(parameter) for parameter in self._params]
-        masters = dict(zip(self._params, self._masters, strict=True))
-        self._pairs = [(parameter, master) for parameter, master in masters.items() if master is not parameter]
-        inner_groups = [{**group, "params": [masters[one] for one in group["params"]]} for group in groups]
+        self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
+        self._pairs = [(parameter, master) for parameter, master in self._masters.items() if master is not parameter]
+        inner_groups = [{**group, "params": [self._masters[one] for one in group["params"]]} for group in groups]
         self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
-        full_state = [masters[parameter] for parameter in full_state if parameter in masters]
+        full_state = [self._masters[parameter] for parameter in full_state if parameter in self._masters]
         if full_state:
-            _keep_full_state(self.inner, full_state)
+            from bitsandbytes.optim import GlobalOptimManager
+
+            manager = GlobalOptimManager.get_instance()
+            manager.override_config(full_state, "optim_bits", 32)
+            manager.register_parameters(self.inner.param_groups)
         outer = zip(self.inner.param_groups, groups, strict=True)
         super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
         self._note_versions()
@@ -93,23 +91,20 @@ class MasterOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_over_writes()
-        self._push_hyperparameters()
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         for parameter, master in self._pairs:
             master.grad = _gradient_for(master, parameter.grad)
         self._synchronize()
         self.inner.step()
         for _, master in self._pairs:
             master.grad = None
-        self._pull_hyperparameters()
-        self._write_back()
-        return loss
-
-    def _write_back(self) -> None:
-        params = [parameter for parameter, _ in self._pairs]
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
+        params, masters = zip(*self._pairs, strict=True)
         # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
-        torch._foreach_copy_(params, [master for _, master in self._pairs], non_blocking=True)
+        torch._foreach_copy_(params, masters, non_blocking=True)
         self._synchronize()
         self._note_versions()
+        return loss
 
     def _synchronize(self) -> None:
         """Waits for copies to and from the CPU, which must not overtake the CPU's own writing."""
@@ -126,78 +121,60 @@ class MasterOptimizer(torch.optim.Optimizer):
                 master.copy_(parameter)
         self._note_versions()
 
-    def _push_hyperparameters(self) -> None:
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({name: value for name, value in outer.items() if name != "params"})
-
-    def _pull_hyperparameters(self) -> None:
-        """Some optimizers keep state in their groups."""
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update({name: value for name, value in inner.items() if name != "params"})
-
     # ------------------------------------------------------------------------------------------------- save and resume
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
         self._take_over_writes()
-        self._push_hyperparameters()
-        return {"inner": self.inner.state_dict(), "masters": [master.detach() for master in self._masters]}
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        masters = [master.detach() for master in self._masters.values()]
+        return {"inner": self.inner.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
-        Afterwards the parameters are the rounded masters. `state_dict` may also be of an optimizer without masters:
-        the masters are then the parameters as they are.
-        """
+        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
         self._take_over_writes()
         if "masters" in state_dict:
-            self._check_shapes([list(master.shape) for master in state_dict["masters"]])
+            theirs = [list(master.shape) for master in state_dict["masters"]]
+            ours = [list(master.shape) for master in self._masters.values()]
+            if theirs != ours:
+                there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
+                raise CheckpointError(
+                    f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
+                    f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
+                    "trained parameters of the run that saved it."
+                )
             self.inner.load_state_dict(state_dict["inner"])
-            self._load_masters(state_dict["masters"])
+            for (parameter, master), saved in zip(self._masters.items(), state_dict["masters"], strict=True):
+                master.copy_(saved)
+                if not torch.equal(parameter, _rounded(master, parameter)):
+                    parameter.copy_(master)
         else:
             self.inner.load_state_dict(state_dict)
             logger.warning(
                 "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
                 "rounding took from them is lost."
             )
-        self._pull_hyperparameters()
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         self._note_versions()
-
-    def _check_shapes(self, saved: list[list[int]]) -> None:
-        own = [list(master.shape) for master in self._masters]
-        if saved != own:
-            theirs, ours = next(pair for pair in zip_longest(saved, own) if pair[0] != pair[1])
-            raise AtroposTrainingError(
-                f"The checkpoint has master weights of {len(saved)} parameters, and {len(own)} are trained; the first "
-                f"that differs has the shape {theirs} there and {ours} here. It is of another model, or other "
-                "parameters were frozen: resume with the model and the settings that it was made with."
-            )
-
-    def _load_masters(self, saved: list[torch.Tensor]) -> None:
-        for parameter, master, value in zip(self._params, self._masters, saved, strict=True):
-            master.copy_(value)
-            if not torch.equal(parameter, _rounded(master, parameter)):
-                parameter.copy_(master)
 
     # ----------------------------------------------------------------------------------------------- several processes
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
         """Averages the fp32 gradients over all processes. Where only some have a gradient, the others count as 0."""
-        params = self._params
-        flags = [parameter.grad is not None for parameter in params]
-        used = torch.tensor(flags, dtype=torch.uint8, device=params[0].device)
+        params = list(self._masters)
+        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        gradients = []
-        for parameter, is_used in zip(params, used.tolist(), strict=True):
-            if is_used and parameter.grad is None:
+        params = [parameter for parameter, is_used in zip(params, used.tolist(), strict=True) if is_used]
+        for parameter in params:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-            if is_used:
-                gradients.append(parameter.grad)
+        gradients = [parameter.grad for parameter in params]
         torch._foreach_div_(gradients, dist.get_world_size())
-        flat = [gradient.contiguous() for gradient in gradients]  # NCCL takes no transposed ones
-        for work in [dist.all_reduce(one, async_op=True) for one in flat]:
+        flat = [gradient.contiguous() for gradient in gradients]  # NCCL takes no transposed tensors
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in flat]:
             work.wait()
         torch._foreach_copy_(gradients, flat)
 
@@ -212,7 +189,7 @@ def use_masters(trainer: Trainer, offload: bool = False) -> None:
     chosen = trainer.optimizer_cls_and_kwargs
     cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    # Layer-wise ones and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
+    # Layer-wise optimizers and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
     if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
         raise AtroposTrainingError(
             f"`optim: {trainer.args.optim}` chooses its parameters by itself or changes them outside of `step`, and "
@@ -229,10 +206,8 @@ def use_masters(trainer: Trainer, offload: bool = False) -> None:
 @contextmanager
 def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
     """
-    Around `Trainer.training_step`: averages gradients over the processes in fp32.
-
-    DistributedDataParallel has buckets of the parameters' own dtype and fails on fp32 gradients of 16-bit parameters
-    (torch 2.13), so it is kept from reducing.
+    Around `Trainer.training_step`: averages gradients over the processes in fp32. DistributedDataParallel, whose
+    buckets have the parameters' dtype, fails on fp32 gradients of 16-bit parameters, so it is kept from reducing.
     """
     accelerator = trainer.accelerator
     optimizer = trainer.optimizer.optimizer  # within accelerate's
@@ -248,9 +223,9 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
     """
-    Within one training step of the `Trainer`: yields a backward pass that only adds to the gradients, in place of
-    `accelerator.backward`. The forward pass belongs inside, too. Nothing is averaged over processes, and DeepSpeed's
-    engine takes no step: that comes with the backward pass that the `Trainer` itself calls.
+    Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
+    place of `accelerator.backward`: it only adds to the gradients. To average them over processes, and DeepSpeed's own
+    step, come with the last backward pass, which the `Trainer` calls.
     """
     # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
     options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
@@ -264,6 +239,11 @@ def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> It
         state._set_sync_gradients(synchronizes)
 
 
+def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update({name: value for name, value in theirs.items() if name != "params"})
+
+
 def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The parameter's fp32 gradient on the device of the master and with its strides; not copied if it has both."""
     if gradient is None or (gradient.device == master.device and gradient.stride() == master.stride()):
@@ -273,11 +253,3 @@ def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.
 
 def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return master.detach().to(device=parameter.device, dtype=parameter.dtype)
-
-
-def _keep_full_state(optimizer: torch.optim.Optimizer, masters: list[torch.nn.Parameter]) -> None:
-    from bitsandbytes.optim import GlobalOptimManager
-
-    manager = GlobalOptimManager.get_instance()
-    manager.override_config(masters, "optim_bits", 32)
-    manager.register_parameters(optimizer.param_groups)

@@ -1,18 +1,18 @@
 """The probe: do server and trainer compute the same? Real samples show it after a publish.
 
 The server *samples* a continuation of a fixed prompt and the trainer scores the same tokens. Scoring on the server
-(`prompt_logprobs`) would not do: vLLM bypasses the prefix cache for it, and stale keys and values would go unseen. The
-prompt is longer than one KV block, so that the block of the last probe is in the cache: if it outlived the change of
-the weights, the log-probabilities differ. Torn, lost or detached weights differ by themselves.
+(`prompt_logprobs`) would not do: vLLM bypasses the prefix cache for it, so that stale keys and values, which earlier
+weights have computed, would go unseen. The prompt is longer than one KV block, so that the block of the last probe is
+in the cache. Torn, lost or detached weights differ by themselves.
 
 Those faults persist, and show on most tokens. Rounding does not: where a residual stream nearly cancels before it is
-normalised, one token in many thousands differs a thousand times more than the others. So if single tokens alone are
-beyond the tolerance, the server samples once more, and only a second breach counts.
+normalised, one token in many thousands differs a thousand times more than the others, an *outlier*. So if single
+tokens alone are beyond the tolerance, the server samples once more, and only a second breach counts.
 
-Before the first step nothing can have been lost yet: a difference is then one of how vLLM and Transformers compute the
-model. It may also begin at some length only, so the run's longest sequences are compared once (`Probe.run_far`).
-`prepare_model` and `keep_soft_cap`, at the end, take away what is known to make the trainer's model compute
-differently. All differences are in nats: natural logarithms of probabilities.
+Before the first step nothing can have been lost: a difference is then one of how vLLM and Transformers compute the
+model. It may begin at some length only, so the run's longest rollouts are compared once (`Probe.run_longest`).
+`prepare_model` and `keep_soft_cap`, at the end, remove known reasons for the trainer's model to compute differently.
+All differences are in nats: natural logarithms of probabilities.
 """
 
 import inspect
@@ -20,7 +20,6 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import ProbeError, ServerError
-from trl_atropos.server_client import Servers
+from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.gather import base_model
 
 logger = logging.getLogger(__name__)
@@ -37,11 +36,11 @@ logger = logging.getLogger(__name__)
 NUM_SAMPLED = 8  # tokens per sample
 NUM_SAMPLES = 4  # per probe, at the same time
 TAIL = 16  # prompt tokens after the first full KV block
-FAR_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of it would take four times the memory
-FAR_STEP = 32  # tokens to within which the length is found from which on both sides differ
+LONG_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of it would take four times the memory
+LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
 MAX_SHARE = 0.02  # of a run's time on a GPU that probes may take, where the configuration does not say how often
-RARE = 0.1  # share of the probes with single tokens beyond the tolerance, above which they are not called rounding
-SOME = 3  # probes with such tokens before that is said
+RARE = 0.1  # share of the probes with outliers that rounding explains
+SOME = 3  # probes with outliers before the run is told that they are not rare
 NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
@@ -58,13 +57,8 @@ class ProbeResult(NamedTuple):
     max_abs_diff: float
     mean_abs_diff: float
 
-    @classmethod
-    def worst(cls, results: Iterable["ProbeResult"]) -> "ProbeResult":
-        return cls(*map(max, zip(*results, strict=True)))
 
-
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """Bounds on |server - trainer| in nats: on any token, and in the mean."""
 
     max_abs: float
@@ -82,12 +76,9 @@ class Tolerance:
         return cls(max_abs=2e-2, mean_abs=2e-3)  # vLLM's attention kernels multiply float32 in TF32 (2e-3 was seen)
 
     def after(self, first: ProbeResult) -> "Tolerance":
-        """
-        The bounds for the probes after the first: three times what that has shown of the model's own rounding.
-
-        Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
-        nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
-        """
+        """The bounds for the probes after the first: three times what that has shown of the model's own rounding."""
+        # Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
+        # nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
         return Tolerance(
             max_abs=min(self.max_abs, max(0.2, 3 * first.max_abs_diff)),
             mean_abs=min(self.mean_abs, max(3e-2, 3 * first.mean_abs_diff)),
@@ -95,22 +86,15 @@ class Tolerance:
 
 
 class Outlier(ProbeError):
-    """Single tokens are beyond the tolerance, the mean is not."""
+    """Single tokens are beyond the tolerance, and the mean is not."""
 
 
 @dataclass
 class Schedule:
-    """
-    After which publishes the probe runs: always after the first and the last one.
+    """After which publishes the probe runs: the first, the last, and some between them."""
 
-    Args:
-        every (`int`, *optional*): Publishes between two probes; 0 for none. By default every one on the CPU, and on a
-            GPU as often as probes take at most `MAX_SHARE` of the time.
-        device (`str`): Of the servers, "cpu" or "cuda".
-    """
-
-    every: int | None
-    device: str = "cpu"
+    every: int | None  # publishes; 0: no probe at all; None: all on the CPU, and on a GPU as `MAX_SHARE` allows
+    device: str = "cpu"  # of the servers, or "cuda"
     publishes: int = 0
     seconds: float = 0.0  # that the last probe took
     ended: float = -math.inf  # when it ended, in seconds
@@ -118,10 +102,8 @@ class Schedule:
     def due(self, now: float, last: bool) -> bool:
         """Whether the publish that ended at `now` is to be probed. Counts it."""
         self.publishes += 1
-        if self.every == 0:
-            return False
-        if last or self.publishes == 1:
-            return True
+        if self.every == 0 or last or self.publishes == 1:
+            return self.every != 0
         if self.every is None and self.device != "cpu":
             return now - self.ended >= self.seconds / MAX_SHARE
         return (self.publishes - 1) % (self.every or 1) == 0
@@ -131,7 +113,7 @@ class Schedule:
 
 
 def num_positions(config: PreTrainedConfig) -> float:
-    """Tokens of the longest sequence that a model has positions for."""
+    """Most tokens that a model has positions for."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)  # ALiBi's and state-space models have none
     rope = getattr(text, "rope_parameters", None) or {}  # nor has every model a rotary embedding
@@ -139,38 +121,25 @@ def num_positions(config: PreTrainedConfig) -> float:
 
 
 class Probe:
-    """
-    Args:
-        servers (`Servers`): Those that sample.
-        trainer (`AtroposGRPOTrainer`): Its model scores, at its temperature.
-        every (`int`, *optional*): Publishes between two probes (see `Schedule`).
-        one_memory (`bool`): Server and trainer compute from the same memory, so that their weights cannot differ
-            before the first step.
-    """
+    """`one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start."""
 
     def __init__(self, servers: Servers, trainer: Any, every: int | None, one_memory: bool):
-        info, model = servers.info, base_model(trainer.model)
+        info, model, args = servers.info, base_model(trainer.model), trainer.args
         self.servers = servers
         self.one_memory = one_memory
         self.schedule = Schedule(every, info.device)
-        compute = torch.bfloat16 if trainer.args.bf16 or trainer.args.fp16 else torch.float32
+        compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
-        self.tolerance = self._allowed = Tolerance.of(info.device, *dtypes)
+        self.tolerance = self._first_tolerance = Tolerance.of(info.device, *dtypes)
+        self.policy_version = 0  # that is probed
         self._trainer = trainer
-        self._longest = int(
-            min(trainer.args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
-        )
+        limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
+        self._longest = int(min(limits))
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._first: ProbeResult | None = None
-        self._runs = self._outliers = 0  # probes, and those with single tokens beyond the tolerance
-        self._looked_far = False
+        self._runs = self._outliers = 0  # probes, and probes with outliers
+        self._outliers_are_common = self._compared_longest = False
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
-        if length <= info.block_size:
-            logger.warning(
-                "The server's max_model_len of %d tokens leaves no room for a prompt beyond one KV block of %d: the "
-                "probe cannot see stale prefixes. Start the server with --max-model-len %d or more.",
-                *(info.max_model_len, info.block_size, info.block_size + TAIL + NUM_SAMPLED),
-            )
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
 
     def _prompt(self, length: int, seed: int) -> list[int]:
@@ -181,170 +150,150 @@ class Probe:
 
     def run(self, policy_version: int) -> ProbeResult:
         """
-        Compares on every rank: a sharded model needs all of them to score.
-
-        Raises:
-            ProbeError: Some server is beyond the tolerance, with single tokens twice in a row, or samples from another
-                policy version.
+        Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice in
+        a row) or samples from another policy version.
         """
-        served = self.servers.each(lambda client: client.info().policy_version)
-        together(lambda: self._check_versions(served, policy_version))
+        self.policy_version = policy_version
+        self.servers.each(self._check_version)
         self._runs += 1
-        try:
-            result = self._look(policy_version, self.prompt_ids, self.tolerance)
-        except Outlier as outlier:  # on every rank, where it is raised on any
-            again = self._look(policy_version, self.prompt_ids, self.tolerance)
-            self._warn_of_outlier(outlier.result, again, policy_version)
-            result = ProbeResult.worst([outlier.result, again])
+        outlier, result = self._compare_twice(self.prompt_ids, self.tolerance)
+        if outlier is not None:
+            self._warn_of_outlier(outlier, result)
+            result = ProbeResult(*map(max, outlier, result))
         if self._first is None:
             self._first = result
             self.tolerance = self.tolerance.after(result)
         return result
 
-    def _warn_of_outlier(self, first: ProbeResult, again: ProbeResult, policy_version: int) -> None:
+    def _check_version(self, client: ServerClient) -> None:
+        version = client.info().policy_version
+        if version != self.policy_version:
+            raise ProbeError(
+                f"The server at {client.url} samples from policy version {version} but the trainer published "
+                f"{self.policy_version}: a publish was lost, or another trainer writes to this server."
+            )
+
+    def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:
         """Warns of single tokens beyond the tolerance, until it is clear that they come with the model."""
-        if self._outliers_are_common():
+        if self._outliers_are_common:
             return
         self._outliers += 1
+        self._outliers_are_common = self._outliers >= SOME and self._outliers > RARE * self._runs
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(policy_version, *first, self.tolerance.max_abs, self.tolerance.mean_abs, again.max_abs_diff),
+            *(self.policy_version, *outlier, *self.tolerance, again.max_abs_diff),
             f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
             "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
             f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
-            if self._outliers_are_common()
+            if self._outliers_are_common
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
 
-    def _outliers_are_common(self) -> bool:
-        return self._outliers >= SOME and self._outliers > RARE * self._runs
-
     # ------------------------------------------------------------------------------------------- once, before training
 
-    def run_far(self, policy_version: int) -> str | None:
+    def run_longest(self) -> None:
         """
-        Once, after a first `run`: compares the continuation of a prompt that makes a sequence as long as the run's
-        longest, or as long as both sides can take within half of a server's deadline and the trainer's memory.
-
-        Returns what is wrong, if so, with the length from which on.
+        Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
+        server's deadline and the trainer's memory. Warns, or raises where `max_sequence_length` asks for such lengths.
         """
-        if self._looked_far:
-            return None
-        self._looked_far = True
-        seconds = on_main(lambda: self.schedule.seconds)  # all ranks must look at the same lengths
-        agreed, beyond, problem = len(self.prompt_ids) + NUM_SAMPLED, 0, None
-        while problem is None and agreed < self._longest:
-            # A sequence twice as long takes at most four times as long.
-            length = min(self._longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
-            if length < min(self._longest, 2 * agreed):
-                break
+        agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
+        seconds = on_main(lambda: self.schedule.seconds)  # all ranks must compare the same lengths
+        while not self._compared_longest and (length := self._next_length(agreed, differs, seconds)) is not None:
             began = time.perf_counter()
             try:
-                problem = self._differs(policy_version, length)
-            except torch.OutOfMemoryError:  # training on such a sequence would fail, too, if one came
+                found = self._problem_at(length)
+            except torch.OutOfMemoryError:  # training on such a rollout would fail, too, if one came
                 break
             seconds = on_main(lambda began=began: time.perf_counter() - began)
-            agreed, beyond = (length, 0) if problem is None else (agreed, length)
-        if problem is not None:
-            problem = self._narrowed(policy_version, agreed, beyond, problem)
-        else:
-            message = "Server and trainer agree on sequences of %d tokens (at most %d may come)"
-            logger.info(message, agreed, self._longest)
+            agreed, differs, problem = (length, differs, problem) if found is None else (agreed, length, found)
+        self._compared_longest = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
-        return problem
-
-    def _narrowed(self, policy_version: int, agreed: int, beyond: int, problem: str) -> str:
-        """Between a length at which both sides agree and one at which they do not: from where on, and what to do."""
-        while beyond - agreed > FAR_STEP:
-            middle = (agreed + beyond) // 2
-            found = self._differs(policy_version, middle)
-            agreed, beyond, problem = (middle, beyond, problem) if found is None else (agreed, middle, found)
-        return (
-            f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {beyond} tokens on (at "
+        if problem is None:
+            return
+        message = (
+            f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {differs} tokens on (at "
             f"most {self._longest} may come): {problem} The weights are the same, so vLLM and Transformers compute "
             "longer sequences of this model differently, mostly because of a window or a rotary embedding. Set "
             f"`max_sequence_length: {agreed}`, which drops longer rollouts, and start the server with "
             f"`--max-model-len {agreed}`, which ends them there."
         )
+        if self._trainer.args.max_sequence_length is not None:
+            raise ProbeError(message)
+        logger.warning("%s", message)
 
-    def _differs(self, policy_version: int, length: int) -> str | None:
-        """By how much server and trainer differ at the end of a sequence of `length` tokens, if beyond tolerance."""
-        prompt_ids, seen = self._prompt(length - FAR_SAMPLED, seed=1), ""
-        for _ in range(2):  # as in `run`, single tokens count only when they come again
-            try:
-                self._look(policy_version, prompt_ids, self._allowed, 1, FAR_SAMPLED)
-            except Outlier as outlier:
-                seen = outlier.seen
-            except ProbeError as error:
-                return error.seen
-            except ServerError as error:
-                self.servers.each(lambda client: client.info())  # raises if a server is gone
-                return f"{error}."
-            else:
-                return None
-        return seen
+    def _next_length(self, agreed: int, differs: int | None, seconds: float) -> int | None:
+        """The length to compare after one that took some seconds: longer until both sides differ, then in between."""
+        if differs is not None:
+            return (agreed + differs) // 2 if differs - agreed > LENGTH_STEP else None
+        # A rollout twice as long takes at most four times as long.
+        length = min(self._longest, int(agreed * math.sqrt(self.servers.timeout / 2 / seconds)))
+        return length if agreed < self._longest and length >= min(self._longest, 2 * agreed) else None
+
+    def _problem_at(self, length: int) -> str | None:
+        """By how much server and trainer differ at the end of `length` tokens, if that is beyond the tolerance."""
+        prompt_ids = self._prompt(length - LONG_SAMPLED, seed=1)
+        try:
+            self._compare_twice(prompt_ids, self._first_tolerance, 1, LONG_SAMPLED)
+        except ProbeError as error:
+            return error.seen
+        except ServerError as error:
+            self.servers.each(lambda client: client.info())  # raises if a server is gone
+            return f"{error}."
+        return None
 
     # ------------------------------------------------------------------------------------------------------ comparison
 
-    def _look(
+    def _compare_twice(self, *args: Any) -> tuple[ProbeResult | None, ProbeResult]:
+        """Compares, and once more after an outlier. Returns (the outlier if there was one, the last result)."""
+        try:
+            return None, self._compare(*args)
+        except Outlier as outlier:  # on every rank, where it is raised on any
+            return outlier.result, self._compare(*args)
+
+    def _compare(
         self,
-        policy_version: int,
         prompt_ids: list[int],
         tolerance: Tolerance,
         num_samples: int = NUM_SAMPLES,
         num_tokens: int = NUM_SAMPLED,
     ) -> ProbeResult:
+        """Lets every server continue the prompt, and returns the largest differences. Raises `ProbeError`."""
         samples = self.servers.each(
             lambda client: client.sample(prompt_ids, num_tokens, self._trainer.args.temperature, num_samples)
         )
         if not self.servers.one_per_rank:
             samples = on_main(lambda: samples)
-        tokens = [ids for of_server in samples for ids, _ in of_server]
-        scored = together(lambda: self._score(prompt_ids, tokens))
-        scored = scored.view(len(samples), num_samples, num_tokens)
-        results = together(lambda: self._compare(samples, scored, tolerance, policy_version))
-        return ProbeResult.worst(results)
+        # These and `scored` have the shape (num_servers, num_samples, num_tokens).
+        tokens = torch.tensor([[ids for ids, _ in of_server] for of_server in samples])
+        sampled = torch.tensor([[logprobs for _, logprobs in of_server] for of_server in samples], dtype=torch.float64)
+        scored = together(lambda: self._score(prompt_ids, tokens.flatten(0, 1))).view_as(sampled)
+        return together(lambda: self._check(tokens, sampled, scored, tolerance))
 
-    def _check_versions(self, served: list[int], policy_version: int) -> None:
-        for client, version in zip(self.servers.clients, served, strict=True):
-            if version != policy_version:
-                raise ProbeError(
-                    f"The server at {client.url} samples from policy version {version} but the trainer published "
-                    f"{policy_version}: a publish was lost, or another trainer writes to this server."
-                )
+    def _check(
+        self, tokens: torch.Tensor, sampled: torch.Tensor, scored: torch.Tensor, tolerance: Tolerance
+    ) -> ProbeResult:
+        differences = (sampled - scored).abs()
+        largest, mean = result = ProbeResult(differences.max().item(), differences.mean((1, 2)).max().item())
+        if largest <= tolerance.max_abs and mean <= tolerance.mean_abs:  # false for NaN
+            return result
+        worst = int(differences.nan_to_num(nan=math.inf).argmax())
+        seen = (
+            f"token {tokens.flatten()[worst]} has log-probability {sampled.flatten()[worst]:.6f} on the server and "
+            f"{scored.flatten()[worst]:.6f} in the trainer (max difference {largest:.2e}, mean {mean:.2e}, allowed "
+            f"{tolerance.max_abs:.0e} and {tolerance.mean_abs:.0e})."
+        )
+        error = (Outlier if mean <= tolerance.mean_abs else ProbeError)(
+            f"After publishing policy version {self.policy_version}, the server and the trainer disagree: {seen} "
+            f"{self._meaning(scored)}"
+        )
+        error.result, error.seen = result, seen
+        raise error
 
-    def _compare(
-        self, samples: list, scored: torch.Tensor, tolerance: Tolerance, policy_version: int
-    ) -> list[ProbeResult]:
-        """The differences of each server. `scored`: float64, (num_servers, num_samples, num_tokens)."""
-        results = []
-        for of_server, expected in zip(samples, scored, strict=True):
-            tokens = [token for ids, _ in of_server for token in ids]
-            sampled = torch.tensor([logprobs for _, logprobs in of_server], dtype=torch.float64)
-            difference = (sampled - expected).abs().flatten()
-            largest, mean = result = ProbeResult(difference.max().item(), difference.mean().item())
-            results.append(result)
-            # The negations also catch NaN.
-            if not (largest <= tolerance.max_abs and mean <= tolerance.mean_abs):
-                worst = int(difference.nan_to_num(nan=float("inf")).argmax())
-                seen = (
-                    f"token {tokens[worst]} has log-probability {sampled.flatten()[worst]:.6f} on the server and "
-                    f"{expected.flatten()[worst]:.6f} in the trainer (max difference {largest:.2e}, mean {mean:.2e}, "
-                    f"allowed {tolerance.max_abs:.0e} and {tolerance.mean_abs:.0e})."
-                )
-                problem = (Outlier if mean <= tolerance.mean_abs else ProbeError)(
-                    f"After publishing policy version {policy_version}, the server and the trainer disagree: {seen} "
-                    f"{self._meaning(expected)}"
-                )
-                problem.result, problem.seen = result, seen
-                raise problem
-        return results
-
-    def _meaning(self, expected: torch.Tensor) -> str:
+    def _meaning(self, scored: torch.Tensor) -> str:
         """What it means that both sides differ."""
-        if expected.isnan().any():
+        if scored.isnan().any():
             return (
                 "The trainer's own model computes NaN: its weights are not finite (a diverged run: lower "
                 "`learning_rate`, resume from a checkpoint before it), or its dtype overflows (`dtype: float32`)."
@@ -354,25 +303,23 @@ class Probe:
                 "The server does not sample from the weights that are trained: do not trust rollouts since the last "
                 "good probe."
             )
-        if self.one_memory:
-            return (
-                "No step was taken yet, and both compute from one memory, so the weights are equal bit for bit: it is "
-                f"vLLM and Transformers that compute this model differently. {CURES}"
-            )
-        return (
-            "No step was taken yet: either the server has other weights than the trainer (with an adapter, of the "
-            "base model: start both on the same one), or vLLM and Transformers compute this model differently. "
-            f"{CURES}"
+        reason = (
+            "both compute from one memory, so the weights are equal bit for bit: it is vLLM and Transformers that "
+            "compute this model differently"
+            if self.one_memory
+            else "either the server has other weights than the trainer (with an adapter, of the base model: start "
+            "both on the same one), or vLLM and Transformers compute this model differently"
         )
+        return f"No step was taken yet: {reason}. {CURES}"
 
     @torch.no_grad()
-    def _score(self, prompt_ids: list[int], tokens: list[list[int]]) -> torch.Tensor:
-        """Log-probabilities of each list of `tokens` after the prompt in the trainer's model: float64, on the CPU."""
-        model = self._trainer.model
-        device = next(model.parameters()).device
-        ids = torch.tensor([prompt_ids + continuation for continuation in tokens], device=device)
-        num_logits = len(tokens[0]) + 1
-        keep = {"logits_to_keep": num_logits} if self._skips_logits else {}  # those of all tokens may fill a device
+    def _score(self, prompt_ids: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in float64 on the CPU."""
+        model, num_tokens = self._trainer.model, tokens.shape[1]
+        prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
+        ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
+        # The logits of all tokens might not fit on a device.
+        keep = {"logits_to_keep": num_tokens + 1} if self._skips_logits else {}
         training = model.training
         model.eval()  # dropout would differ from the server
         try:
@@ -380,9 +327,8 @@ class Probe:
                 logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
         finally:
             model.train(training)
-        logits = logits[:, -num_logits:-1].float() / self._trainer.args.temperature
-        chosen = torch.tensor(tokens, device=device)[:, :, None]
-        return logits.log_softmax(-1).gather(2, chosen)[:, :, 0].double().cpu()
+        logprobs = (logits[:, -num_tokens - 1 : -1].float() / self._trainer.args.temperature).log_softmax(-1)
+        return logprobs.gather(2, ids[:, -num_tokens:, None])[:, :, 0].double().cpu()
 
 
 # ---------------------------------------------------------------------- a model that computes what the server computes
@@ -396,25 +342,22 @@ def drops_soft_cap(config: PreTrainedConfig, implementation: str) -> bool:
 
 def keep_soft_cap(model: PreTrainedModel) -> None:
     """Lets a model whose attention scores are capped compute the cap, which transformers' default leaves out."""
-    if not drops_soft_cap(model.config, model.config._attn_implementation):
-        return
-    logger.warning(
-        "%s caps its attention scores at %s (`attn_logit_softcapping`), which vLLM does and `attn_implementation: %s` "
-        "does not: the trainer computes with `eager`. On a GPU, `attn_implementation: flash_attention_2` has the cap, "
-        "too, and takes less memory.",
-        type(model).__name__,
-        model.config.get_text_config().attn_logit_softcapping,
-        model.config._attn_implementation,
-    )
-    model.set_attn_implementation("eager")
+    implementation = model.config._attn_implementation
+    if drops_soft_cap(model.config, implementation):
+        logger.warning(
+            "%s caps its attention scores (`attn_logit_softcapping`), which vLLM does and `attn_implementation: %s` "
+            "does not: the trainer computes with `eager`. On a GPU, `attn_implementation: flash_attention_2` has the "
+            "cap, too, and takes less memory.",
+            type(model).__name__,
+            implementation,
+        )
+        model.set_attn_implementation("eager")
 
 
 def silence(model: torch.nn.Module) -> dict[str, float]:
     """
-    Sets every probability of dropout, of the model and of its adapters, and all noise of a router to 0. Returns those
-    that were not, by name.
-
-    The server samples without: with them, training would compute other log-probabilities than any policy has.
+    Sets all dropout, of the model and of its adapters, and all noise of routers to 0: the server samples without.
+    Returns what was not 0, by name.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():
@@ -437,9 +380,8 @@ def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> None:
         policy.base_model_prefix = "model"
     found = silence(model)
     if found and warn:
-        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
         logger.warning(
             "Dropout and noise are set to 0 for training (%s): the server samples without, so that they would make "
             "trainer and sampler differ.",
-            shown,
+            ", ".join(f"{name} {value:g}" for name, value in found.items()),
         )

@@ -2,10 +2,9 @@
 
     hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> probe]*
 
-The trainer sees a `PolicyPublisher`. It calls `load` on its model, `attach` once it is built, and `hold`, `begin` and
-`close` around training, on every rank. `begin` wraps `optimizer.step` itself, because only that is left on every path,
-also when the step raises; callbacks and torch's step hooks would skip the resume. What moves between pause and resume
-is the business of a `Transfer`, one for each `vllm_mode`.
+The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built, `hold`, `begin` and
+`close` around training. `begin` wraps `optimizer.step` itself: callbacks and torch's step hooks are skipped when it
+raises. What moves between pause and resume is the business of a `Transfer`, one for each `vllm_mode`.
 """
 
 import functools
@@ -14,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
-from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.errors import AttachError, ServerError
 from trl_atropos.metrics.timing import PUBLISH, Stopwatch
 from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
 from trl_atropos.weights.colocate import Colocate
-from trl_atropos.weights.full_weights import FullWeights
+from trl_atropos.weights.full_weights import FullWeights, Restart
 from trl_atropos.weights.lora import FileLora, MemoryLora
 from trl_atropos.weights.probe import Probe
-from trl_atropos.weights.restart import Restart
-from trl_atropos.weights.transfer import Moved, Transfer
+from trl_atropos.weights.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +39,11 @@ class PolicyPublisher(ABC):
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
         probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
-            seen, in nats (natural logarithm of a probability); `None` before the first one, and where there is none.
+            seen, in nats (natural logarithm of a probability); `None` before the first probe.
         stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step must be in its part
             `publish`.
-        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: a
-            request that comes now begins with the next version.
+        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: requests
+            that come now begin with the next version.
     """
 
     def __init__(self):
@@ -59,7 +56,7 @@ class PolicyPublisher(ABC):
 
     @property
     def trainer_version(self) -> int:
-        """Version of the weights that the trainer has: a batch that it gets now is trained at this one."""
+        """Version of the weights that the trainer has: a batch that it gets now is trained at this version."""
         return self.policy_version
 
     def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
@@ -67,14 +64,14 @@ class PolicyPublisher(ABC):
         return model
 
     def attach(self, trainer: Any) -> None:  # noqa: B027 - not every mode has something to do
-        """Called once the trainer is built. `trainer` is the `AtroposGRPOTrainer`."""
+        """Called once `trainer`, the `AtroposGRPOTrainer`, is built."""
 
     def hold(self) -> None:  # noqa: B027
         """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
 
     @abstractmethod
     def begin(self, optimizer: Any, policy_version: int) -> None:
-        """Publishes the weights that training starts with, and wraps `optimizer.step` for all that follow."""
+        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish all that follow."""
 
     def computing(self) -> None:  # noqa: B027
         """Called when the trainer has a batch and needs no samples before the next publish."""
@@ -85,12 +82,11 @@ class PolicyPublisher(ABC):
         self._unwrap = self.on_pause = lambda: None
 
     def server_max_length(self) -> int | None:
-        """Longest sequence of the server in tokens, or `None` if there is no server."""
+        """Most tokens that a rollout of the server can have, or `None` if there is no server."""
         return None
 
     def why_silent(self) -> str:
-        """What is wrong with servers that sample nothing now. Called on rank 0, from any thread, when rollouts stay
-        away."""
+        """What is wrong with servers that sample nothing. Called on rank 0, from any thread, when no rollouts come."""
         return ""
 
     def pop_metrics(self) -> dict[str, float]:
@@ -105,9 +101,6 @@ class PolicyPublisher(ABC):
         # Keeps the mark by which torch's schedulers recognise a step that they count.
         optimizer.step = functools.update_wrapper(wrapper, step)
         self._unwrap = lambda: setattr(optimizer, "step", step)
-
-    def _note(self, name: str, value: float) -> None:
-        self._metrics[name].append(value)
 
 
 class NullPublisher(PolicyPublisher):
@@ -140,44 +133,28 @@ def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
 
 
 def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) -> Transfer:
-    """The transfer of a `vllm_mode`. `output_dir` is for those that write files."""
-    if mode == "colocate":
-        return Colocate(servers)
-    if mode == "server":
-        return FullWeights(servers, transport)
-    if mode == "nccl_lora":
-        return MemoryLora(servers, transport)
-    if mode == "lora":
-        return FileLora(servers, f"{output_dir}/adapters")
-    assert mode == "restart", mode
-    return Restart(servers, f"{output_dir}/policies")
+    """The transfer of a `vllm_mode`. `output_dir` is for modes that write files."""
+    transfers: dict[str, Callable[[], Transfer]] = {
+        "colocate": lambda: Colocate(servers),
+        "server": lambda: FullWeights(servers, transport),
+        "nccl_lora": lambda: MemoryLora(servers, transport),
+        "lora": lambda: FileLora(servers, f"{output_dir}/adapters"),
+        "restart": lambda: Restart(servers, f"{output_dir}/policies"),
+    }
+    return transfers[mode]()
 
 
 # -------------------------------------------------------------------------------------------------------- vLLM servers
-
-
-@dataclass
-class PublishTimes:
-    """Where the time of the last publish went, in milliseconds."""
-
-    pause_ms: float = 0.0
-    transfer_ms: float = 0.0  # of the bytes
-    apply_ms: float = 0.0  # in the server
-    resume_ms: float = 0.0
-    moved: Moved = field(default_factory=Moved)
 
 
 class ServerPublisher(PolicyPublisher):
     """
     Args:
         transfer (`Transfer`): How the mode moves the bytes.
-        probe_every_n_steps (`int`, *optional*): Publishes between two probes; 0 for none. By default, every one on the
-            CPU, and on a GPU as many as take at most 2 % of the time.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0: no
+            probes. By default 1 on the CPU, and on a GPU as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
-
-    Attributes:
-        times (`PublishTimes`): Of the last publish.
     """
 
     def __init__(
@@ -193,14 +170,11 @@ class ServerPublisher(PolicyPublisher):
         self.probe_every_n_steps = probe_every_n_steps
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
-        self.times = PublishTimes()
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
         self._paused = False
         self._asleep = False
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
-
-    # ---------------------------------------------------------------------------------------------------------- attach
 
     @property
     def trainer_version(self) -> int:
@@ -208,7 +182,6 @@ class ServerPublisher(PolicyPublisher):
 
     def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
         self.transfer, model = self.transfer.load(model, args, peft_config)
-        self.servers = self.transfer.servers
         info = self.servers.info
         self.policy_version = info.policy_version
         if info.logprobs_mode != "processed_logprobs":
@@ -216,13 +189,13 @@ class ServerPublisher(PolicyPublisher):
                 f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
                 "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
             )
-        if args.max_sequence_length is not None and args.max_sequence_length > info.max_model_len:
+        longest = args.max_sequence_length
+        if longest is not None and longest > info.max_model_len:
             raise AttachError(
-                f"`max_sequence_length` is {args.max_sequence_length}, but the server's max_model_len is "
-                f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
-                f"{args.max_sequence_length}`."
+                f"`max_sequence_length` is {longest}, but the server's max_model_len is {info.max_model_len}: lower "
+                f"it, or start the server with `--max-model-len {longest}`."
             )
-        if self.sleep_level and not info.sleep:  # one that sleeps never shares its memory
+        if self.sleep_level and not info.sleep:  # a server that sleeps never shares its memory
             raise AttachError("`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`.")
         return model
 
@@ -261,17 +234,18 @@ class ServerPublisher(PolicyPublisher):
         if self._probe is not None:
             self._probe.schedule.publishes = 0
         self._publish(lambda: None)
-        self._look_far()
+        if self._probe is not None:
+            self._probe.run_longest()
         self._writes_when_held = None  # an optimizer's kernels may write without being counted
         step = optimizer.step
 
-        def fenced(*args, **kwargs):
+        def published(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
             due = (self._steps + 1) % self.sync_every_n_steps == 0
             return self._publish(lambda: step(*args, **kwargs), optimizer, due)
 
-        self._wrap_step(optimizer, fenced)
+        self._wrap_step(optimizer, published)
 
     def computing(self) -> None:
         """The trainer will compute until the next publish: the server may sleep."""
@@ -282,7 +256,7 @@ class ServerPublisher(PolicyPublisher):
                 self._asleep = True
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
-        # Ctrl-C must leave no weights half written, nor a server paused, which would take its weights for torn.
+        # Ctrl-C must not leave weights half written, nor a server paused, which would take its weights for torn.
         with deferred():
             if self.transfer.steps_in_place:
                 with self.stopwatch.part(PUBLISH):
@@ -304,87 +278,61 @@ class ServerPublisher(PolicyPublisher):
     def _pause(self) -> None:
         if not self._paused:
             together(self.transfer.check)
-            started = time.perf_counter()
             self.transfer.pause()
             self._paused = True
-            self.times.pause_ms = _since(started)
 
     def _send(self) -> None:
         self._pause()
         self.on_pause()
-        started = time.perf_counter()
         if self._asleep:
             self.servers.each(lambda client: client.wake("weights"))
-        moved = self.transfer.send(self._steps)
+        self.transfer.send(self._steps)
         _synchronize()  # copies into the server's memory are only queued, too
         if self._asleep:
             self.servers.each(lambda client: client.wake("kv_cache"))
             self._asleep = False
-        self.times.transfer_ms = _since(started) - moved.apply_ms
-        self.times.apply_ms, self.times.moved = moved.apply_ms, moved
-        started = time.perf_counter()
         self.transfer.resume(self._steps)
-        self.times.resume_ms = _since(started)
         self._paused = False
         self.policy_version = self._steps
-        self.transfer.published(self._steps)
 
     def close(self) -> None:
-        """Releases the leases. A server that is paused then goes on with whole weights, and leaves with torn ones."""
+        """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""
         if self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held:
             self._paused = False  # nothing was written since `hold`: the weights are whole
             for client in self.servers.clients:
                 try:
                     client.resume(self.policy_version)
-                except ServerError as error:  # if it lives, the end of the lease tells it enough
+                except ServerError as error:  # if the server lives, the end of the lease lets it decide
                     logger.warning("%s", error)
         self._paused = self._asleep = False
         self.servers.release_leases()
         super().close()
 
     def _writes(self) -> int:
-        """Counts in-place writes to the parameters, to tell whether loading a checkpoint got as far as writing."""
+        """Counts in-place writes to the parameters, to tell whether loading a checkpoint has written any."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
 
-    # ------------------------------------------------------------------------------------------------------- its proof
+    # ---------------------------------------------------------------------------------------------------------- probes
 
     def probe(self) -> float:
-        """
-        Largest difference between what the servers sample and what the trainer computes, in nats. Runs on every rank.
-
-        Raises:
-            ProbeError: It is more than the dtypes allow.
-        """
-        result = self._probe.run(self.policy_version)
-        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, result.max_abs_diff)
-        return result.max_abs_diff
+        """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
+        difference = self._probe.run(self.policy_version).max_abs_diff
+        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
+        return difference
 
     def _run_probe(self) -> None:
         if self._probe is None:
             return
-        schedule, args = self._probe.schedule, self._trainer.args
-        last = self._trainer.state.global_step + 1 + self.sync_every_n_steps > args.max_steps
+        schedule, state = self._probe.schedule, self._trainer.state
+        last = state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
         if on_main(lambda: schedule.due(time.perf_counter(), last)):
             began = time.perf_counter()
-            result = self.probe()
+            self._metrics["policy/probe_max_abs_diff"].append(self.probe())
             schedule.ran(began, time.perf_counter())
-            self._note("policy/probe_max_abs_diff", result)
-            self._note("time/probe", schedule.seconds)
-
-    def _look_far(self) -> None:
-        """Compares the longest sequences that the run may meet, once, before the first step."""
-        wrong = self._probe.run_far(self.policy_version) if self._probe is not None else None
-        if wrong is not None and self._trainer.args.max_sequence_length is not None:  # the run asks for such rollouts
-            raise ProbeError(wrong)
-        if wrong is not None:
-            logger.warning("%s", wrong)
+            self._metrics["time/probe"].append(schedule.seconds)
 
 
 def _synchronize() -> None:
     """Waits for what is queued on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3

@@ -1,14 +1,11 @@
-"""`Transfer`: how one mode moves the bytes of a new policy, and what the modes share.
-
-That is views of the servers' memory, and the trainer's end of a channel to them.
-
-`publisher.py` has the life of a publish, once for all modes, and calls the transfer between pause and resume.
+"""`Transfer`: how one mode moves the bytes of a new policy between pause and resume (`publisher.py`). What the modes
+share is here, too: views of a server's memory, and the trainer's end of a channel to the servers.
 """
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,36 +28,24 @@ from trl_atropos.tensors.shared_memory import open_storage
 
 @dataclass
 class Moved:
-    """What one publish moved. Times are those of the slowest server."""
+    """What one publish moved. The time is that of the slowest server."""
 
     num_bytes: int = 0
-    apply_ms: float = 0.0  # of putting what arrived into the place that the server samples from
+    apply_ms: float = 0.0  # of putting what arrived where the server samples from it
 
 
 class Transfer(ABC):
-    """
-    One subclass per mode. All methods are called on every rank.
+    """One subclass per mode. All methods are called on every rank."""
 
-    Attributes:
-        in_place: This process writes into the server's memory, so that it must be paused before the first write.
-        steps_in_place: The optimizer's step is what writes there, so that the pause is around the step.
-        clear_cache: Requests in flight recompute what they cached, because the weights that they use change.
-    """
-
-    in_place = False
-    steps_in_place = False
-    clear_cache = True
+    in_place = False  # this process writes into the server's memory, so that its death would leave the weights torn
+    steps_in_place = False  # the optimizer's step is what writes there, so that the pause is around the step
+    clear_cache = True  # requests in flight recompute what they cached, because the weights that they use change
 
     def __init__(self, servers: Servers):
         self.servers = servers
 
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple["Transfer", Any]:
-        """
-        Connects to the servers, before the trainer is built from `model` and `args`.
-
-        Returns the transfer to use (another one where this one cannot serve the case), and what the trainer shall take
-        as its model.
-        """
+        """Connects to the servers. Returns the transfer to use, which may be another one, and the trainer's model."""
         self.servers.connect()
         return self, model
 
@@ -68,7 +53,7 @@ class Transfer(ABC):
     def attach(self, trainer: Any) -> None:
         """Called once the trainer is built, with the leases held."""
 
-    def check(self) -> None:  # noqa: B027 - not every mode can be torn
+    def check(self) -> None:  # noqa: B027 - not every mode has something to check
         """Raises if the trainer's parameters are no longer what they were at `attach`. Called before every pause."""
 
     def pause(self) -> None:
@@ -77,69 +62,50 @@ class Transfer(ABC):
 
     @abstractmethod
     def send(self, policy_version: int) -> Moved:
-        """Moves the weights of a version that the servers do not have yet. The servers are paused."""
+        """Moves the weights of a version that the paused servers do not have yet."""
 
     def resume(self, policy_version: int) -> None:
         self.servers.each(lambda client: client.resume(policy_version))
 
-    def published(self, policy_version: int) -> None:  # noqa: B027
-        """Called after a publish that was whole."""
 
-
-# ------------------------------------------------------------------------------------------ views of a server's memory
-
-
-@dataclass
-class OpenedViews:
-    """The server's memory, seen as the parameters of a model. Both are by parameter name."""
-
-    views: dict[str, torch.Tensor]
-    refused: dict[str, str]  # why a parameter has no view
-
-
-def open_views(parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment) -> OpenedViews:
+def open_views(
+    parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """
     Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded.
 
-    A parameter that vLLM transforms after loading differs and is refused. If most do, the server has other weights,
-    and that is an error.
-
-    Raises:
-        AttachError: The server has other weights.
+    Returns (views, refused): by parameter name, the server's memory, or why there is no such view. A few parameters
+    differ where vLLM transforms them after loading. If most do, the server has other weights: an `AttachError`.
     """
     storages = [open_storage(handle) for handle in attachment.storages]
-    opened = OpenedViews({}, dict(attachment.refused))
-    differing = []
+    views, differing = {}, []
     for name, parameter in parameters:
-        if name in opened.refused:
+        if name in attachment.refused:
             continue
         place = attachment.views[name]
         view = storages[place.storage].view(parameter.dtype).as_strided(place.size, place.stride, place.offset)
         if torch.equal(view, parameter.detach().to(view.device)):
-            opened.views[name] = view
+            views[name] = view
         else:
             differing.append(name)
-    if len(differing) > len(opened.views):
+    if len(differing) > len(views):
         raise AttachError(
             f"The server's weights differ from the trainer's model at {differing[0]!r}. Either the server serves "
             "another model or another checkpoint, or an earlier run has trained it: start it again on the model that "
             "the trainer loads."
         )
-    opened.refused |= dict.fromkeys(differing, "vLLM transforms it after loading, or has another value")
-    return opened
+    return views, attachment.refused | dict.fromkeys(differing, "vLLM transforms it, or has another value")
 
 
 # -------------------------------------------------------------------------------------- the trainer's end of a channel
 
 
 def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
-    """
-    `"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0 and a trainer on `device`.
-
-    Raises:
-        AttachError: What `weight_transport` asks for cannot reach these servers.
-    """
+    """`"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0, a trainer on `device`, and a `weight_transport`."""
     here = all(info.machine == machine_id() for info in servers.infos)
+    on_gpu = device.type == "cuda"
+    own = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
+    on_own = any(own in info.device_uuids for info in servers.infos)
     kinds = {info.device for info in servers.infos}
     if kinds != {device.type}:
         raise AttachError(
@@ -151,28 +117,21 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
             "`weight_transport: memory` shares memory, but a server runs on another machine (or in another "
             "container): set `weight_transport: auto`."
         )
-    if asked == "nccl" and device.type == "cpu":
+    if asked == "nccl" and not on_gpu:
         raise AttachError("`weight_transport: nccl` goes from GPU to GPU, but this run is on the CPU: set it to auto.")
-    if asked in ("gloo", "memory"):
-        return asked
-    if device.type == "cpu":
-        return "gloo"
-    own = str(torch.cuda.get_device_properties(device).uuid)
     # With NCCL_HOSTID set, NCCL takes two processes on one GPU for two machines, and goes through sockets.
-    if not any(own in info.device_uuids for info in servers.infos) or (
-        asked == "nccl" and "NCCL_HOSTID" in os.environ
-    ):
-        return "nccl"
-    if asked == "nccl":
+    if asked == "nccl" and on_own and "NCCL_HOSTID" not in os.environ:
         raise AttachError(
             f"`weight_transport: nccl` connects GPUs, but a server shares the trainer's GPU {own}: set it to auto."
         )
-    if here:
-        return "memory"  # NCCL refuses two processes on one GPU
-    raise AttachError(
-        f"A server shares the trainer's GPU {own} while another is on another machine: NCCL cannot serve the first "
-        "and shared memory not the second. Give the trainer a GPU of its own."
-    )
+    if asked == "auto" and on_own and not here:
+        raise AttachError(
+            f"A server shares the trainer's GPU {own} while another server is on another machine: NCCL cannot reach "
+            "the first and shared memory not the second. Give the trainer a GPU of its own."
+        )
+    if asked != "auto":
+        return asked
+    return "gloo" if not on_gpu else "memory" if on_own else "nccl"
 
 
 def open_channel(transport: str, servers: Servers, device: torch.device, num_bytes: int) -> Channel:
@@ -181,39 +140,31 @@ def open_channel(transport: str, servers: Servers, device: torch.device, num_byt
         channel, specification = open_memory(device, num_bytes)
         servers.each_here(lambda client: client.open_channel(specification))
         return channel
-    members = [(client.host, info.num_workers) for client, info in zip(servers.clients, servers.infos, strict=True)]
+    clients = servers.clients
+    members = [(client.host, info.num_workers) for client, info in zip(clients, servers.infos, strict=True)]
     try:
         return open_group(
-            transport,
-            device,
-            members,
-            lambda index, specification: servers.clients[index].open_channel(specification),
-            servers.timeout,
+            transport, device, members, lambda index, spec: clients[index].open_channel(spec), servers.timeout
         )
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
         raise AttachError(
-            f"The servers at {', '.join(client.url for client in servers.clients)} were asked to join a {transport} "
-            f"group with the trainer, and did not: {error}. Look at their logs; behind a firewall, the servers must "
-            "reach the trainer's machine on any port."
+            f"The servers at {', '.join(client.url for client in clients)} were asked to join a {transport} group "
+            f"with the trainer, and did not: {error}. Look at their logs; behind a firewall, the servers must reach "
+            "the trainer's machine on any port."
         ) from error
 
 
 def send_message(
     channel: Channel, message: torch.Tensor, servers: Servers, call: Callable[[ServerClient], Any]
 ) -> list[Any]:
-    """
-    Sends one message while `call` lets every server receive it. Returns their replies.
-
-    Raises:
-        ServerError: A server refused, died, or did not receive the message within its timeout.
-    """
+    """Sends one message while `call` lets every server receive it. Returns their replies, or raises `ServerError`."""
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
-            f"A transfer to the server at {names} broke off before, and what was left of it could be taken for the "
-            "next: build the trainer again (its last checkpoint can be resumed)."
+            f"A transfer to the server at {names} broke off before, and its rest could be taken for the next: build "
+            "the trainer again (its last checkpoint can be resumed)."
         )
     replies = in_background(lambda: servers.each_here(call))
     channel.broken = True  # until all of the message has arrived
@@ -224,20 +175,11 @@ def send_message(
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
-        raise _explained(replies, names, error) from error
+        with suppress(ChannelError):
+            wait_for(lambda: has_ended(replies), 1.0, "the server's own error, which says more")
+        raise ServerError(
+            f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says "
+            "why; if it hangs, raise `publish_timeout` or restart it."
+        ) from error
     channel.broken = False
     return replies.result()
-
-
-def _explained(replies: Future, names: str, error: Exception) -> Exception:
-    """The server's own error, which says most, if it comes within a second. Otherwise the channel's."""
-    try:
-        wait_for(lambda: has_ended(replies), 1.0, "the server's answer")
-    except ServerError as answer:
-        return answer
-    except ChannelError:
-        pass
-    return ServerError(
-        f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says why; "
-        "if it hangs, raise `publish_timeout` or restart it."
-    )

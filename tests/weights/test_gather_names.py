@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trl_atropos.weights.gather import buffers_of
-from trl_atropos.weights.names import checkpoint_tensors, parameter_specs
+from trl_atropos.weights.gather import CheckpointPlan, buffers_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS = {
@@ -34,7 +33,7 @@ def test_the_tensors_are_those_of_the_saved_checkpoint(model_type, loaded, tmp_p
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
     whole = dict([*model.named_parameters(), *buffers_of(model)])
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()}
-    tensors = dict(checkpoint_tensors(model, whole.items(), shapes))
+    tensors = dict(CheckpointPlan(model, shapes).tensors(whole.items()))
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name]), name
@@ -44,7 +43,7 @@ def test_the_tensors_are_those_of_the_saved_checkpoint(model_type, loaded, tmp_p
 def test_parts_of_one_parameter_are_no_copies(model_type):
     model = make(model_type)
     memory = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for name, tensor in checkpoint_tensors(model, model.named_parameters()):
+    for name, tensor in CheckpointPlan(model).tensors(model.named_parameters()):
         assert tensor.untyped_storage().data_ptr() in memory, name
 
 
@@ -59,7 +58,7 @@ def test_no_more_parameters_wait_than_one_tensor_needs(model_type, most):
             yield name, parameter
 
     waiting = []
-    for _ in checkpoint_tensors(model, source()):
+    for _ in CheckpointPlan(model).tensors(source()):
         waiting.append(len(taken))
         taken.clear()
     assert max(waiting) == most
@@ -67,9 +66,9 @@ def test_no_more_parameters_wait_than_one_tensor_needs(model_type, most):
 
 def test_the_specs_tell_the_same_views():
     model = make("mixtral")
-    tensors = dict(checkpoint_tensors(model, model.named_parameters()))
+    tensors = dict(CheckpointPlan(model).tensors(model.named_parameters()))
     parameters = dict(model.named_parameters())
-    for spec in parameter_specs(model):
+    for spec in CheckpointPlan(model).specs():
         for piece in spec.pieces:
             view = parameters[spec.name].as_strided(piece.size, piece.stride, piece.offset)
             assert torch.equal(view, tensors.pop(piece.name))
@@ -77,7 +76,7 @@ def test_the_specs_tell_the_same_views():
 
 
 def test_a_parameter_that_a_checkpoint_joins_with_others_has_no_piece_of_its_own():
-    specs = {spec.name: spec.pieces for spec in parameter_specs(make("hrm_text"))}
+    specs = {spec.name: spec.pieces for spec in CheckpointPlan(make("hrm_text")).specs()}
     joined = [name for name, pieces in specs.items() if pieces == []]
     assert any("q_proj" in name for name in joined)
     assert not any("embed_tokens" in name for name in joined)
@@ -87,16 +86,16 @@ def test_an_end_before_a_tensor_is_complete_is_an_error():
     model = make("hrm_text")
     parameters = [(name, value) for name, value in model.named_parameters() if "k_proj" not in name]
     with pytest.raises(ValueError, match=r"q_proj.*never came"):
-        list(checkpoint_tensors(model, parameters))
+        list(CheckpointPlan(model).tensors(parameters))
 
 
 def test_the_shapes_may_be_given_for_a_model_whose_parameters_are_elsewhere():
     model = make("mixtral")
-    expected = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, model.named_parameters())}
+    expected = {name: tensor.clone() for name, tensor in CheckpointPlan(model).tensors(model.named_parameters())}
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()}
-    for name, tensor in checkpoint_tensors(model, whole.items(), shapes):
+    for name, tensor in CheckpointPlan(model, shapes).tensors(whole.items()):
         assert torch.equal(tensor, expected.pop(name)), name
     assert not expected
