@@ -162,16 +162,6 @@ def test_watch_does_not_report_services_that_were_stopped(services):
     assert deaths == []
 
 
-def test_watch_goes_on_for_the_services_that_a_stop_left_running(services):
-    seen = threading.Event()
-    services.start("api", FOREVER)
-    services.start("environment", FOREVER)
-    services.watch(lambda error: seen.set())
-    services.stop(order=["environment"])
-    os.kill(running(services, "api"), signal.SIGKILL)
-    assert seen.wait(GONE_WITHIN)
-
-
 def test_services_are_stopped_in_reverse_order(services, tmp_path):
     noting = "import atexit, signal, sys, time\n" + (
         "def leave(*_):\n    open('order', 'a').write(sys.argv[1])\n    sys.exit()\n"

@@ -20,9 +20,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
+import shutil
 import sys
+import tempfile
+import threading
 import time
-import uuid
 from pathlib import Path
 
 import aiohttp
@@ -33,28 +36,33 @@ from starlette.responses import JSONResponse
 from yarl import URL
 
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.front.engine import Engine
+from trl_atropos.flags import server_flags
 from trl_atropos.protocol import (
     ROUTE_PREFIX,
     TOKEN_VARIABLE,
     Note,
     RefusalsReply,
     ServerInfo,
-    Strict,
     VersionsQuery,
     VersionsReply,
 )
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE
-from trl_atropos.server.lease import Lease, Refused, answer, body_of, disconnected, error, has_token
 from trl_atropos.server.ledger import Ledger
+from trl_atropos.server.routes import ControlPlane, Refused, disconnected, error
 from trl_atropos.services.guard import KILL_DEADLINE
-from trl_atropos.services.manager import GRACE, require_free_port
+from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port, tail
 from trl_atropos.services.signals import install_handlers
 
 logger = logging.getLogger(__name__)
 
-WATCH_EVERY = 0.2  # seconds
+NAME = "engine"
+HOST = "127.0.0.1"
+POLL = 0.2  # seconds
 DRAIN_POLL = 0.01  # seconds
+START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
+ASK_TIMEOUT = 10.0  # seconds for one of the engine's control routes
+DESCRIBE_TIMEOUT = 120.0  # seconds: the engine hashes the whole vocabulary
+HEALTH_TIMEOUT = 15.0  # seconds; the engine's server itself gives its engine 10 s
 LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients are told why
 # Seconds between a connection that a dying engine broke and the news of its death, which its guard gives when all of
 # the engine's processes are gone.
@@ -68,82 +76,149 @@ NOT_TO_ATTACH = (
 )
 
 
-class RestartBody(Strict):
-    model: str
+class Engine:
+    """
+    `trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front. Each start
+    listens on a loopback port of its own.
+    """
+
+    def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
+        self.model: str | None = None  # what is served now; None while the engine is away
+        self.url = ""
+        self.description: dict = {}  # the answer to `GET /trl_atropos/info` after the last start
+        # Clients know the first model's name, whatever is served.
+        named = "--served-model-name" in server_flags(flags)
+        self._flags = flags if named else [*flags, "--served-model-name", first_model]
+        self._next_seed = seed  # each start takes the next one, or it would draw the same numbers again
+        self._session = session
+        self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
+        self._log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
+        self._log.touch()
+        self._shown = 0  # bytes of the log
+        self._services = Services(self._log.parent)
+        self._stopping = threading.Lock()
+
+    async def serve(self, model: str) -> None:
+        """
+        Stops the engine if it runs and starts it on `model`; returns when it answers. From the main thread.
+
+        Raises:
+            ServiceError: With the reason and the end of the log. The engine is away then.
+        """
+        self.model = None
+        await asyncio.to_thread(self.stop)
+        port = free_port(HOST)
+        self.url = f"http://{HOST}:{port}"
+        command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--host", HOST, "--port", str(port)]
+        command += ["--seed", str(self._next_seed), *self._flags]
+        self._next_seed += 1
+        self._services.start(NAME, command, env={TOKEN_VARIABLE: self._token, READY_VARIABLE: ""})
+        deadline = time.monotonic() + START_TIMEOUT
+        while (trouble := await self.trouble()) is not None:
+            await self.check()
+            if time.monotonic() > deadline:
+                raise self._failed(f"did not become healthy within {START_TIMEOUT:.0f} s ({trouble})")
+            await asyncio.sleep(POLL)
+        try:
+            self.description = await self.ask("GET", "/info", timeout=DESCRIBE_TIMEOUT)
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            raise self._failed(f"became healthy but did not say what it serves ({problem!r})") from problem
+        self.model = model
+
+    def _failed(self, what: str) -> ServiceError:
+        return ServiceError(f"the engine {what}. The end of its log:\n{tail(self._log)}")
+
+    async def ask(self, method: str, route: str, body: dict | None = None, timeout: float = ASK_TIMEOUT) -> dict:
+        """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or `TimeoutError`."""
+        url, headers = f"{self.url}{ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self._session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
+            reply.raise_for_status()
+            return await reply.json()
+
+    async def trouble(self) -> str | None:
+        """What is wrong with the engine by its own health check; `None` if nothing is."""
+        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=limit) as reply:
+                return None if reply.status == 200 else (await reply.text())[:500]
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            return f"the engine's server does not answer ({problem!r})"
+
+    async def check(self) -> None:
+        """Raises `ServiceError` if the engine died by itself."""
+        await asyncio.to_thread(self._services.check)  # which may have to end what a killed guard left behind
+
+    def stop(self) -> None:
+        """Returns when nothing of the engine is left, at most 12 s later."""
+        with self._stopping:  # when the front exits, a restart's call may be at work in its thread
+            self._services.stop()
+
+    def show_log(self) -> None:
+        """Copies to stderr what the engine has written since the last call."""
+        with open(self._log, "rb") as log:
+            log.seek(self._shown)
+            sys.stderr.write(log.read().decode(errors="replace"))
+            sys.stderr.flush()
+            self._shown = log.tell()
+
+    def remove_log(self) -> None:
+        shutil.rmtree(self._log.parent)
 
 
-class ResumeBody(Strict):
-    policy_version: int
-
-
-class Front:
+class Front(ControlPlane):
     """The ASGI app that environments and the trainer talk to."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession, first_model: str, drain_timeout: float) -> None:
-        self.engine = engine
+    def __init__(self, options: argparse.Namespace, flags: list[str], session: aiohttp.ClientSession) -> None:
+        super().__init__()
+        self.engine = Engine(options.model, flags, options.seed, session)
         self.session = session
-        self.drain_timeout = drain_timeout  # seconds that a pause waits for the requests in flight
-        self.token = os.environ[TOKEN_VARIABLE]
-        self.instance = uuid.uuid4().hex
+        self.drain_timeout = options.drain_timeout  # seconds that a pause waits for the requests in flight
         self.policy_version = 0  # the requests that go through now are sampled from it
-        self.model = first_model  # what `policy_version` stands for
+        self.model = options.model  # what `policy_version` stands for
         self.ledger = Ledger()  # what earlier engines sampled: an engine forgets it, and knows no versions
-        self.lease = Lease()
         self.paused = False
         self.open = asyncio.Event()  # requests go through
         self.in_flight = 0  # requests that have been passed on and not answered yet
-        self.changing = asyncio.Lock()  # start, pause, restart, resume and recovery take it in the order they came
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing is served any more
-        self.server: uvicorn.Server  # the one that serves this front, set when it is made
+        self.server = _Server(self, options.host, options.port)
+        self.questions = {
+            ("GET", "/info"): self.info,
+            ("POST", "/versions"): self.versions,
+            ("GET", "/refusals"): self.refusals,
+        }
+        self.changes = {
+            "/attach": (self.attach, ""),
+            "/pause": (self.pause, "lease"),
+            "/restart": (self.restart, "pause"),
+            "/resume": (self.resume, ""),
+        }
+
+    @property
+    def broken(self) -> str | None:
+        return self.ended.result() if self.ended.done() else None
 
     async def __call__(self, scope, receive, send) -> None:
-        request, path = Request(scope, receive), scope["path"]
-        if path == "/health":
-            response = await self._health()
-        elif not path.startswith(f"{ROUTE_PREFIX}/"):
-            return await self._forward(request, send)
-        elif not has_token(request, self.token):
-            response = error(401, "the control token is missing or wrong")
-        elif self.ended.done():
-            response = error(503, self.ended.result())
-        elif path == f"{ROUTE_PREFIX}/lease" and request.method == "POST":
-            return await self.lease.hold(request, send, self.server, at_end=self._trainer_left)
+        request = Request(scope, receive)
+        if scope["path"] == "/health":
+            trouble = await self._trouble()
+            response = JSONResponse({}) if trouble is None else error(503, trouble)
+            await response(scope, receive, send)
+        elif scope["path"].startswith(f"{ROUTE_PREFIX}/"):
+            await self.control(request, send)
         else:
-            response = await answer(self._control(request, path.removeprefix(ROUTE_PREFIX)), path)
-        await response(scope, receive, send)
+            await self._forward(request, send)
 
-    async def _health(self) -> JSONResponse:
-        """Healthy during a restart too, or a supervisor would take the server for dead."""
-        if self.ended.done():
-            return error(503, self.ended.result())
-        if not self.engine.description:
-            return error(503, "the engine is starting")
+    async def _trouble(self) -> str | None:
+        """None during a restart too, or a supervisor would take the server for dead."""
+        if self.broken or not self.engine.description:
+            return self.broken or "the engine is starting"
         trouble = None if self.engine.model is None else await self.engine.trouble()
-        # Without a model by now, it has been stopped for a restart since.
-        return JSONResponse({}) if trouble is None or self.engine.model is None else error(503, trouble)
+        return trouble if self.engine.model is not None else None  # it may have been stopped for a restart meanwhile
 
     # ----------------------------------------------------------------------------------------------- for the trainer
 
-    async def _control(self, request: Request, path: str) -> JSONResponse:
-        body = await body_of(request)
-        match request.method, path:
-            case "GET", "/info":
-                return JSONResponse(self.info())
-            case "POST", "/versions":
-                return JSONResponse(await self.versions(body))
-            case "GET", "/refusals":  # those since the last restart; none while the engine is away
-                nothing = RefusalsReply(total=0, latest=[]).model_dump()
-                away = self.engine.model is None
-                return JSONResponse(nothing if away else await self.engine.ask("GET", "/refusals"))
-            case "POST", "/attach":
-                raise Refused(NOT_TO_ATTACH)
-        handlers = {"/pause": self.pause, "/restart": self.restart, "/resume": self.resume}
-        if request.method != "POST" or path not in handlers:
-            raise Refused(f"no control route {request.method} {path}", 404)
-        async with self.changing:
-            return JSONResponse(await handlers[path](body))
-
-    def info(self) -> dict:
+    async def info(self, _body: dict) -> dict:
         if not self.engine.description:
             raise Refused("the engine is starting", 503)
         own = {
@@ -154,19 +229,26 @@ class Front:
             "policy_version": self.policy_version,
             "oldest_version_in_flight": self.policy_version,
             "paused": self.paused,
-            "lease_held": self.lease.held,
+            "lease_held": self.lease_held,
         }
         return ServerInfo.model_validate(self.engine.description | own).model_dump()
 
-    async def pause(self, body: dict) -> dict:
+    async def refusals(self, _body: dict) -> dict:
+        """Those since the last restart; none while the engine is away."""
+        if self.engine.model is None:
+            return RefusalsReply(total=0, latest=[]).model_dump()
+        return await self.engine.ask("GET", "/refusals")
+
+    async def attach(self, _body: dict) -> dict:
+        raise Refused(NOT_TO_ATTACH)
+
+    async def pause(self, _body: dict) -> dict:
         """Returns when nothing is in flight; what arrives is held until `resume`. Nothing that the body can ask for
         makes a difference: an engine starts with empty caches and whole weights."""
-        if not self.lease.held:
-            raise Refused("pause needs a lease: nothing would resume the server if the trainer died")
         self.paused = True
         self.open.clear()
         deadline = time.monotonic() + self.drain_timeout
-        while self.in_flight and self.lease.held and time.monotonic() < deadline:
+        while self.in_flight and self.lease_held and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL)
         if left := self.in_flight:
             self._release(self.policy_version)
@@ -179,9 +261,7 @@ class Front:
 
     async def restart(self, body: dict) -> dict:
         """Puts the engine on a checkpoint, or back on the last one. `restart_s`: seconds that it was away."""
-        model = RestartBody.model_validate(body).model
-        if not self.paused:
-            raise Refused("restart needs a pause: requests in flight would be lost")
+        model = body["model"]
         if not (Path(model) / "config.json").is_file():
             raise Refused(f"{model} is not the folder of a model: there is no config.json")
         began = time.monotonic()
@@ -194,7 +274,7 @@ class Front:
         return {"model": model, "restart_s": time.monotonic() - began}
 
     async def resume(self, body: dict) -> dict:
-        version = ResumeBody.model_validate(body).policy_version
+        version = int(body["policy_version"])
         if not self.paused:
             raise Refused("resume without a pause")
         self._release(version)
@@ -205,7 +285,7 @@ class Front:
         self.model, self.policy_version, self.paused = self.engine.model, policy_version, False
         self.open.set()
 
-    async def _trainer_left(self) -> None:
+    async def trainer_left(self) -> None:
         """Recovers in a task of its own, so that another trainer can take the lease now: its calls wait."""
         if self.paused and not self.ended.done():
             self.recovery = asyncio.create_task(self._recover())
@@ -234,14 +314,14 @@ class Front:
         `POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions it
         has sampled, the front of which version: no version changes while a request is in flight.
         """
-        query, version = VersionsQuery.model_validate(body), self.policy_version
-        asked: list[Note | None] = [None] * len(query.keys)
+        keys, version = VersionsQuery.model_validate(body).keys, self.policy_version
+        told: list[Note | None] = [None] * len(keys)
         if self.engine.model is not None:
             # It may be going away just now; then what it knew is in the ledger.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                asked = await self._notes_of_engine(query.keys, version)
-        kept = self.ledger.find(bytes.fromhex(key) for key in query.keys)  # later, so that nothing slips between
-        return VersionsReply.of(old or new for old, new in zip(kept, asked, strict=True)).model_dump()
+                told = await self._notes_of_engine(keys, version)
+        kept = self.ledger.find(keys)  # later, so that nothing slips between
+        return VersionsReply.of(old or new for old, new in zip(kept, told, strict=True)).model_dump()
 
     async def _keep_versions(self) -> None:
         """Before the engine goes away, when nothing is in flight. A key that is in the ledger keeps its version."""
@@ -269,12 +349,12 @@ class Front:
             return
         started = False
 
-        async def noted(message) -> None:
+        async def noting(message) -> None:
             nonlocal started
             started = True
             await send(message)
 
-        work = asyncio.create_task(self._pass_on(request, body, noted))
+        work = asyncio.create_task(self._pass_on(request, body, noting))
         gone = asyncio.create_task(disconnected(request.receive))
         try:
             await asyncio.wait({work, gone, self.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -286,15 +366,13 @@ class Front:
         try:
             return await work
         except aiohttp.ClientError as problem:
-            reason = f"the engine broke the connection off ({type(problem).__name__}: {problem})"
+            reason = f"the engine broke the connection off ({problem!r})"
             await asyncio.wait({self.ended}, timeout=WHY_WITHIN)
         except asyncio.CancelledError:
             if not self.ended.done():
                 raise
-        if self.ended.done():
-            reason = self.ended.result()
         if not started:  # otherwise the connection is cut, which tells the client that the answer is not whole
-            await error(503, reason)(request.scope, request.receive, send)
+            await error(503, self.broken or reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
         while not self.open.is_set():  # it may be closed again between the event and this task's turn
@@ -334,7 +412,7 @@ class Front:
                     start.result()
                 if self.engine.model is not None:  # otherwise a restart looks after it
                     await self.engine.check()
-                await asyncio.sleep(WATCH_EVERY)
+                await asyncio.sleep(POLL)
         except ServiceError as problem:
             self.end(str(problem))
         except Exception as problem:  # a front must not go on without its watch
@@ -384,22 +462,20 @@ async def run(options: argparse.Namespace, flags: list[str]) -> str:
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
     ) as session:
-        engine = Engine(options.model, flags, options.seed, session)
-        front = Front(engine, session, options.model, options.drain_timeout)
-        front.server = _Server(front, options.host, options.port)
+        front = Front(options, flags, session)
         watch = asyncio.create_task(front.supervise())
         try:
             await front.server.serve()
         finally:
             watch.cancel()
-            engine.stop()  # holds up the loop, where there is nothing left to do
-            engine.show_log()
+            front.engine.stop()  # holds up the loop, where there is nothing left to do
+            front.engine.show_log()
             if front.server.interrupted:  # else the reason for the end names the log
-                engine.remove_log()
+                front.engine.remove_log()
         return front.ended.result()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="trl-atropos serve --vllm_mode restart",
         description="Serve a model and restart the server on each checkpoint of a trainer, unseen by its clients.",
@@ -416,11 +492,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=600.0,
         help="seconds that a publish waits for requests in flight (default: %(default)s)",
     )
-    return parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    options, flags = build_parser().parse_known_args(argv)
+    options, flags = parser.parse_known_args(argv)
     try:
         require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:

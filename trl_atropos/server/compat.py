@@ -1,6 +1,7 @@
 """All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
 
-`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES` in the installed vLLM and says which one moved.
+`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for all that this package imports of vLLM, in the
+installed vLLM and says which one moved.
 """
 
 from collections.abc import Callable
@@ -40,11 +41,14 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # Of a worker: its configuration, and the model that it runs.
     "vllm.config:ModelConfig": (
         *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
-        *("enable_sleep_mode", "get_vocab_size()"),
+        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
     ),
     "vllm.config:ParallelConfig": (
         *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
     ),
+    "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
+    "vllm.config:CacheConfig": ("block_size",),
+    "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
     f"{MODULES}.model_loader.reload:": ("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
@@ -54,7 +58,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
         *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
     ),
-    "vllm.lora.layers:BaseLayerWithLoRA": (),
     "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer",),
     "vllm.lora.lora_model:LoRAModel": (
         "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
@@ -67,7 +70,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
-    f"{MODULES}.layers.fused_moe:FusedMoEMethodBase": (),
     f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
     f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
     f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
@@ -139,19 +141,6 @@ def finish_reload(model: torch.nn.Module, model_config) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
-
-
-def expert_methods(model: torch.nn.Module) -> list:
-    """
-    The methods by which the mixture-of-experts layers of a model compute; empty for a dense model.
-
-    If vLLM kept experts in other classes, their layers would go on computing with old weights. So a name that moved
-    fails here, and a test looks at a model with experts.
-    """
-    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # in a worker only: it imports many kernels
-
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return [method for method in methods if isinstance(method, FusedMoEMethodBase)]
 
 
 def cpu_experts() -> type | None:

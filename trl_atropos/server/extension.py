@@ -1,8 +1,8 @@
 """What runs inside every worker of the vLLM server: it shares the model's memory, and receives weights and adapters.
 
 vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the worker. `control.py`
-calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module registers the
-shared loader, too, which happens before the model is built.
+calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module also registers
+the loader of `layout.py`, before the model is built.
 """
 
 import time
@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from trl_atropos.protocol import Attachment, LoadReply, LoraInfo, ParameterSpec
-from trl_atropos.server import compat, layout, loader
+from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
 
@@ -85,20 +84,22 @@ def _parsed(specs: list[dict]) -> list[ParameterSpec]:
 
 def _refusals(config: VllmConfig, device: str) -> list[str]:
     """Why this engine's weights cannot be trained in place, each with the way out."""
-    parallel, found = config.parallel_config, []
+    parallel, model, found = config.parallel_config, config.model_config, []
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         found.append(
             f"it splits the model over {parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} devices "
             "(start it with --tensor-parallel-size 1 --pipeline-parallel-size 1)"
         )
-    if config.model_config.quantization is not None:
-        found.append(f"its weights are quantised ({config.model_config.quantization}); serve an unquantised model")
-    if config.model_config.enable_sleep_mode:
+    if model.quantization is not None:
+        found.append(f"its weights are quantised ({model.quantization}); serve an unquantised model")
+    if model.enable_sleep_mode:
         found.append("it was started with --enable-sleep-mode, whose memory cannot be shared; leave the flag out")
-    if config.model_config.use_mla:
+    if model.use_mla:
         found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
-    if device == "cpu" and config.load_config.load_format != loader.LOAD_FORMAT:
-        found.append(f"it was not started with --load-format {loader.LOAD_FORMAT}; start it by `trl-atropos serve`")
+    if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
+        found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
+    if packed := layout.refusal_of_packed_layers():
+        found.append(packed)
     return found
 
 
@@ -120,6 +121,16 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
             setattr(parent, name, child)
 
 
+def _reply(started: float, received: float, device: torch.device) -> LoadReply:
+    _synchronize(device)
+    return LoadReply(receive_ms=(received - started) * 1e3, apply_ms=(time.perf_counter() - received) * 1e3)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 # -------------------------------------------------------------------------------------------------------- full weights
 
 
@@ -127,13 +138,18 @@ class WeightReceiver:
     """
     Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
     does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
+
+    Raises:
+        ValueError: New weights would not reach some layers.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
+        if packed := layout.refusal_of_packed_layers():
+            raise ValueError(packed)
         self.model = model
         self.config = config
         self.channel = channel
-        self.reloads = needs_reload(model, config, channel.device)
+        self.reloads = needs_reload(config, channel.device)
         self.loading = False
         self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not tell
 
@@ -152,8 +168,8 @@ class WeightReceiver:
             values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
         names = [tensor.name for tensor in tensors]
         with torch.no_grad(), set_current_vllm_config(self.config), without_adapters(self.model):
-            told = self.model.load_weights(zip(names, values, strict=True))
-        self.loaded = None if told is None or self.loaded is None else self.loaded | told
+            loaded = self.model.load_weights(zip(names, values, strict=True))
+        self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
         return _reply(started, received, self.channel.device)
 
     def finish(self) -> list[str]:
@@ -170,12 +186,13 @@ class WeightReceiver:
             return unloaded(self.model, self.loaded)
 
 
-def needs_reload(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM transforms weights after loading, so that new ones must go through the whole of it again."""
-    if config.model_config.quantization is not None or config.model_config.use_mla:
+def needs_reload(config: VllmConfig, device: torch.device) -> bool:
+    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again."""
+    model = config.model_config
+    if model.quantization is not None or model.use_mla:
         return True
     # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
-    return device.type != "cpu" and bool(compat.expert_methods(model))
+    return device.type != "cpu" and model.get_num_experts() > 0
 
 
 def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
@@ -183,16 +200,6 @@ def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
     filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
     return sorted(name for name, place in places.items() if place not in filled)
-
-
-def _reply(started: float, received: float, device: torch.device) -> LoadReply:
-    _synchronize(device)
-    return LoadReply(receive_ms=(received - started) * 1e3, apply_ms=(time.perf_counter() - received) * 1e3)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters
@@ -267,14 +274,14 @@ class AdapterReceiver:
         if len(self.adapters) >= self.adapters.capacity:
             self.adapters.remove_oldest_adapter()
         self.adapters.add_adapter(lora)
-        with _CopyTracer(values) as tracer:
+        with layout.CopyTracer(values) as tracer:
             self.adapters.activate_adapter(adapter_id)
         self._check_coverage(tracer.copies)
         slot = self.adapters.lora_index_to_id.index(adapter_id)
         self.plans[adapter_id] = (slot, [t for t, _ in tracer.copies], [s for _, s in tracer.copies])
 
     def _check_coverage(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Every tensor of the trainer must have arrived whole."""
+        """Raises `ValueError` if a tensor of the trainer did not arrive whole."""
         itemsize = copies[0][1].element_size() if copies else 1
         arrived = dict.fromkeys(self.offsets, 0)
         for _, source in copies:
@@ -289,17 +296,3 @@ class AdapterReceiver:
             raise ValueError(
                 f"vLLM has no place for {len(lost)} of the adapter's {len(self.tensors)} tensors (first: {lost[:3]})"
             )
-
-
-class _CopyTracer(TorchDispatchMode):
-    """Notes every copy out of one storage, and lets it take place."""
-
-    def __init__(self, source: torch.Tensor):
-        super().__init__()
-        self.pointer = source.untyped_storage().data_ptr()
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.pointer:
-            self.copies.append((args[0], args[1]))
-        return func(*args, **(kwargs or {}))

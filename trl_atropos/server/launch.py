@@ -7,7 +7,6 @@ For `--vllm_mode restart`, the process becomes the front (`trl_atropos.front.ser
 """
 
 import argparse
-import asyncio
 import importlib.util
 import os
 import secrets
@@ -19,28 +18,26 @@ from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES, environment_token
 
-# What the user did not say. Loopback only: the control routes change weights.
+# Used where the command line says nothing. Loopback only: the control routes change weights.
 DEFAULTS = {
     "--host": "127.0.0.1",
     "--port": "9001",
     "--generation-config": "vllm",  # the model's own generation_config.json would change how environments sample
 }
-# What must hold for the log-probabilities and the control routes to be right.
+# Without these, the log-probabilities and the control routes would not be right.
 REQUIRED = {
     "--logprobs-mode": "processed_logprobs",
     "--worker-extension-cls": "trl_atropos.server.extension.WorkerExtension",
 }
 CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
-# For a mode that sends adapters: places for the version in use and the next, and room for those of long requests.
+# For modes that send adapters: places for the version in use and the next, and room for versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
 MIDDLEWARE = "trl_atropos.server.control.Control"
 FRONT = "trl_atropos.front.serve"
 
 READY_VARIABLE = "TRL_ATROPOS_READY"
 """Environment variable with the text that a server prints when it is ready, below all that vLLM logs as it starts."""
-
-UVICORN_ENDS = 0.5  # seconds after which the last lines of uvicorn's start are out
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -100,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colocate") -> list[str]:
-    """The command line of vLLM's server. Raises `ValueError` where `given` contradicts what must hold."""
+    """The command line of vLLM's server. Raises `ValueError` where `given` contradicts `REQUIRED`."""
     required = {**REQUIRED, **(CPU_REQUIRED if cpu else {})}
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
     stated = server_flags(given)
@@ -151,18 +148,6 @@ def ready_text(host: str, port: str, mode: str, token: str) -> str:
         f"  Environments sample with `--openai.server_type vllm --openai.base_url {url}/v1`.\n"
         f"  A recipe trains with `--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}`.\n"
     )
-
-
-def say_when_started(send):
-    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is complete."""
-
-    async def told(message) -> None:
-        await send(message)
-        if message["type"] == "lifespan.startup.complete":
-            text = os.environ.get(READY_VARIABLE, "")
-            asyncio.get_running_loop().call_later(UVICORN_ENDS, sys.stderr.write, text)
-
-    return told
 
 
 if __name__ == "__main__":
