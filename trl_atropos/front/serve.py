@@ -10,14 +10,14 @@ an error. A publish is
 
 under the same token, lease and routes as in `server/control.py`. A policy version is the model that is served after a
 resume: if the trainer dies in between, the front goes back to the model of the last version and releases the requests.
-If the engine dies by itself, the front answers 503 with the reason, and exits.
-
-Exit codes: 143 and 130 after SIGTERM and SIGINT, 1 if the engine died by itself, with the reason on stderr.
+If the engine dies by itself, the front answers 503 with the reason, and exits with code 1; after SIGTERM and SIGINT,
+with 143 and 130.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -35,34 +35,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from yarl import URL
 
+from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.protocol import (
-    ROUTE_PREFIX,
-    TOKEN_VARIABLE,
-    Note,
-    RefusalsReply,
-    ServerInfo,
-    VersionsQuery,
-    VersionsReply,
-)
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE
 from trl_atropos.server.ledger import Ledger
-from trl_atropos.server.routes import ControlPlane, Refused, disconnected, error
+from trl_atropos.server.routes import ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
-from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port, tail
+from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
 from trl_atropos.services.signals import install_handlers
 
 logger = logging.getLogger(__name__)
 
 NAME = "engine"
-HOST = "127.0.0.1"
 POLL = 0.2  # seconds
-DRAIN_POLL = 0.01  # seconds
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
-ASK_TIMEOUT = 10.0  # seconds for one of the engine's control routes
-DESCRIBE_TIMEOUT = 120.0  # seconds: the engine hashes the whole vocabulary
-HEALTH_TIMEOUT = 15.0  # seconds; the engine's server itself gives its engine 10 s
 LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients are told why
 # Seconds between a connection that a dying engine broke and the news of its death, which its guard gives when all of
 # the engine's processes are gone.
@@ -70,17 +57,12 @@ WHY_WITHIN = GRACE + KILL_DEADLINE
 # Headers that belong to one connection, not to the message; and those that the client library writes itself.
 NOT_PASSED_ON = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}
 NOT_PASSED_BACK = {b"connection", b"keep-alive", b"transfer-encoding"}
-NOT_TO_ATTACH = (
-    "this server was started with `--vllm_mode restart`, so its memory cannot be shared: set `vllm_mode: restart`, or "
-    "start the server with `--vllm_mode colocate`"
-)
+NOT_TO_ATTACH = "it was started with `--vllm_mode restart`: set `vllm_mode: restart`, or start it with another mode"
 
 
 class Engine:
-    """
-    `trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front. Each start
-    listens on a loopback port of its own.
-    """
+    """`trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front. Each
+    start listens on a loopback port of its own."""
 
     def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
         self.model: str | None = None  # what is served now; None while the engine is away
@@ -89,48 +71,35 @@ class Engine:
         # Clients know the first model's name, whatever is served.
         named = "--served-model-name" in server_flags(flags)
         self._flags = flags if named else [*flags, "--served-model-name", first_model]
-        self._next_seed = seed  # each start takes the next one, or it would draw the same numbers again
+        self._seeds = itertools.count(seed)  # one for each start, or it would draw the same numbers again
         self._session = session
         self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
-        self._log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
-        self._log.touch()
-        self._shown = 0  # bytes of the log
-        self._services = Services(self._log.parent)
+        self.log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
+        self.log.touch()
+        self._services = Services(self.log.parent)
         self._stopping = threading.Lock()
 
     async def serve(self, model: str) -> None:
-        """
-        Stops the engine if it runs and starts it on `model`; returns when it answers. From the main thread.
-
-        Raises:
-            ServiceError: With the reason and the end of the log. The engine is away then.
-        """
+        """Stops the engine if it runs and starts it on `model`; returns when it answers. From the main thread. Raises
+        `ServiceError` with the end of the log; then the engine is away."""
         self.model = None
         await asyncio.to_thread(self.stop)
-        port = free_port(HOST)
-        self.url = f"http://{HOST}:{port}"
-        command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--host", HOST, "--port", str(port)]
-        command += ["--seed", str(self._next_seed), *self._flags]
-        self._next_seed += 1
-        self._services.start(NAME, command, env={TOKEN_VARIABLE: self._token, READY_VARIABLE: ""})
-        deadline = time.monotonic() + START_TIMEOUT
-        while (trouble := await self.trouble()) is not None:
-            await self.check()
-            if time.monotonic() > deadline:
-                raise self._failed(f"did not become healthy within {START_TIMEOUT:.0f} s ({trouble})")
-            await asyncio.sleep(POLL)
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--seed", str(next(self._seeds)), *self._flags]
+        env = {protocol.TOKEN_VARIABLE: self._token, READY_VARIABLE: ""}
+        self._services.start(NAME, command, env=env, health_url=f"{self.url}/health")
+        await asyncio.to_thread(self._services.wait_healthy, NAME, START_TIMEOUT)
         try:
-            self.description = await self.ask("GET", "/info", timeout=DESCRIBE_TIMEOUT)
+            self.description = await self.ask("GET", "/info", timeout=120.0)  # it hashes the vocabulary
         except (aiohttp.ClientError, TimeoutError) as problem:
-            raise self._failed(f"became healthy but did not say what it serves ({problem!r})") from problem
+            raise ServiceError(f"the engine became healthy but did not say what it serves ({problem!r})") from problem
         self.model = model
 
-    def _failed(self, what: str) -> ServiceError:
-        return ServiceError(f"the engine {what}. The end of its log:\n{tail(self._log)}")
-
-    async def ask(self, method: str, route: str, body: dict | None = None, timeout: float = ASK_TIMEOUT) -> dict:
+    async def ask(self, method: str, route: str, body: dict | None = None, timeout: float = 10.0) -> dict:
         """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or `TimeoutError`."""
-        url, headers = f"{self.url}{ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
+        url, headers = f"{self.url}{protocol.ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self._session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
             reply.raise_for_status()
@@ -138,7 +107,7 @@ class Engine:
 
     async def trouble(self) -> str | None:
         """What is wrong with the engine by its own health check; `None` if nothing is."""
-        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+        limit = aiohttp.ClientTimeout(total=15.0)  # seconds; the engine's server gives its engine 10 s
         try:
             async with self._session.get(f"{self.url}/health", timeout=limit) as reply:
                 return None if reply.status == 200 else (await reply.text())[:500]
@@ -154,16 +123,12 @@ class Engine:
         with self._stopping:  # when the front exits, a restart's call may be at work in its thread
             self._services.stop()
 
-    def show_log(self) -> None:
-        """Copies to stderr what the engine has written since the last call."""
-        with open(self._log, "rb") as log:
-            log.seek(self._shown)
-            sys.stderr.write(log.read().decode(errors="replace"))
-            sys.stderr.flush()
-            self._shown = log.tell()
-
-    def remove_log(self) -> None:
-        shutil.rmtree(self._log.parent)
+    async def show_log(self) -> None:
+        """Copies to stderr what the engine writes."""
+        with open(self.log, encoding="utf-8", errors="replace") as log:
+            while True:
+                sys.stderr.write(log.read())
+                await asyncio.sleep(POLL)
 
 
 class Front(ControlPlane):
@@ -177,10 +142,8 @@ class Front(ControlPlane):
         self.policy_version = 0  # the requests that go through now are sampled from it
         self.model = options.model  # what `policy_version` stands for
         self.ledger = Ledger()  # what earlier engines sampled: an engine forgets it, and knows no versions
-        self.paused = False
-        self.open = asyncio.Event()  # requests go through
         self.in_flight = 0  # requests that have been passed on and not answered yet
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing is served any more
+        self.ended = asyncio.get_running_loop().create_future()  # when `broken` is known
         self.server = _Server(self, options.host, options.port)
         self.questions = {
             ("GET", "/info"): self.info,
@@ -194,17 +157,13 @@ class Front(ControlPlane):
             "/resume": (self.resume, ""),
         }
 
-    @property
-    def broken(self) -> str | None:
-        return self.ended.result() if self.ended.done() else None
-
     async def __call__(self, scope, receive, send) -> None:
         request = Request(scope, receive)
         if scope["path"] == "/health":
             trouble = await self._trouble()
             response = JSONResponse({}) if trouble is None else error(503, trouble)
             await response(scope, receive, send)
-        elif scope["path"].startswith(f"{ROUTE_PREFIX}/"):
+        elif scope["path"].startswith(f"{protocol.ROUTE_PREFIX}/"):
             await self.control(request, send)
         else:
             await self._forward(request, send)
@@ -215,8 +174,6 @@ class Front(ControlPlane):
             return self.broken or "the engine is starting"
         trouble = None if self.engine.model is None else await self.engine.trouble()
         return trouble if self.engine.model is not None else None  # it may have been stopped for a restart meanwhile
-
-    # ----------------------------------------------------------------------------------------------- for the trainer
 
     async def info(self, _body: dict) -> dict:
         if not self.engine.description:
@@ -229,14 +186,14 @@ class Front(ControlPlane):
             "policy_version": self.policy_version,
             "oldest_version_in_flight": self.policy_version,
             "paused": self.paused,
-            "lease_held": self.lease_held,
+            "lease_held": self.lease.locked(),
         }
-        return ServerInfo.model_validate(self.engine.description | own).model_dump()
+        return protocol.ServerInfo.model_validate(self.engine.description | own).model_dump()
 
     async def refusals(self, _body: dict) -> dict:
         """Those since the last restart; none while the engine is away."""
         if self.engine.model is None:
-            return RefusalsReply(total=0, latest=[]).model_dump()
+            return protocol.RefusalsReply(total=0, latest=[]).model_dump()
         return await self.engine.ask("GET", "/refusals")
 
     async def attach(self, _body: dict) -> dict:
@@ -245,11 +202,10 @@ class Front(ControlPlane):
     async def pause(self, _body: dict) -> dict:
         """Returns when nothing is in flight; what arrives is held until `resume`. Nothing that the body can ask for
         makes a difference: an engine starts with empty caches and whole weights."""
-        self.paused = True
         self.open.clear()
         deadline = time.monotonic() + self.drain_timeout
-        while self.in_flight and self.lease_held and time.monotonic() < deadline:
-            await asyncio.sleep(DRAIN_POLL)
+        while self.in_flight and self.lease.locked() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         if left := self.in_flight:
             self._release(self.policy_version)
             raise Refused(
@@ -282,12 +238,12 @@ class Front(ControlPlane):
 
     def _release(self, policy_version: int) -> None:
         assert self.engine.model is not None, "requests would go to an engine that is away"
-        self.model, self.policy_version, self.paused = self.engine.model, policy_version, False
+        self.model, self.policy_version = self.engine.model, policy_version
         self.open.set()
 
     async def trainer_left(self) -> None:
         """Recovers in a task of its own, so that another trainer can take the lease now: its calls wait."""
-        if self.paused and not self.ended.done():
+        if self.paused and self.broken is None:
             self.recovery = asyncio.create_task(self._recover())
 
     async def _recover(self) -> None:
@@ -305,23 +261,19 @@ class Front(ControlPlane):
             await self.engine.serve(self.model)
         except ServiceError as problem:
             self.end(f"the engine does not start on {self.model} any more, which it has served before: {problem}")
-            raise Refused(self.ended.result(), 503) from problem
-
-    # --------------------------------------------------------------------------------------- versions of completions
+            raise Refused(self.broken, 503) from problem
 
     async def versions(self, body: dict) -> dict:
-        """
-        `POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions it
-        has sampled, the front of which version: no version changes while a request is in flight.
-        """
-        keys, version = VersionsQuery.model_validate(body).keys, self.policy_version
-        told: list[Note | None] = [None] * len(keys)
+        """`POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions
+        it has sampled, the front of which version: no version changes while a request is in flight."""
+        keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
+        told: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
             # It may be going away just now; then what it knew is in the ledger.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 told = await self._notes_of_engine(keys, version)
         kept = self.ledger.find(keys)  # later, so that nothing slips between
-        return VersionsReply.of(old or new for old, new in zip(kept, told, strict=True)).model_dump()
+        return protocol.VersionsReply.of(old or new for old, new in zip(kept, told, strict=True)).model_dump()
 
     async def _keep_versions(self) -> None:
         """Before the engine goes away, when nothing is in flight. A key that is in the ledger keeps its version."""
@@ -334,12 +286,10 @@ class Front(ControlPlane):
         for key, note in zip(keys, notes, strict=True):
             self.ledger.note(bytes.fromhex(key), note)
 
-    async def _notes_of_engine(self, keys: list[str], version: int) -> list[Note | None]:
-        reply = await self.engine.ask("POST", "/versions", VersionsQuery(keys=keys).model_dump())
-        notes = VersionsReply.model_validate(reply).notes()
+    async def _notes_of_engine(self, keys: list[str], version: int) -> list[protocol.Note | None]:
+        reply = await self.engine.ask("POST", "/versions", protocol.VersionsQuery(keys=keys).model_dump())
+        notes = protocol.VersionsReply.model_validate(reply).notes()
         return [note and note._replace(span=(version, version)) for note in notes]
-
-    # ------------------------------------------------------------------------------------------ for the environments
 
     async def _forward(self, request: Request, send) -> None:
         """Passes on one request. If its client goes away it is dropped, and the engine stops working for it."""
@@ -354,29 +304,19 @@ class Front(ControlPlane):
             started = True
             await send(message)
 
-        work = asyncio.create_task(self._pass_on(request, body, noting))
-        gone = asyncio.create_task(disconnected(request.receive))
+        work = await while_connected(self._pass_on(request, body, noting), request.receive, self.ended)
         try:
-            await asyncio.wait({work, gone, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            work.cancel()
-        if gone.done():
-            return
-        try:
-            return await work
+            return work and work.result()
         except aiohttp.ClientError as problem:
-            reason = f"the engine broke the connection off ({problem!r})"
             await asyncio.wait({self.ended}, timeout=WHY_WITHIN)
+            reason = self.broken or f"the engine broke the connection off ({problem!r})"
         except asyncio.CancelledError:
-            if not self.ended.done():
-                raise
+            reason = self.broken
         if not started:  # otherwise the connection is cut, which tells the client that the answer is not whole
-            await error(503, self.broken or reason)(request.scope, request.receive, send)
+            await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
-        while not self.open.is_set():  # it may be closed again between the event and this task's turn
-            await self.open.wait()
+        await self.until_open()
         self.in_flight += 1
         version = f"{self.policy_version}-{self.policy_version}".encode()  # it cannot change while one is in flight
         query = f"?{request.scope['query_string'].decode()}" if request.scope["query_string"] else ""
@@ -400,16 +340,14 @@ class Front(ControlPlane):
         finally:
             self.in_flight -= 1
 
-    # ---------------------------------------------------------------------------------------------- life and its end
-
     async def supervise(self) -> None:
-        """Starts the engine, shows its log and watches over it."""
-        start = asyncio.create_task(self._start())
+        """Starts the engine and watches over it."""
         try:
+            async with self.changing:
+                await self.engine.serve(self.model)
+                self._release(0)
+            sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
             while True:
-                self.engine.show_log()
-                if start.done():
-                    start.result()
                 if self.engine.model is not None:  # otherwise a restart looks after it
                     await self.engine.check()
                 await asyncio.sleep(POLL)
@@ -418,19 +356,12 @@ class Front(ControlPlane):
         except Exception as problem:  # a front must not go on without its watch
             logger.exception("the watch over the engine failed")
             self.end(f"{type(problem).__name__}: {problem}")
-        finally:
-            start.cancel()
-
-    async def _start(self) -> None:
-        async with self.changing:
-            await self.engine.serve(self.model)
-            self._release(0)
-        sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
 
     def end(self, reason: str) -> None:
         """Answers only `reason` from now on, and exits soon."""
-        if not self.ended.done():
-            self.ended.set_result(reason)
+        if self.broken is None:
+            self.broken = reason
+            self.ended.set_result(None)
             asyncio.get_running_loop().call_later(LEAVE_GRACE, setattr, self.server, "should_exit", True)
 
 
@@ -464,15 +395,17 @@ async def run(options: argparse.Namespace, flags: list[str]) -> str:
     ) as session:
         front = Front(options, flags, session)
         watch = asyncio.create_task(front.supervise())
+        log = asyncio.create_task(front.engine.show_log())
         try:
             await front.server.serve()
         finally:
             watch.cancel()
             front.engine.stop()  # holds up the loop, where there is nothing left to do
-            front.engine.show_log()
+            await asyncio.sleep(2 * POLL)  # in which the end of the log is shown
+            log.cancel()
             if front.server.interrupted:  # else the reason for the end names the log
-                front.engine.remove_log()
-        return front.ended.result()
+                shutil.rmtree(front.engine.log.parent)
+        return front.broken
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,10 +1,8 @@
 """All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
 
-`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for all that this package imports of vLLM, in the
-installed vLLM and says which one moved.
+`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for each name that this package imports from
+vLLM, in the installed vLLM, and says which one moved.
 """
-
-from collections.abc import Callable
 
 import torch
 import vllm
@@ -28,7 +26,8 @@ MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
     # Of the API server: its application's state, and the engine client.
-    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests", "base_model_paths"),
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
+    "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
         *("engine_core", "model_config", "vllm_config", "get_tokenizer()", "check_health()", "is_sleeping()"),
         *("generate(prompt, sampling_params, request_id, lora_request)", "collective_rpc(method, args)"),
@@ -82,16 +81,16 @@ if NEW:
     )
 
 
-def server_main() -> Callable[[], None]:
-    """vLLM's own API server entry point, which parses `sys.argv`. The module moved after 0.26."""
+def run_server() -> None:
+    """Runs vLLM's own API server, which parses `sys.argv`."""
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
-    except ImportError:
-        return _server_main_0_26
-    return main
+    except ImportError:  # its place in 0.26
+        return _run_server_0_26()
+    main()
 
 
-def _server_main_0_26() -> None:
+def _run_server_0_26() -> None:
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -106,12 +105,8 @@ def _server_main_0_26() -> None:
 
 
 async def pause(engine, clear_cache: bool) -> None:
-    """
-    Stops scheduling after the running step and keeps the requests in flight.
-
-    With `clear_cache`, cached prefixes are dropped and the frozen requests are preempted, so that on resume they
-    recompute their KV cache with the new weights. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms.
-    """
+    """Stops scheduling after the running step and keeps the requests in flight. With `clear_cache`, these recompute
+    their KV cache with the new weights on resume. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms."""
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
@@ -128,19 +123,6 @@ def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
         return None
     first, last = (0 if mark.version == UNMARKED else int(mark.version) for mark in (marks[0], marks[-1]))
     return first, last
-
-
-def begin_reload(model: torch.nn.Module) -> None:
-    """From here to `finish_reload`, loaded weights are kept until a layer is whole, then processed as at the start."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    initialize_layerwise_reload(model)
-
-
-def finish_reload(model: torch.nn.Module, model_config) -> None:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
 
 
 def cpu_experts() -> type | None:

@@ -25,22 +25,13 @@ import psutil
 from starlette.requests import Request
 from vllm.lora.request import LoRARequest
 
-from trl_atropos.protocol import (
-    ADAPTER_NAME,
-    PROTOCOL_VERSION,
-    ROUTE_PREFIX,
-    TOKEN_VARIABLE,
-    ServerInfo,
-    VersionsQuery,
-    VersionsReply,
-    machine_id,
-    tokenizer_fingerprint,
-)
+from trl_atropos import protocol
+from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat
 from trl_atropos.server.launch import READY_VARIABLE
 from trl_atropos.server.ledger import Refusals
 from trl_atropos.server.routes import ControlPlane, Refused, error
-from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
+from trl_atropos.server.sampling import Sampling
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -50,8 +41,15 @@ HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question 
 RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
 REAPED = 1.0  # seconds between a process's end and its exit code, at most
 READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are out
+# vLLM's own sampling routes. They take any model name: environments keep one name whatever is served.
+OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
+NEEDS_TOKEN = (
+    "this route changes what is sampled, so it needs the control token: send `Authorization: Bearer TOKEN` with that "
+    f"in {TOKEN_VARIABLE}"
+)
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 
 
@@ -59,6 +57,7 @@ class Control(ControlPlane):
     def __init__(self, app) -> None:
         super().__init__()
         self.app = app
+        self.open.set()
         self.sampling: Sampling | None = None  # this and the engine are known from the first request on
         self.refusals = Refusals()
         self.asleep = 0  # vLLM's sleep level
@@ -70,8 +69,8 @@ class Control(ControlPlane):
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
-            ("GET", "/versions"): self.completion_keys,
-            ("GET", "/refusals"): self.refused,
+            ("GET", "/versions"): lambda body: {"keys": self.sampling.ledger.keys()},  # for the front
+            ("GET", "/refusals"): lambda body: self.refusals.answer(),
         }
         self.changes = {
             "/attach": (self.attach, "lease"),
@@ -86,21 +85,13 @@ class Control(ControlPlane):
             "/wake": (self.wake, "lease and pause"),
         }
 
-    @property
-    def paused(self) -> bool:
-        return self.sampling.paused
-
-    @property
-    def broken(self) -> str | None:
-        return self.sampling.broken
-
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, _announcing(send))
         if self.sampling is None:
             state = scope["app"].state
             self.engine, self.models, self.server = state.engine_client, state.openai_serving_models, state.server
-            self.sampling = Sampling(self.engine)
+            self.sampling = Sampling(self.engine, self)
             self._watch_engines()
         request, path, posts = Request(scope, receive), scope["path"], scope["method"] == "POST"
         try:
@@ -111,27 +102,23 @@ class Control(ControlPlane):
             if path == "/generate" and posts:
                 return await self.sampling.generate(request, self.refusals.watched(send))
             if path in OPENAI_ROUTES and posts:
-                model = self.models.base_model_paths[0].name
-                return await self.sampling.openai(request, self.refusals.watched(send), self.app, model)
+                await self.until_open()  # the engine client waits, too, but vLLM would hide its reason
+                return await self.app(scope, receive, self.refusals.watched(send))
             if ADAPTER_ROUTES.search(path) and not self.has_token(request):
-                told = (
-                    "this route changes what is sampled, so it needs the control token: send `Authorization: Bearer "
-                    f"TOKEN` with that in {TOKEN_VARIABLE}"
-                )
-                return await error(401, told)(scope, receive, send)
+                return await error(401, NEEDS_TOKEN)(scope, receive, send)
             if path == "/health" and (trouble := await self._engine_trouble()):
                 return await error(503, trouble)(scope, receive, send)
+        except Refused as problem:
+            return await error(problem.status, str(problem))(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
             self._engine_died()
             return await error(503, self.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
 
     async def _engine_trouble(self) -> str | None:
-        """
-        What is wrong if the engine does not answer although its process is alive. `None` while a trainer's call is
-        being served, which may take long: then the trainer has a deadline.
-        """
-        if self.lease_held and self.changing.locked():
+        """What is wrong if the engine does not answer although its process is alive. `None` while a trainer's call is
+        being served, which may take long: then the trainer has a deadline."""
+        if self.lease.locked() and self.changing.locked():
             return None
         await self.engine.check_health()
         clock = asyncio.get_running_loop().time
@@ -141,19 +128,18 @@ class Control(ControlPlane):
         await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - clock()))
         if question.done():
             return None
-        return f"the engine has not answered for {clock() - since:.0f} s, though its process is alive: restart this server"
-
-    # ---------------------------------------------------------------------------------------- routes for the trainer
+        silent = clock() - since
+        return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
 
     async def info(self, _body: dict) -> dict:
         if self.description is None:
             self.description = await self._describe()
-        return ServerInfo(
+        return protocol.ServerInfo(
             **self.description,
             policy_version=self.sampling.policy_version,
             oldest_version_in_flight=self.sampling.oldest_version_in_flight,
             paused=self.paused,
-            lease_held=self.lease_held,
+            lease_held=self.lease.locked(),
         ).model_dump()
 
     async def _describe(self) -> dict:
@@ -171,29 +157,24 @@ class Control(ControlPlane):
         return {
             **workers[0],
             "device_uuids": [uuid for uuid in uuids if uuid is not None],
-            "protocol": PROTOCOL_VERSION,
+            "protocol": protocol.PROTOCOL_VERSION,
             "instance": self.instance,
-            "machine": machine_id(),
+            "machine": protocol.machine_id(),
             "vllm_version": str(compat.VLLM_VERSION),
             "model": model.model,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
-            "tokenizer_fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer.get_vocab()),
+            "tokenizer_fingerprint": None
+            if tokenizer is None
+            else protocol.tokenizer_fingerprint(tokenizer.get_vocab()),
             "logprobs_mode": model.logprobs_mode,
             "prefixes_by_path": compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
         }
 
-    async def versions(self, body: dict) -> dict:
-        notes = self.sampling.ledger.find(VersionsQuery.model_validate(body).keys)
-        return VersionsReply.of(notes).model_dump()
-
-    async def completion_keys(self, _body: dict) -> dict:
-        """Completion keys for the front, which keeps them for the server that replaces this one."""
-        return {"keys": self.sampling.ledger.keys()}
-
-    async def refused(self, _body: dict) -> dict:
-        return self.refusals.answer()
+    def versions(self, body: dict) -> dict:
+        keys = protocol.VersionsQuery.model_validate(body).keys
+        return protocol.VersionsReply.of(self.sampling.ledger.find(keys)).model_dump()
 
     async def attach(self, body: dict) -> dict:
         (attachment,) = await self._workers("attach", body["parameters"])
@@ -202,7 +183,7 @@ class Control(ControlPlane):
     async def pause(self, body: dict) -> dict:
         """With `in_place`, the trainer writes into this server's memory until `resume`."""
         self.torn = self.torn or bool(body.get("in_place", False))
-        self.sampling.hold()  # before the engine has stopped: what arrives now begins with the next version
+        self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
         # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
         self.sampling.register(self.models.lora_requests)
         await compat.pause(self.engine, clear_cache=bool(body.get("clear_cache", True)))
@@ -221,7 +202,7 @@ class Control(ControlPlane):
         return {"policy_version": version}
 
     def _adapter_of(self, version: int) -> LoRARequest | None:
-        """The adapter that was loaded in this pause; None if none was: a former trainer's adapter is not the policy."""
+        """The adapter that was loaded in this pause, if one was: a former trainer's adapter is not the policy."""
         served = self.models.lora_requests
         given = served.get(ADAPTER_NAME)  # an adapter of files, which vLLM's own route puts there
         if self.next_adapter is None and (given is None or given is self.sampling.adapter):
@@ -230,11 +211,10 @@ class Control(ControlPlane):
         # also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
-        if self.next_adapter is not None:
-            adapter = LoRARequest(name, self.next_adapter, f"mem://{name}")
-        else:
-            adapter = LoRARequest(name, given.lora_int_id, given.lora_path)
-        served[ADAPTER_NAME], self.next_adapter = adapter, None
+        from_files = self.next_adapter is None
+        place = (given.lora_int_id, given.lora_path) if from_files else (self.next_adapter, f"mem://{name}")
+        adapter = served[ADAPTER_NAME] = LoRARequest(name, *place)
+        self.next_adapter = None
         return adapter
 
     async def open_channel(self, body: dict) -> dict:
@@ -272,7 +252,7 @@ class Control(ControlPlane):
 
     async def sleep(self, body: dict) -> dict:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
-        self.sampling.hold()
+        self.open.clear()
         self.asleep = int(body["level"])
         self.torn = self.torn or self.asleep > 1  # level 2 forgets the weights
         await self.engine.sleep(self.asleep, mode="keep")
@@ -291,9 +271,7 @@ class Control(ControlPlane):
 
     async def _release(self) -> None:
         await self.engine.resume_generation()
-        self.sampling.release()
-
-    # ------------------------------------------------------------------------------ when a trainer or the engine dies
+        self.open.set()
 
     async def trainer_left(self) -> None:
         """Goes on with the weights if they are whole, and exits if they are not."""
@@ -345,15 +323,13 @@ class Control(ControlPlane):
         self._leave(f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {signum.name}", signum)
 
     def _leave(self, reason: str, signum: int | None = None) -> None:
-        """
-        Answers only the reason from now on, and ends the process, whatever connections are still open. With the exit
-        code of `signum`, if that ended the engine.
-        """
+        """Answers only the reason from now on, and ends the process, whatever connections are still open. With the
+        exit code of `signum`, if that ended the engine."""
         if self.broken is not None:
             return
-        self.sampling.broken = f"{reason}. This server is shutting down: start it again"
+        self.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.broken)
-        self.sampling.release()  # requests that wait get the reason
+        self.open.set()  # requests that wait get the reason
         grace, code = (LEAVE_GRACE, 1) if signum is None else (ANSWER_GRACE, 128 + signum)
         threading.Thread(target=_exit_after, args=(grace, code), daemon=True).start()
         if signum is None:  # vLLM may shut down in order, but exits with a code of its own

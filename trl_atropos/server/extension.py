@@ -1,8 +1,8 @@
 """What runs inside every worker of the vLLM server: it shares the model's memory, and receives weights and adapters.
 
 vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the worker. `control.py`
-calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module also registers
-the loader of `layout.py`, before the model is built.
+calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module also
+registers the loader of `layout.py`, before the model is built.
 """
 
 import time
@@ -14,6 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from trl_atropos.protocol import Attachment, LoadReply, LoraInfo, ParameterSpec
 from trl_atropos.server import compat, layout
@@ -25,8 +26,7 @@ class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
         config = self.vllm_config
-        lora = config.lora_config
-        if lora is not None:
+        if (lora := config.lora_config) is not None:
             dtype = str(lora.lora_dtype).removeprefix("torch.")
             lora = LoraInfo(max_rank=lora.max_lora_rank, max_loras=lora.max_loras, dtype=dtype).model_dump()
         cuda = self.device.type == "cuda"
@@ -72,7 +72,6 @@ class WorkerExtension:
             self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, _parsed(tensors), config)
         except ValueError as error:
             return str(error)
-        return None
 
     def trl_atropos_load_adapter(self, adapter_id: int) -> dict:
         return self._trl_atropos_adapter.load(adapter_id).model_dump()
@@ -131,9 +130,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-# -------------------------------------------------------------------------------------------------------- full weights
-
-
 class WeightReceiver:
     """
     Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
@@ -159,16 +155,16 @@ class WeightReceiver:
             self.loading = True
             self.loaded = set()
             if self.reloads:
-                compat.begin_reload(self.model)
+                initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
         started = time.perf_counter()
         message = self.channel.receive(message_layout(tensors)[1])
         received = time.perf_counter()
         values = unpack(message, tensors)
         if self.reloads:
             values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
-        names = [tensor.name for tensor in tensors]
+        named = zip([tensor.name for tensor in tensors], values, strict=True)
         with torch.no_grad(), set_current_vllm_config(self.config), without_adapters(self.model):
-            loaded = self.model.load_weights(zip(names, values, strict=True))
+            loaded = self.model.load_weights(named)
         self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
         return _reply(started, received, self.channel.device)
 
@@ -177,7 +173,7 @@ class WeightReceiver:
         self.loading = False
         if self.reloads:
             with torch.no_grad(), set_current_vllm_config(self.config):
-                compat.finish_reload(self.model, self.config.model_config)
+                finalize_layerwise_reload(self.model, self.config.model_config)
             _synchronize(self.channel.device)
             return []
         if self.loaded is None:
@@ -202,9 +198,6 @@ def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
     return sorted(name for name, place in places.items() if place not in filled)
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
-
-
 class AdapterReceiver:
     """
     Receives LoRA adapters from memory to memory: no file, and no request waits for one.
@@ -212,13 +205,7 @@ class AdapterReceiver:
     An adapter's tensors arrive as one message and are kept per adapter id. The first time, vLLM's own code puts them
     into its stacked buffers while a dispatch mode notes every copy; from then on the same copies are made directly.
     The first time also proves that nothing is lost: vLLM silently drops tensors of modules that it does not know.
-
-    Args:
-        worker: vLLM's worker, started with `--enable-lora`.
-        channel (`Channel`): Where the trainer's bytes come from.
-        tensors (`list[ParameterSpec]`): The adapter's tensors, in the order of every message, under peft's names and
-            in vLLM's LoRA dtype. The scaling is already in B.
-        config (`dict`): The adapter's `LoraConfig` as JSON.
+    `tensors` are in the order of every message, under peft's names, in vLLM's LoRA dtype, the scaling already in B.
 
     Raises:
         ValueError: vLLM does not serve such adapters; the message says why.

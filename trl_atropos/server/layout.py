@@ -14,7 +14,7 @@ weights for any architecture, without a table of names.
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.nn.functional import linear
@@ -37,9 +37,6 @@ ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
 HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # writes into the padding of a vocabulary
 
 
-# ------------------------------------------------------------------------------------------------ computing in place
-
-
 @register_model_loader(LOAD_FORMAT)
 class SharedArenaLoader(DefaultModelLoader):
     def __init__(self, load_config):
@@ -56,10 +53,8 @@ packed_layers: list[str] = []
 
 
 def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
-    """
-    Has the layers of a model compute with their parameters themselves. Returns the names of those that may not: a class
-    which vLLM moved or replaced must lead to a refusal, and not to old weights.
-    """
+    """Has the layers of a model compute with their parameters themselves. Returns the names of those that may not: a
+    class which vLLM moved or replaced must lead to a refusal, and not to old weights."""
     found, packed = set(), []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -85,8 +80,8 @@ def refusal_of_packed_layers() -> str | None:
         return None
     return (
         f"vLLM {compat.VLLM_VERSION} packs the weights of {len(packed_layers)} layers for the CPU once (the first is "
-        f"{packed_layers[0]}), so that new ones would not reach them: use `vllm_mode: restart`, another version of vLLM "
-        "(0.32 is known to work), or a GPU"
+        f"{packed_layers[0]}), so that new ones would not reach them: use `vllm_mode: restart`, another version of "
+        "vLLM (0.32 is known to work), or a GPU"
     )
 
 
@@ -163,9 +158,6 @@ def move_to_arena(model: torch.nn.Module) -> None:
         tensor.data = piece.as_strided(tensor.size(), tensor.stride(), offset)
 
 
-# ---------------------------------------------------------------------------------------------- finding each parameter
-
-
 class CopyTracer(TorchDispatchMode):
     """
     Notes every copy out of one storage.
@@ -195,31 +187,19 @@ class CopyTracer(TorchDispatchMode):
 def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
     """The storages behind the model's parameters that another process can open, by data pointer, in order."""
     found: dict[int, torch.UntypedStorage] = {}
-    for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        if storage.data_ptr() not in found and _can_be_shared(storage):
-            found[storage.data_ptr()] = storage
+    for storage in (parameter.untyped_storage() for parameter in model.parameters()):
+        with suppress(ValueError):  # on the CPU, only the loader's arena can be shared, not what vLLM packs afterwards
+            if storage.device.type == "cpu":
+                export_storage(storage)
+            found.setdefault(storage.data_ptr(), storage)
     return found
-
-
-def _can_be_shared(storage: torch.UntypedStorage) -> bool:
-    """On the CPU only the loader's arena can. What vLLM replaces after loading, as packed experts, is not there."""
-    if storage.device.type != "cpu":
-        return True
-    try:
-        export_storage(storage)
-    except ValueError:
-        return False
-    return True
 
 
 def trace(
     model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> tuple[dict[str, View], dict[str, str]]:
-    """
-    Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for each
-    other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`.
-    """
+    """Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for
+    each other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`."""
     shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
     memory = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     views: dict[str, View] = {}
@@ -287,10 +267,8 @@ def _place(spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]],
 
 
 def _one_view(shape: list[int], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, list[int]] | None:
-    """
-    Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
-    together; None if they are not the whole parameter or do not lie that way.
-    """
+    """Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
+    together; None if they are not the whole parameter or do not lie that way."""
     contiguous = torch.empty(shape, device="meta").stride()
     strides: list[int | None] = [None] * len(shape)
     starts: dict[int, int] = {}  # of each copy: offset of the first element in the probe -> in vLLM's memory

@@ -13,7 +13,6 @@ from operator import itemgetter
 
 from trl_atropos.protocol import Note, Refusal, RefusalsReply, reason_in
 
-CAPACITY = 262_144  # completions; about 50 MB
 MAX_REASONS = 20  # the latest reasons of errors are kept
 MAX_MESSAGE = 400  # characters
 
@@ -28,7 +27,7 @@ class Ledger:
     forgotten by when it came first, so that an old version does not stick to it for ever.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = 262_144) -> None:  # about 50 MB
         self.capacity = capacity
         self._notes: dict[bytes, Note] = {}  # in the order in which they were first noted
 
@@ -50,10 +49,8 @@ class Ledger:
 
 
 class History:
-    """
-    Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a new
-    trainer begins at any version.
-    """
+    """Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a
+    new trainer begins at any version."""
 
     def __init__(self) -> None:
         self.publishes = 0  # so far
@@ -76,10 +73,8 @@ class History:
 
 
 class Refusals:
-    """
-    Counts the requests of environments that were answered with an error, by reason. The client of an environment
-    discards the reason, so without this neither its log nor the trainer would ever show it.
-    """
+    """Counts the requests of environments that were answered with an error, by reason. The client of an environment
+    discards the reason, so without this neither its log nor the trainer would ever show it."""
 
     def __init__(self) -> None:
         self._total = 0

@@ -6,12 +6,13 @@ without vLLM.
 
 import asyncio
 import hmac
+import inspect
 import json
 import logging
 import os
 import socket
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 
 import uvicorn
 from starlette.requests import Request
@@ -47,10 +48,8 @@ def error(status: int, message: str) -> JSONResponse:
 
 
 async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()) -> Response:
-    """
-    The response that `work` returns, or an error response for the exception that it raises. Exceptions of the types in
-    `fatal` are raised. `what` names the request in the log.
-    """
+    """The response that `work` returns, or an error response for what it raises, unless that is of a type in `fatal`.
+    `what` names the request in the log."""
     try:
         return await work
     except Refused as problem:
@@ -66,40 +65,52 @@ async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Excepti
         return error(500, f"{type(cause).__name__}: {cause}")
 
 
-async def disconnected(receive) -> None:
-    """Returns when the client has gone away. Read the body of its request before."""
+async def while_connected(work: Coroutine, receive, *ends: asyncio.Future) -> asyncio.Task | None:
+    """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two cases it is
+    cancelled. Returns its task, None if the client went away. Read the body of the request before."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        task.cancel()  # does nothing if it is done
+        await asyncio.wait({task})
+    return None if gone.done() and not gone.cancelled() else task
+
+
+async def _disconnected(receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class ControlPlane:
     """
-    The routes under `/trl_atropos/`, for the trainer.
+    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease: one response
+    that stays open as long as the trainer lives.
 
-    At most one trainer holds the server, by a lease: one response that stays open as long as the trainer lives.
-
-    Attributes:
-        server (`uvicorn.Server`): The server that this app runs in; set by the subclass.
-        paused (`bool`): Whether requests for samples wait; from the subclass.
-        broken (`str`, *optional*): Why nothing can be served any more; from the subclass.
-        questions (`dict`): By method and path, the handlers that answer at any time, also during a publish.
-        changes (`dict`): By path, the handlers of POST requests, which run one after the other, and whether each needs
-            a lease or a pause. A handler takes the request's body and returns the answer.
+    A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends, before another
+    trainer may take it, and the handlers, which take the body of a request and return the answer: `questions`, by
+    method and path, answer at any time; `changes`, by path of POST requests, run one after the other, and may need a
+    lease or a pause.
     """
-
-    server: uvicorn.Server
-    questions: dict
-    changes: dict
 
     def __init__(self) -> None:
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
-        self.lease_held = False
+        self.open = asyncio.Event()  # set: requests for samples go through
+        self.broken: str | None = None  # why nothing can be served any more
+        self.lease = asyncio.Lock()
         self.changing = asyncio.Lock()
 
-    async def trainer_left(self) -> None:
-        """Called when a lease ends, before another trainer may take it."""
-        raise NotImplementedError
+    @property
+    def paused(self) -> bool:
+        return not self.open.is_set()
+
+    async def until_open(self) -> None:
+        while self.paused:  # it may be paused again between the event and this task's turn
+            await self.open.wait()
+        if self.broken is not None:
+            raise Refused(self.broken, 503)
 
     def has_token(self, request: Request) -> bool:
         given = request.headers.get("authorization", "")
@@ -120,40 +131,34 @@ class ControlPlane:
     async def _call(self, request: Request, path: str) -> JSONResponse:
         body = Body(json.loads(await request.body() or b"{}"))
         if (question := self.questions.get((request.method, path))) is not None:
-            return JSONResponse(await question(body))
+            reply = question(body)
+            return JSONResponse(await reply if inspect.isawaitable(reply) else reply)
         if request.method != "POST" or path not in self.changes:
             raise Refused(f"no control route {request.method} {path}", 404)
         handler, needs = self.changes[path]
         async with self.changing:
-            if "lease" in needs and not self.lease_held:
+            if "lease" in needs and not self.lease.locked():
                 raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
             if "pause" in needs and not self.paused:
                 raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
             return JSONResponse(await handler(body))
 
     async def _hold_lease(self, request: Request, send) -> None:
-        """
-        Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
-        would wait for open responses, or at once if another trainer holds the lease.
-        """
-        scope, receive = request.scope, request.receive
-        deadline = asyncio.get_running_loop().time() + LEASE_WAIT
-        while self.lease_held:
-            if asyncio.get_running_loop().time() >= deadline:
-                refused = error(
-                    409,
-                    "another trainer holds this server: stop it, or start a server for this run (a trainer whose "
-                    "machine is gone loses the lease after 30 s)",
-                )
-                return await refused(scope, receive, send)
-            await asyncio.sleep(0.05)
-        self.lease_held = True
-        gone = asyncio.create_task(disconnected(receive))
+        """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
+        would wait for open responses, or soon if another trainer holds the lease."""
         try:
-            headers = [(b"content-type", b"text/plain")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await asyncio.wait_for(self.lease.acquire(), LEASE_WAIT)
+        except TimeoutError:
+            message = (
+                "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine "
+                "is gone loses the lease after 30 s)"
+            )
+            return await error(409, message)(request.scope, request.receive, send)
+        gone = asyncio.create_task(_disconnected(request.receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
-            _keep_alive(self.server, scope["client"])
+            _keep_alive(self.server, request.scope["client"])
             while not gone.done() and not self.server.should_exit:
                 await asyncio.wait({gone}, timeout=POLL)
             await send({"type": "http.response.body", "body": b""})
@@ -162,14 +167,12 @@ class ControlPlane:
             try:
                 await self.trainer_left()
             finally:
-                self.lease_held = False
+                self.lease.release()
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
-    """
-    Has the kernel close the connection of a client whose machine or network vanished without a word. Otherwise the
-    server would wait for it for ever, and no other trainer could take the lease.
-    """
+    """Has the kernel close the connection of a client whose machine or network vanished without a word. Otherwise the
+    server would wait for it for ever, and no other trainer could take the lease."""
     for connection in server.server_state.connections:
         if connection.transport.get_extra_info("peername")[:2] == tuple(client):
             with connection.transport.get_extra_info("socket").dup() as same:

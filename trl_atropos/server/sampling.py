@@ -2,8 +2,7 @@
 
 `Sampling` replaces the `generate` method of vLLM's engine client, which all of these routes call. So it sees every
 request: one that arrives in a pause waits and begins with the next policy version, each samples from the policy
-whatever model it names, and the ledger notes which versions sampled each completion. Requests are counted by the
-version and the adapter that they began with, because an adapter may be overwritten only when no request uses it.
+whatever model it names, and the ledger notes which versions sampled each completion.
 
 `/generate` is the route that an Atropos environment with `server_type: vllm` samples from. Request: `{"prompt":
 {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`. Response: `{"text":
@@ -12,15 +11,13 @@ version and the adapter that they began with, because an adapter may be overwrit
 ...]`. The shape is the one that atroposlib 0.4.0 reads in `envs/server_handling/vllm_server.py`.
 """
 
-import asyncio
 import dataclasses
-import json
 import math
 import re
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any
@@ -36,11 +33,8 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from trl_atropos.protocol import ADAPTER_NAME, Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
 from trl_atropos.server.ledger import History, Ledger
-from trl_atropos.server.routes import Refused, answer, disconnected, error
+from trl_atropos.server.routes import ControlPlane, Refused, answer, while_connected
 
-# The sampling routes of vLLM that take any model name here. Its other routes want a name that vLLM knows; they sample
-# from the policy, too.
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
 IGNORED_FIELDS = ("model", "stream", "user")  # of the OpenAI protocol: environments send them along
@@ -55,48 +49,25 @@ FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 class Sampling:
-    """
-    Attributes:
-        policy_version (`int`): The version that new requests sample from.
-        adapter (`LoRARequest`, *optional*): The adapter that they sample from, if it is not the model itself.
-        broken (`str`, *optional*): Why nothing may be sampled any more.
-        in_flight (`Counter`): Number of unfinished requests by adapter id.
-        history (`History`): Which version was sampled from when.
-        ledger (`Ledger`): Which versions sampled each completion.
-    """
+    """The requests of one engine. They wait while `plane` is paused."""
 
-    def __init__(self, engine) -> None:
-        self.policy_version = 0
-        self.adapter: LoRARequest | None = None
-        self.broken: str | None = None
-        self.in_flight: Counter[int] = Counter()
+    def __init__(self, engine, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.policy_version = 0  # that new requests sample from
+        self.adapter: LoRARequest | None = None  # that they sample from; None: from the model itself
+        self.in_flight: Counter[int] = Counter()  # unfinished requests by adapter, which must not be overwritten
         self.history = History()
         self.ledger = Ledger()
-        self._versions_in_flight: Counter[int] = Counter()  # by the version that they began with
-        self._open = asyncio.Event()
-        self._open.set()
+        self._versions_in_flight: Counter[int] = Counter()  # unfinished requests by the version they began with
         self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
-
-    # ------------------------------------------------------------------------------------------ for the control plane
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
 
     @property
     def oldest_version_in_flight(self) -> int:
         busy = [version for version, count in self._versions_in_flight.items() if count]
         return min(busy, default=self.policy_version)
 
-    def hold(self) -> None:
-        """Has requests wait from now on."""
-        self._open.clear()
-
-    def release(self) -> None:
-        self._open.set()
-
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
-        """Sets what requests sample from once they are released."""
+        """Sets what requests sample from once the plane is open."""
         self.policy_version, self.adapter = policy_version, adapter
         self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
 
@@ -107,21 +78,12 @@ class Sampling:
         else:
             served[ADAPTER_NAME] = self.adapter
 
-    # ------------------------------------------------------------------------------------------------ the routes
-
     async def generate(self, request: Request, send) -> None:
         """`POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole server."""
-        scope, receive = request.scope, request.receive
-        body = await request.body()
-        task = asyncio.create_task(answer(self._completions(body), "a /generate request", (compat.EngineDeadError,)))
-        gone = asyncio.create_task(disconnected(receive))
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not task.done():  # the client went away, and cancelling aborts its request in the engine
-            task.cancel()
-            await asyncio.wait({task})
-            return
-        await task.result()(scope, receive, send)
+        work = answer(self._completions(await request.body()), "a /generate request", (compat.EngineDeadError,))
+        task = await while_connected(work, request.receive)  # its end aborts the request in the engine
+        if task is not None:
+            await task.result()(request.scope, request.receive, send)
 
     async def _completions(self, body: bytes) -> Response:
         prompt, params = parse(body)
@@ -142,14 +104,8 @@ class Sampling:
             "prompt_token_ids": list(result.prompt_token_ids),
             "token_ids": [list(completion.token_ids) for completion in completions],
         }
-        if params.logprobs is not None:  # one entry per token, with the sampled token only
-            reply["logprobs"] = [
-                [
-                    [{str(token): logprob}]
-                    for token, logprob in zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
-                ]
-                for completion in completions
-            ]
+        if params.logprobs is not None:
+            reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
         if params.prompt_logprobs is not None:
             reply["prompt_logprobs"] = [
                 entry if entry is None else {str(token): _finite(value.logprob) for token, value in entry.items()}
@@ -157,26 +113,6 @@ class Sampling:
             ]
         versions = f"{min(first for first, _ in spans)}-{max(last for _, last in spans)}"
         return JSONResponse(reply, headers={"x-policy-version": versions})
-
-    async def openai(self, request: Request, send, app, model: str) -> None:
-        """One of vLLM's own routes, under any model name: environments keep one name whatever is served."""
-        body = await request.body()
-        try:
-            await self._until_released()  # the engine client waits, too, but these routes would hide its reason
-        except Refused as problem:
-            return await error(problem.status, str(problem))(request.scope, request.receive, send)
-        with suppress(ValueError, TypeError):  # not a JSON object: vLLM answers with its own message
-            body = json.dumps(json.loads(body) | {"model": model}).encode()
-        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
-        request.scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            return messages.pop() if messages else await request.receive()
-
-        await app(request.scope, receive, send)
-
-    # ------------------------------------------------------------------------------------------- below the routes
 
     async def _generate_below_routes(self, *args, **kwargs) -> AsyncIterator[RequestOutput]:
         """Takes the place of the engine client's `generate`."""
@@ -187,13 +123,9 @@ class Sampling:
     async def _stream(
         self, prompt, sampling_params: SamplingParams, request_id: str, *, lora_request=None, **options
     ) -> AsyncIterator[tuple[RequestOutput, list[Span]]]:
-        """
-        The engine's outputs, each with the policy versions of the completions that end with it.
-
-        `lora_request` is what a model name at one of vLLM's routes stands for. It is not used: some of those routes
-        take any name for the base model, which is not what is trained.
-        """
-        await self._until_released()
+        """The engine's outputs, each with the policy versions of the completions that end with it. `lora_request`,
+        what a model name stands for, is not used: some of vLLM's routes take any name for the base model."""
+        await self.plane.until_open()
         version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
         adapter_id = None if adapter is None else adapter.lora_int_id
         noted, settings = sampling_params.logprobs is not None, _settings(*SETTINGS_OF(sampling_params))
@@ -223,12 +155,6 @@ class Sampling:
             self._versions_in_flight[version] -= 1
             self.in_flight[adapter_id] -= 1
 
-    async def _until_released(self) -> None:
-        while self.paused:  # it may be held again between the event and this task's turn
-            await self._open.wait()
-        if self.broken is not None:
-            raise Refused(self.broken, 503)
-
     def _span(self, completion: CompletionOutput, admitted: int, adapter_id: int | None) -> Span | None:
         """
         The versions at the completion's first and last token; None for an adapter that no trainer has published.
@@ -257,6 +183,12 @@ def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
     return [_finite(entry[token].logprob) for token, entry in pairs]
 
 
+def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
+    """One entry per token, with the sampled token only."""
+    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
+    return [[{str(token): logprob}] for token, logprob in pairs]
+
+
 def _finite(logprob: float) -> float:
     if math.isnan(logprob):
         raise Refused(
@@ -266,9 +198,6 @@ def _finite(logprob: float) -> float:
             500,
         )
     return max(float(logprob), LOWEST_LOGPROB)
-
-
-# ---------------------------------------------------------------------------------------------- bodies of `/generate`
 
 
 class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):

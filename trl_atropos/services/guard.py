@@ -4,27 +4,24 @@
 
     python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
 
-The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When the guard is told
-to stop (SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its
-children live on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and then
-removes the files in /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its
-semaphores.
+The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is told to stop
+(SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its children live
+on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
+/dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
 With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
 hour. A command that lived less than `--settled` seconds is not: it would only end again. The guard reports restarts to
 the file descriptor `--report`: a line `ended CODE LIVED WAIT` before the wait, and `started` after it. The folder
 `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process, not of the process: guards must be started from the
-main thread, or they end their service when the starting thread ends. This file imports the standard library only, so
-that a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: guards must be started from the main thread, or they end
+their service with that thread. This file imports the standard library only, so that a guard is up in some 20 ms.
 """
 
 import argparse
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 import time
@@ -35,6 +32,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 SHM = "/dev/shm"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+WAITED_FOR = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, so that they wait until the guard asks for them
 
 LOOK_EVERY = 2.0  # seconds between two looks at the parent and at the mapped files
 LOOK_SHARE = 0.01  # of one core, at most, on a machine with very many processes
@@ -52,9 +50,6 @@ def prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
-
-
-# ------------------------------------------------------------------------------------------ the processes of a service
 
 
 def members(guard: int) -> list[int]:
@@ -89,8 +84,7 @@ def signal_all(pids: list[int], signum: int) -> None:
 
 
 class SharedFiles:
-    """
-    The files in /dev/shm that a service mapped, and their removal once no process has them mapped.
+    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped.
 
     Files are known by inode: `sem_open` maps a semaphore under a temporary name, which is gone when it returns. Files
     that existed before this object belong to others, and so do files in folders of /dev/shm: people keep models there.
@@ -142,12 +136,9 @@ def _mapped(pid: int) -> set[int]:
 def end_service(
     guard: int, grace: float, shared: SharedFiles, pause: Callable[[], object] = lambda: time.sleep(POLL)
 ) -> list[int]:
-    """
-    Ends every process of a guard's service, but not the guard, and removes the service's files in /dev/shm.
-
-    `grace` is the time in seconds between SIGTERM and SIGKILL. `pause` is called between two looks; a guard reaps its
-    children there. Returns the processes that were still there `KILL_DEADLINE` seconds after SIGKILL.
-    """
+    """Ends every process of a guard's service, but not the guard, and removes the service's files in /dev/shm. Sends
+    SIGKILL `grace` seconds after SIGTERM and calls `pause` between two looks. Returns the processes that were still
+    there `KILL_DEADLINE` seconds after SIGKILL."""
     pids = members(guard)
     shared.note(pids)
     signal_all(pids, signal.SIGTERM)
@@ -165,9 +156,6 @@ def end_service(
     return pids
 
 
-# ----------------------------------------------------------------------------------------------------------- the guard
-
-
 class Guard:
     """Keeps one service, from its first start to its last process."""
 
@@ -177,13 +165,8 @@ class Guard:
         self._service = 0  # process id
         self._exit_code: int | None = None  # None while the service runs
         self._told_to_stop = False
-        self._wake, wake_end = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(wake_end, False)
-        for signum in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(signum, lambda *_: None)  # the byte in the pipe is the message
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the mask is inherited; a blocked SIGTERM would never come
+        signal.pthread_sigmask(signal.SIG_SETMASK, WAITED_FOR)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, there are no exit codes
 
     def run(self) -> int:
         """Runs the service, again if it may be restarted. Returns the exit code to pass on."""
@@ -219,16 +202,12 @@ class Guard:
         return self._told_to_stop or self._orphaned()
 
     def _report(self, line: str) -> None:
-        if self._options.report >= 0:
-            with contextlib.suppress(OSError):  # the parent may be gone
-                os.write(self._options.report, f"{line}\n".encode())
+        with contextlib.suppress(OSError):  # nobody asked for reports, or the parent is gone
+            os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:
-        """
-        Starts the service, waits for its end and ends all of its processes.
-
-        Returns the seconds that the service lived, and the processes that could not be ended.
-        """
+        """Starts the service, waits for its end and ends all of its processes. Returns the seconds that the service
+        lived, and the processes that could not be ended."""
         shared, self._exit_code = SharedFiles(), None
         self._service, started = _start(self._command), time.monotonic()
         while self._exit_code is None and not self._unwanted():
@@ -248,10 +227,9 @@ class Guard:
 
     def _wait(self, seconds: float) -> None:
         """Sleeps until a signal comes or the time is over, then reaps the children that ended."""
-        select.select([self._wake], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            if set(os.read(self._wake, 4096)) & set(STOP_SIGNALS):
-                self._told_to_stop = True
+        came = signal.sigtimedwait(WAITED_FOR, seconds)
+        if came is not None and came.si_signo in STOP_SIGNALS:
+            self._told_to_stop = True
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if ended[0] == self._service:
@@ -267,8 +245,9 @@ def _start(command: list[str]) -> int:
         return pid
     try:
         # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored signal stays so.
-        for signum in (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE):
+        for signum in (*WAITED_FOR, signal.SIGQUIT, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setpgid(0, 0)
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the guard itself may be killed
         if os.getppid() == guard:
@@ -280,7 +259,6 @@ def _start(command: list[str]) -> int:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"guard: {text}\n")
-    sys.stderr.flush()
 
 
 def main(argv: list[str]) -> int:

@@ -41,7 +41,6 @@ GUARD = Path(__file__).resolve().with_name("guard.py")
 
 SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
-GUARD_MARGIN = 2.0  # seconds that a guard may take on top of its grace and the kernel's work
 POLL = 0.2  # seconds
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
@@ -54,7 +53,6 @@ VMSTAT = Path("/proc/vmstat")
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500  # characters
-SHOWN_AT_RESTART = 5  # lines
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 """Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is above them."""
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
@@ -95,12 +93,7 @@ class Service:
 
 
 class Services:
-    """
-    Starts, watches and stops services. A context manager: leaving it stops what it started.
-
-    Args:
-        log_dir (`str` or `Path`): Folder for the log files, one `<name>.log` for each service.
-    """
+    """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the block stops them."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self.log_dir = Path(log_dir)
@@ -131,14 +124,11 @@ class Services:
         """
         Starts a service under a guard. From the main thread only: a guard ends with the thread that started it.
 
-        Args:
-            env (`Mapping[str, str]`, *optional*): Variables on top of the trainer's, without those of the launcher.
-            health_url (`str`, *optional*): URL that answers 200 when the service is ready.
-            grace (`float`): Seconds between SIGTERM and SIGKILL when the service is stopped.
-            restarts (`int`): How often within an hour the guard starts the service again when it ends.
-            settled (`float`): Seconds that the service must have lived for that.
-            scratch (`bool`): Whether the service gets a temporary folder of its own, which is removed with it: vLLM
-                leaves sockets and files in `TMPDIR`, wandb folders. Compiled kernels are kept for the next run.
+        `env` comes on top of the trainer's variables without those of the launcher. `health_url` answers 200 when the
+        service is ready. The guard waits `grace` seconds between SIGTERM and SIGKILL, and starts a service that lived
+        for `settled` seconds again when it ends, `restarts` times within an hour. With `scratch`, the service gets a
+        temporary folder of its own, which is removed with it: vLLM leaves sockets and files in `TMPDIR`, wandb
+        folders. Compiled kernels are kept for the next run.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -176,15 +166,11 @@ class Services:
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
     def wait_healthy(self, name: str, timeout: float) -> None:
-        """
-        Waits until a service's health URL answers 200; a service without a URL only has to be alive.
-
-        Raises:
-            ServiceError: At once if any service dies, or when `timeout` seconds are over.
-        """
+        """Waits until a service's health URL answers 200; a service without a URL only has to be alive. Raises
+        `ServiceError` when `timeout` seconds are over, and at once if any service dies."""
         service = self._services[name]
         began = time.monotonic()
-        while True:
+        while not service.stopping:
             self.check()
             if service.health_url is None:
                 return
@@ -196,9 +182,10 @@ class Services:
             if waited >= timeout:
                 raise ServiceError(
                     f"{name} did not become healthy: {service.health_url} gave no 200 within {timeout:g} s (last: "
-                    f"{trouble}). Give it longer if its log shows progress.\n{_end_of_log(service)}"
+                    f"{trouble}). Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
                 )
             time.sleep(min(POLL, timeout - waited))
+        raise ServiceError(f"{name} was stopped before it was healthy")
 
     def check(self) -> None:
         """Raises `ServiceError` if a service has died since it was started."""
@@ -214,28 +201,23 @@ class Services:
                     "memory, or that of a container, was used up (`oom_kill` in /proc/vmstat): give the machine or "
                     "the container more, or use less (`trl-atropos check` estimates it). "
                 )
-            cause = _last_error(service.log_path) if code < 128 else ""  # a signal leaves no time for one
+            cause, end = _cause_and_end_of(service.log_path)
+            cause = cause if code < 128 else ""  # a signal leaves no time for one
             raise ServiceError(
                 f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
-                f"its log shows and start the run again.\n{_end_of_log(service)}"
+                f"its log shows and start the run again.\n{end}"
             )
 
     def watch(
         self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None
     ) -> None:
-        """
-        Watches all services from a thread, also those that are started later.
-
-        Args:
-            on_death: Called once, as soon as a service that `stop` was not called for dies for good.
-            on_end: Called when a service has ended and is about to be started again.
-        """
+        """Watches all services from a thread, also those that are started later. Calls `on_death` once, as soon as one
+        dies for good without `stop`, and `on_end` when one has ended and is about to be started again."""
         self._on_end = on_end
         threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
 
     @property
     def restarts(self) -> int:
-        """Number of restarts so far, of all services."""
         return sum(service.restarts for service in self.running())
 
     def running(self) -> list[Service]:
@@ -243,39 +225,32 @@ class Services:
         return list(self._services.values())
 
     def await_death(self, timeout: float) -> None:
-        """Gives a failing service `timeout` seconds to die: `watch` reports its death, which explains the failure."""
+        """Gives a failing service `timeout` seconds to die: `watch` then reports the death, which says more."""
         deadline = time.monotonic() + timeout
         while self._services and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def stop(self) -> None:
-        """
-        Stops the services in reverse order of their start. Returns when nothing of them is left.
-
-        May be called any number of times; goes on where an interrupted call ended.
-        """
+        """Stops the services in reverse order of their start. Returns when nothing of them is left. May be called any
+        number of times; goes on where an interrupted call ended."""
         services = self.running()[::-1]
         for service in services:
             service.stopping = True
         for service in services:
-            self._stop_one(service)
+            if self._exit_code(service) is None:
+                began = time.monotonic()
+                service.guard.send_signal(signal.SIGTERM)
+                try:
+                    service.guard.wait(service.grace + KILL_DEADLINE + 2.0)
+                except subprocess.TimeoutExpired:
+                    logger.warning("The guard of %s does not end; killing it and its service", service.name)
+                    service.guard.kill()
+                    service.guard.wait()
+                self._exit_code(service)
+                logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
             with self._reaping:
                 os.close(self._services.pop(service.name).reports)
         self._nothing_left.set()
-
-    def _stop_one(self, service: Service) -> None:
-        if self._exit_code(service) is not None:
-            return
-        began = time.monotonic()
-        service.guard.send_signal(signal.SIGTERM)
-        try:
-            service.guard.wait(service.grace + KILL_DEADLINE + GUARD_MARGIN)
-        except subprocess.TimeoutExpired:
-            logger.warning("The guard of %s does not end; killing it and its service", service.name)
-            service.guard.kill()
-            service.guard.wait()
-        self._exit_code(service)
-        logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
 
     def _exit_code(self, service: Service) -> int | None:
         """Exit code of a service, `None` while it runs. Ends what a killed guard left behind."""
@@ -316,7 +291,7 @@ class Services:
             code, lived, wait = numbers
             logger.warning(
                 "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
-                *(service.name, _describe(int(code)), float(lived), wait, tail(service.log_path, SHOWN_AT_RESTART)),
+                *(service.name, _describe(int(code)), float(lived), wait, tail(service.log_path, 5)),
             )
             service.down = True
             self._on_end(service)
@@ -339,9 +314,6 @@ def _trouble_at(url: str) -> str | None:
         return str(error) or type(error).__name__
 
 
-# ----------------------------------------------------------------------------- what a service needs of the machine
-
-
 def port_of(url: str) -> int:
     """Port of a URL, as `--port` of the service that is to answer there."""
     fix = "Write it like http://127.0.0.1:8000."
@@ -355,10 +327,8 @@ def port_of(url: str) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """
-    A port where nobody listens now. To make it unlikely that another process takes it before it is bound, it is one
-    that the kernel gives to no connection by itself, and each process tries them in an order of its own.
-    """
+    """A port where nobody listens now. To make it unlikely that another process takes it before it is bound, it is one
+    that the kernel gives to no connection by itself, and each process tries them in an order of its own."""
     for port in itertools.islice(_ports_of(os.getpid()), len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -373,14 +343,8 @@ def _ports_of(process: int) -> Iterator[int]:
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:
-    """
-    Raises `ServiceError` if a service cannot listen where its URL says.
-
-    Args:
-        url (`str`): URL of the service that is about to be started.
-        what (`str`): The service, such as "the Atropos API".
-        fix (`str`): What to do instead; ends the message.
-    """
+    """Raises `ServiceError` if the service `what`, such as "the Atropos API", cannot listen at `url`. `fix` says what
+    to do instead."""
     host, port = urlsplit(url).hostname, port_of(url)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -433,14 +397,9 @@ def killed_for_memory() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-# ------------------------------------------------------------------------------------------------- how a service ended
-
-
 def _describe(code: int) -> str:
-    try:
-        return f"exit code {code} ({signal.Signals(code - 128).name})"
-    except ValueError:
-        return f"exit code {code}"
+    names = {128 + signum: f" ({signum.name})" for signum in signal.Signals}
+    return f"exit code {code}{names.get(code, '')}"
 
 
 def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
@@ -454,23 +413,18 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
-def _last_error(path: str) -> str:
-    """The error at the end of a log that ended the service, as a colon and one sentence; empty if there is none."""
-    lines = [VLLM_PREFIX.sub("", line) for line in tail(path, 10 * TAIL_LINES).splitlines()]
-    found = ""
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if ERROR_LINE.match(line) and RELAYED not in line:
-            found = following.strip() if "validation error" in line else line  # pydantic's first line says nothing
-    return f": {found.split('. ')[0].rstrip('.')[:TAIL_WIDTH]}" if found else ""
-
-
-def _end_of_log(service: Service) -> str:
-    """The last lines of a service's log. Of a traceback only the innermost frame, which leaves room for the reason."""
-    lines: list[str] = []
-    frame: list[str] = []
-    for line in tail(service.log_path, lines=10 * TAIL_LINES).splitlines():
-        line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
+def _cause_and_end_of(log_path: str) -> tuple[str, str]:
+    """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines.
+    Of a traceback, these have only the innermost frame, which leaves room for the reason."""
+    cause, lines, frame, validation = "", [], [], False
+    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)
+        if validation:
+            cause = text.strip()  # the first line of pydantic's error says nothing
+        elif ERROR_LINE.match(text) and RELAYED not in text:
+            cause = text
+        validation = not validation and cause is text and "validation error" in text
+        line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
         if text.startswith('  File "'):
             frame = [line]
         elif frame and text.startswith("    "):
@@ -478,4 +432,5 @@ def _end_of_log(service: Service) -> str:
         else:
             lines += [*frame, line]
             frame = []
-    return f"The last lines of {service.log_path}:\n" + "\n".join([*lines, *frame][-TAIL_LINES:])
+    cause = f": {cause.split('. ')[0].rstrip('.')[:TAIL_WIDTH]}" if cause else ""
+    return cause, f"The last lines of {log_path}:\n" + "\n".join([*lines, *frame][-TAIL_LINES:])

@@ -50,13 +50,9 @@ _state = _State()
 
 
 def die_with_launcher() -> None:
-    """
-    Has the kernel send SIGTERM to this process when the launcher that started it dies.
-
-    `accelerate launch` passes no signals on: a signal sent to it alone would leave the trainer running. Does nothing
-    when the parent is no launcher (a run started with `nohup ... &` outlives its shell). Call it first, from the main
-    thread.
-    """
+    """Has the kernel send SIGTERM to this process when the launcher that started it dies: `accelerate launch` passes
+    no signals on. Does nothing under another parent: a run started with `nohup ... &` outlives its shell. Call it
+    first, from the main thread."""
     parent = os.getppid()
     if not _is_launcher(parent):
         return
@@ -86,10 +82,9 @@ def _runs_launcher(argv: list[str]) -> bool:
 
 
 def install_handlers() -> None:
-    """
-    Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a shell's `&` left SIGINT
-    ignored. Later signals are ignored: the SIGTERM of `die_with_launcher` must not break the clean-up after a Ctrl-C.
-    """
+    """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a shell's `&` left SIGINT
+    ignored. Later signals are ignored: the SIGTERM of `die_with_launcher` must not break the clean-up after a
+    Ctrl-C."""
     global _state
     _state = _State(installed=True)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -114,12 +109,9 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """
-    Keeps signals that arrive inside the block until the block ends, so that nothing in it is left half done.
-
-    A second signal, at least `ECHO_SECONDS` after the first, raises at once: the way out of a block that hangs. Does
-    nothing in other threads than the main one, which get no signals.
-    """
+    """Keeps signals that arrive inside the block until the block ends, so that nothing in it is left half done. A
+    second signal, at least `ECHO_SECONDS` after the first, raises at once: the way out of a block that hangs. Does
+    nothing in other threads than the main one, which get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,11 +155,8 @@ def _ctrl_c_kept() -> Iterator[None]:
 
 
 def interrupt_main_with(error: BaseException) -> None:
-    """
-    Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up.
-
-    For threads which find that the run cannot go on. Call `install_handlers` before.
-    """
+    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up. For
+    threads which find that the run cannot go on."""
     assert _state.installed, "call install_handlers() first: without it, SIGTERM ends the process"
     _state.from_thread = error
     # A signal to the main thread itself also ends the system call that it is blocked in.
