@@ -38,7 +38,7 @@ from yarl import URL
 from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
-from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE
+from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
 from trl_atropos.server.ledger import Ledger
 from trl_atropos.server.routes import ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
@@ -409,22 +409,13 @@ async def run(options: argparse.Namespace, flags: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="trl-atropos serve --vllm_mode restart",
-        description="Serve a model and restart the server on each checkpoint of a trainer, unseen by its clients.",
-        epilog="Every other flag goes to vLLM: see `vllm serve --help`.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", help="Hub name or folder of the first model")
+    parser = build_parser()
+    parser.prog = "trl-atropos serve --vllm_mode restart"
     parser.add_argument("--host", default=DEFAULTS["--host"], help="default: %(default)s")
     parser.add_argument("--port", type=int, default=int(DEFAULTS["--port"]), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of sampling; one more at each restart (default: 0)")
-    parser.add_argument(
-        "--drain_timeout",
-        type=float,
-        default=600.0,
-        help="seconds that a publish waits for requests in flight (default: %(default)s)",
-    )
+    drain = "seconds that a publish waits for requests in flight (default: %(default)s)"
+    parser.add_argument("--drain_timeout", type=float, default=600.0, help=drain)
     options, flags = parser.parse_known_args(argv)
     try:
         require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import signal
@@ -39,7 +38,7 @@ LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and exiting all th
 ANSWER_GRACE = 0.5  # seconds in which clients that wait get the reason why the server exits
 HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
 RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
-REAPED = 1.0  # seconds between a process's end and its exit code, at most
+REAPED = 0.5  # seconds between a process's end and its exit code, at most
 READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are out
 # vLLM's own sampling routes. They take any model name: environments keep one name whatever is served.
 OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
@@ -111,7 +110,8 @@ class Control(ControlPlane):
         except Refused as problem:
             return await error(problem.status, str(problem))(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
-            self._engine_died()
+            await asyncio.sleep(REAPED)  # if a signal has ended the engine, the watch says which
+            self._leave("vLLM's EngineCore process died")
             return await error(503, self.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
 
@@ -145,7 +145,7 @@ class Control(ControlPlane):
     async def _describe(self) -> dict:
         """Called once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
         model = self.engine.model_config
-        tokenizer = None if model.skip_tokenizer_init else self.engine.get_tokenizer()
+        vocabulary = None if model.skip_tokenizer_init else self.engine.get_tokenizer().get_vocab()
         workers = await self._workers("describe")  # those of the first replica, as for every call
         uuids = [worker.pop("device_uuid") for worker in workers]
         replicas = self.engine.vllm_config.parallel_config.data_parallel_size
@@ -165,9 +165,7 @@ class Control(ControlPlane):
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
-            "tokenizer_fingerprint": None
-            if tokenizer is None
-            else protocol.tokenizer_fingerprint(tokenizer.get_vocab()),
+            "tokenizer_fingerprint": vocabulary and protocol.tokenizer_fingerprint(vocabulary),
             "logprobs_mode": model.logprobs_mode,
             "prefixes_by_path": compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
         }
@@ -293,46 +291,32 @@ class Control(ControlPlane):
             self._leave("the trainer left in the middle of a publish: the weights may be half written")
 
     def _watch_engines(self) -> None:
-        """Notices at once that an engine was killed, also while no request comes."""
-        children = multiprocessing.active_children()
-        self.engines = [child for child in children if child.name.startswith(compat.ENGINE_PROCESS)]
+        """Notices at once that a signal has ended an engine, also while no request comes."""
         loop = asyncio.get_running_loop()
 
-        def watch() -> None:
-            multiprocessing.connection.wait([engine.sentinel for engine in self.engines])
-            if self._killed_engine() is not None:
+        def watch(engine: multiprocessing.Process) -> None:
+            engine.join()
+            signum = -(engine.exitcode or 0)
+            if signum > 0 and signum not in (signal.SIGTERM, signal.SIGINT):  # by those, vLLM and the guard end it
+                name = signal.Signals(signum).name
+                reason = f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {name}"
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and so does this process
-                    loop.call_soon_threadsafe(self._engine_died)
+                    loop.call_soon_threadsafe(self._leave, reason, 128 + signum)
 
-        threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+        for child in multiprocessing.active_children():
+            if child.name.startswith(compat.ENGINE_PROCESS):
+                threading.Thread(target=watch, args=(child,), name="engine-watch", daemon=True).start()
 
-    def _killed_engine(self) -> multiprocessing.Process | None:
-        """An engine that a signal has ended, except SIGTERM and SIGINT, by which vLLM and the guard end it."""
-        for engine in self.engines:
-            if multiprocessing.connection.wait([engine.sentinel], timeout=0):
-                engine.join(REAPED)
-                if (engine.exitcode or 0) < 0 and -engine.exitcode not in (signal.SIGTERM, signal.SIGINT):
-                    return engine
-        return None
-
-    def _engine_died(self) -> None:
-        engine = self._killed_engine()
-        if engine is None:
-            return self._leave("vLLM's EngineCore process died")
-        signum = signal.Signals(-engine.exitcode)
-        self._leave(f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {signum.name}", signum)
-
-    def _leave(self, reason: str, signum: int | None = None) -> None:
-        """Answers only the reason from now on, and ends the process, whatever connections are still open. With the
-        exit code of `signum`, if that ended the engine."""
+    def _leave(self, reason: str, exit_code: int | None = None) -> None:
+        """Answers only the reason from now on, and ends the process, whatever connections are still open."""
         if self.broken is not None:
             return
         self.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.broken)
         self.open.set()  # requests that wait get the reason
-        grace, code = (LEAVE_GRACE, 1) if signum is None else (ANSWER_GRACE, 128 + signum)
-        threading.Thread(target=_exit_after, args=(grace, code), daemon=True).start()
-        if signum is None:  # vLLM may shut down in order, but exits with a code of its own
+        grace = LEAVE_GRACE if exit_code is None else ANSWER_GRACE
+        threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()
+        if exit_code is None:  # vLLM may shut down in order, but exits with a code of its own
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -14,8 +14,8 @@ hour. A command that lived less than `--settled` seconds is not: it would only e
 the file descriptor `--report`: a line `ended CODE LIVED WAIT` before the wait, and `started` after it. The folder
 `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process: guards must be started from the main thread, or they end
-their service with that thread. This file imports the standard library only, so that a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: guards must be started from the main thread, or they
+end their service with that thread. This file imports the standard library only: a guard is up in some 20 ms.
 """
 
 import argparse

@@ -79,7 +79,6 @@ class Service:
     log_path: str
     log_start: int  # where the output of this start begins in the log, in bytes
     health_url: str | None  # answers 200 when the service is ready; None if there is nothing to ask
-    grace: float  # seconds between SIGTERM and SIGKILL
     scratch: str  # the service's own temporary folder; empty if it has none
     guard: subprocess.Popen  # its exit code is the service's
     reports: int  # file descriptor from which the guard's reports are read
@@ -116,7 +115,6 @@ class Services:
         env: Mapping[str, str] | None = None,
         health_url: str | None = None,
         cwd: str | Path | None = None,
-        grace: float = GRACE,
         restarts: int = 0,
         settled: float = SETTLED,
         scratch: bool = False,
@@ -125,10 +123,9 @@ class Services:
         Starts a service under a guard. From the main thread only: a guard ends with the thread that started it.
 
         `env` comes on top of the trainer's variables without those of the launcher. `health_url` answers 200 when the
-        service is ready. The guard waits `grace` seconds between SIGTERM and SIGKILL, and starts a service that lived
-        for `settled` seconds again when it ends, `restarts` times within an hour. With `scratch`, the service gets a
-        temporary folder of its own, which is removed with it: vLLM leaves sockets and files in `TMPDIR`, wandb
-        folders. Compiled kernels are kept for the next run.
+        service is ready. The guard starts a service that lived for `settled` seconds again when it ends, `restarts`
+        times within an hour. With `scratch`, the service gets a temporary folder of its own, which is removed with it:
+        vLLM leaves sockets and files in `TMPDIR`, wandb folders. Compiled kernels are kept for the next run.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -136,7 +133,7 @@ class Services:
         log_path = self.log_dir / f"{name}.log"
         reports, report = os.pipe()
         os.set_blocking(reports, False)
-        options = ["--parent", str(os.getpid()), "--grace", str(grace), "--restarts", str(restarts)]
+        options = ["--parent", str(os.getpid()), "--grace", str(GRACE), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
         variables, folder = dict(env or {}), ""
         if scratch:
@@ -160,7 +157,7 @@ class Services:
             )
         os.close(report)
         self._services[name] = Service(
-            name, str(log_path), log_start, health_url, grace, folder, guard=guard, reports=reports
+            name, str(log_path), log_start, health_url, folder, guard=guard, reports=reports
         )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
@@ -241,7 +238,7 @@ class Services:
                 began = time.monotonic()
                 service.guard.send_signal(signal.SIGTERM)
                 try:
-                    service.guard.wait(service.grace + KILL_DEADLINE + 2.0)
+                    service.guard.wait(GRACE + KILL_DEADLINE + 2.0)
                 except subprocess.TimeoutExpired:
                     logger.warning("The guard of %s does not end; killing it and its service", service.name)
                     service.guard.kill()
@@ -257,7 +254,7 @@ class Services:
         with self._reaping:
             code = service.guard.poll() if service.exit_code is None else service.exit_code
             if code is not None and code < 0:
-                end_service(service.guard.pid, service.grace, service.shared)
+                end_service(service.guard.pid, GRACE, service.shared)
                 if service.scratch:
                     shutil.rmtree(service.scratch, ignore_errors=True)
                 code = 128 - code
