@@ -138,24 +138,32 @@ from trl_atropos.server import compat, extension, layout
 
 address = f"file://{sys.argv[1]}/rendezvous"
 torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
-for folder in sys.argv[2:]:
+
+
+def load(folder):
     arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=layout.LOAD_FORMAT)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, address, 0, "gloo")
             initialize_model_parallel()
-        model = get_model(vllm_config=config)
-    kept = [module for module in model.modules() if hasattr(module, "quant_method")
-            and getattr(module.quant_method, "experts_cls", None) is layout.InPlaceExperts]
-    reloads = extension.needs_reload(config, torch.device("cuda"))
-    print("found", len(kept) > 0, reloads, layout.packed_layers)
-    class Moved: "As if vLLM kept a kind of layers in another class."
+        return get_model(vllm_config=config), config
+
+
+class Moved:
+    "As if vLLM kept a kind of layers in another class."
+
+
+for folder in sys.argv[2:]:
+    model, config = load(folder)
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kept = any(getattr(method, "experts_cls", None) is layout.InPlaceExperts for method in methods)
+    print("found", kept, extension.needs_reload(config, torch.device("cuda")), layout.packed_layers)
     for kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"):
-        usual, layout.__dict__[kind] = layout.__dict__[kind], Moved
-        with set_current_vllm_config(config):
-            get_model(vllm_config=config)
-        layout.__dict__[kind] = usual
+        usual = getattr(layout, kind)
+        setattr(layout, kind, Moved)
+        load(folder)
+        setattr(layout, kind, usual)
         print("moved", kind, len(layout.packed_layers) > 0, layout.refusal_of_packed_layers())
         layout.packed_layers.clear()
 """

@@ -296,6 +296,7 @@ class Control(ControlPlane):
 
         def watch(engine: multiprocessing.Process) -> None:
             engine.join()
+            time.sleep(0.1)  # if vLLM's thread was first, it is about to note the exit code
             signum = -(engine.exitcode or 0)
             if signum > 0 and signum not in (signal.SIGTERM, signal.SIGINT):  # by those, vLLM and the guard end it
                 name = signal.Signals(signum).name
