@@ -153,7 +153,7 @@ class Front(ControlPlane):
         self.changes = {
             "/attach": (self.attach, ""),
             "/pause": (self.pause, "lease"),
-            "/restart": (self.restart, "pause"),
+            "/restart": (self.restart, ""),
             "/resume": (self.resume, ""),
         }
 
@@ -218,6 +218,8 @@ class Front(ControlPlane):
     async def restart(self, body: dict) -> dict:
         """Puts the engine on a checkpoint, or back on the last one. `restart_s`: seconds that it was away."""
         model = body["model"]
+        if not self.paused:
+            raise Refused("restart needs a pause: requests in flight would be lost")
         if not (Path(model) / "config.json").is_file():
             raise Refused(f"{model} is not the folder of a model: there is no config.json")
         began = time.monotonic()
