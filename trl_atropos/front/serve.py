@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 NAME = "engine"
 POLL = 0.2  # seconds
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
-LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients are told why
+LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients get the reason
 # Seconds between a connection that a dying engine broke and the news of its death, which its guard gives when all of
 # the engine's processes are gone.
 WHY_WITHIN = GRACE + KILL_DEADLINE
@@ -269,13 +269,13 @@ class Front(ControlPlane):
         """`POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions
         it has sampled, the front of which version: no version changes while a request is in flight."""
         keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
-        told: list[protocol.Note | None] = [None] * len(keys)
+        new: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
             # It may be going away just now; then what it knew is in the ledger.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                told = await self._notes_of_engine(keys, version)
+                new = await self._notes_of_engine(keys, version)
         kept = self.ledger.find(keys)  # later, so that nothing slips between
-        return protocol.VersionsReply.of(old or new for old, new in zip(kept, told, strict=True)).model_dump()
+        return protocol.VersionsReply.of(note or other for note, other in zip(kept, new, strict=True)).model_dump()
 
     async def _keep_versions(self) -> None:
         """Before the engine goes away, when nothing is in flight. A key that is in the ledger keeps its version."""

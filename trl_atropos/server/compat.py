@@ -4,6 +4,9 @@
 vLLM, in the installed vLLM, and says which one moved.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import vllm
 from packaging.version import Version
@@ -19,7 +22,7 @@ VLLM_VERSION = Version(Version(vllm.__version__).base_version)
 NEW = Version("0.32") <= VLLM_VERSION
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
 PREFIXES_KEYED_BY_ADAPTER_PATH = NEW  # cached prefixes of an adapter; before, they were keyed by its name alone
-UNMARKED = "default"  # how vLLM marks what it samples before it was told a version
+UNMARKED = "default"  # how vLLM marks the tokens that it samples before the first publish
 ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin with
 
 MODULES = "vllm.model_executor"
@@ -132,6 +135,26 @@ def cpu_experts() -> type | None:
     except ImportError:
         return None
     return CPUUnquantizedExperts
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Takes vLLM's LoRA layers from around the base layers, where some versions do not find a checkpoint's names."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), torch.nn.Module)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def adapter_name_mapper(model: torch.nn.Module):

@@ -6,12 +6,9 @@ registers the loader of `layout.py`, before the model is built.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -43,7 +40,7 @@ class WorkerExtension:
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
         """Finds where each of the trainer's parameters lives here, and exports the memory behind them."""
         model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config), without_adapters(model):
+        with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
             views, refused = layout.trace(model, _parsed(specs), self.device)
         storages = [export_storage(storage) for storage in layout.unique_storages(model).values()]
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
@@ -102,24 +99,6 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
     return found
 
 
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Takes vLLM's LoRA layers from around the base layers, where some versions do not find a checkpoint's names."""
-    wrapped = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), torch.nn.Module)
-    ]
-    for parent, name, child in wrapped:
-        setattr(parent, name, child.base_layer)
-    try:
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            setattr(parent, name, child)
-
-
 def _reply(started: float, received: float, device: torch.device) -> LoadReply:
     _synchronize(device)
     return LoadReply(receive_ms=(received - started) * 1e3, apply_ms=(time.perf_counter() - received) * 1e3)
@@ -163,7 +142,7 @@ class WeightReceiver:
         if self.reloads:
             values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
         named = zip([tensor.name for tensor in tensors], values, strict=True)
-        with torch.no_grad(), set_current_vllm_config(self.config), without_adapters(self.model):
+        with torch.no_grad(), set_current_vllm_config(self.config), compat.without_adapters(self.model):
             loaded = self.model.load_weights(named)
         self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
         return _reply(started, received, self.channel.device)
@@ -178,7 +157,7 @@ class WeightReceiver:
             return []
         if self.loaded is None:
             return []
-        with without_adapters(self.model):
+        with compat.without_adapters(self.model):
             return unloaded(self.model, self.loaded)
 
 

@@ -224,7 +224,7 @@ def trace(
 
 @contextmanager
 def _parameters_kept(tracer: CopyTracer) -> Iterator[None]:
-    """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer is told."""
+    """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer notes it."""
 
     def keep(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
         old = module._parameters.get(name)

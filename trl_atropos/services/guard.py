@@ -4,7 +4,7 @@
 
     python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
 
-The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is told to stop
+The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
 (SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its children live
 on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
 /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
@@ -202,7 +202,7 @@ class Guard:
         return self._told_to_stop or self._orphaned()
 
     def _report(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody asked for reports, or the parent is gone
+        with contextlib.suppress(OSError):  # there is no descriptor, or the parent is gone
             os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:

@@ -54,19 +54,15 @@ def die_with_launcher() -> None:
     no signals on. Does nothing under another parent: a run started with `nohup ... &` outlives its shell. Call it
     first, from the main thread."""
     parent = os.getppid()
-    if not _is_launcher(parent):
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:  # it is gone, or another user's
+        return
+    if not _runs_launcher(command):
         return
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the line above
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_launcher(pid: int) -> bool:
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it is gone, or another user's
-        return False
-    return _runs_launcher(line.decode(errors="replace").rstrip("\0").split("\0"))
 
 
 def _runs_launcher(argv: list[str]) -> bool:
