@@ -21,6 +21,7 @@ import pytest
 
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
+from trl_atropos.services import manager
 from trl_atropos.services.guard import members
 from trl_atropos.services.manager import (
     SCRATCH,
@@ -162,16 +163,6 @@ def test_watch_does_not_report_services_that_were_stopped(services):
     assert deaths == []
 
 
-def test_watch_goes_on_for_the_services_that_a_stop_left_running(services):
-    seen = threading.Event()
-    services.start("api", FOREVER)
-    services.start("environment", FOREVER)
-    services.watch(lambda error: seen.set())
-    services.stop(order=["environment"])
-    os.kill(running(services, "api"), signal.SIGKILL)
-    assert seen.wait(GONE_WITHIN)
-
-
 def test_services_are_stopped_in_reverse_order(services, tmp_path):
     noting = "import atexit, signal, sys, time\n" + (
         "def leave(*_):\n    open('order', 'a').write(sys.argv[1])\n    sys.exit()\n"
@@ -202,19 +193,21 @@ def test_stop_does_not_raise_for_a_service_that_is_already_dead(services):
     services.check()
 
 
-def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services):
+def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services, monkeypatch):
+    monkeypatch.setattr(manager, "GRACE", 1.0)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    services.start("environment", [sys.executable, "-c", stubborn], grace=1)
+    services.start("environment", [sys.executable, "-c", stubborn])
     guard = guard_of(services, "environment")
     running(services, "environment")
     services.stop()
     assert members(guard) == []
 
 
-def test_what_a_killed_guard_leaves_behind_is_ended(services):
+def test_what_a_killed_guard_leaves_behind_is_ended(services, monkeypatch):
+    monkeypatch.setattr(manager, "GRACE", 1.0)
     parent = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); p.wait()"
     child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    services.start("environment", [sys.executable, "-c", parent, child], grace=1)
+    services.start("environment", [sys.executable, "-c", parent, child])
     guard = guard_of(services, "environment")
     log = services.log_dir / "environment.log"
     deadline = time.monotonic() + GONE_WITHIN

@@ -124,8 +124,10 @@ with deferred():
 
 def test_a_later_second_signal_breaks_out_of_a_deferred_block_that_hangs(tmp_path):
     program = """
+from trl_atropos.services import signals
+signals.ECHO_SECONDS = 0.1
 install_handlers()
-with deferred(echo=0.1):
+with deferred():
     me(signal.SIGINT)
     time.sleep(0.3)
     me(signal.SIGTERM)

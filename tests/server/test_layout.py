@@ -5,8 +5,7 @@ import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server.extension import unloaded
-from trl_atropos.server.layout import trace, unique_storages
-from trl_atropos.server.loader import move_to_arena
+from trl_atropos.server.layout import move_to_arena, trace, unique_storages
 from trl_atropos.tensors.shared_memory import allocate_arena
 
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ def test_a_ledger_forgets_the_oldest_completions_and_keeps_the_others():
     for version, key in enumerate(keys):
         ledger.note(key, Note((version, version + 1), SamplingSettings(temperature=version)))
     expected = [Note((i, i + 1), SamplingSettings(temperature=i)) for i in range(50, 150)]
-    assert ledger.find(keys) == [None] * 50 + expected
+    assert ledger.find(key.hex() for key in keys) == [None] * 50 + expected
     assert ledger.keys() == [key.hex() for key in keys[50:]]
 
 
@@ -47,7 +47,7 @@ def test_of_equal_completions_a_ledger_tells_the_older_versions_whatever_the_ord
         ledger = Ledger()
         for span in spans:
             ledger.note(b"key", Note(span, SamplingSettings()))
-        assert ledger.find([b"key"]) == [Note((3, 4), SamplingSettings())]
+        assert ledger.find([b"key".hex()]) == [Note((3, 4), SamplingSettings())]
 
 
 def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
@@ -56,7 +56,7 @@ def test_a_key_that_keeps_coming_is_forgotten_by_its_first_time():
     for version in range(30):
         note = Note((version, version), SamplingSettings())
         ledger.note(b"always", note)
-        (found,) = ledger.find([b"always"])
+        (found,) = ledger.find([b"always".hex()])
         assert found.span[0] > version - 10
         ledger.note(b"%d" % version, note)
 

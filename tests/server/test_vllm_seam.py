@@ -3,21 +3,32 @@ source, adapt `trl_atropos/server/compat.py` and who uses the name, and then the
 still fits.
 """
 
+import ast
 import importlib
 import inspect
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import trl_atropos
 from trl_atropos.server import compat
 from trl_atropos.server.compat import PRIVATE_NAMES
 
-NAMES = [(place, name) for place, names in PRIVATE_NAMES.items() for name in names or ("",)]
+OTHERS = {  # of uvicorn and torch, used in `routes.py`, `front/serve.py`, `layout.py` and `extension.py`
+    "uvicorn:Server": ("handle_exit(sig, frame)", "should_exit", "server_state"),
+    "uvicorn.server:ServerState": ("connections",),
+    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": ("transport",),
+    "torch.nn.modules.module:": ("register_module_parameter_registration_hook(hook)",),
+    "torch.utils._python_dispatch:TorchDispatchMode": ("__torch_dispatch__(func, types, args, kwargs)",),
+    "torch:": ("_foreach_copy_",),
+}
+NAMES = [(place, name) for place, names in (PRIVATE_NAMES | OTHERS).items() for name in names]
 
 
 def arguments_of(function) -> set[str]:
@@ -28,7 +39,7 @@ def has(owner, name: str) -> bool:
     """Whether a class or module has an attribute, if only because a method of the class sets it."""
     if hasattr(owner, name) or not inspect.isclass(owner):
         return hasattr(owner, name)
-    own = [parent for parent in owner.__mro__ if parent.__module__.startswith("vllm")]
+    own = [parent for parent in owner.__mro__ if parent.__module__.startswith(("vllm", "uvicorn"))]
     declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
     return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
 
@@ -51,7 +62,26 @@ def what_moved(place: str, name: str) -> str | None:
 
 
 @pytest.mark.parametrize(("place", "name"), NAMES, ids=str)
-def test_vllm_has_the_name(place, name):
+def test_the_name_is_there(place, name):
+    assert what_moved(place, name) is None
+
+
+def imports_of_vllm() -> list[tuple[str, str]]:
+    """Module and name of all that `trl_atropos` imports of vLLM, but for what other versions have, in a `try`."""
+    found = set()
+    for path in Path(trl_atropos.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tried = {node for parent in ast.walk(tree) if isinstance(parent, ast.Try) for node in ast.walk(parent)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "vllm" and node not in tried:
+                found |= {(f"{node.module}:", alias.name) for alias in node.names}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("place", "name"), imports_of_vllm(), ids=str)
+def test_vllm_has_what_is_imported(place, name):
+    if name in inspect.getsource(compat._run_server_0_26) and compat.NEW:
+        pytest.skip("imported with vLLM 0.26 only")
     assert what_moved(place, name) is None
 
 
@@ -112,22 +142,38 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from trl_atropos.server import compat, extension, loader
+from trl_atropos.server import compat, extension, layout
 
 address = f"file://{sys.argv[1]}/rendezvous"
 torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
-torch.accelerator.empty_cache = lambda: None  # as on a machine with an accelerator
-for folder in sys.argv[2:]:
-    arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=loader.LOAD_FORMAT)
+
+
+def load(folder):
+    arguments = EngineArgs(folder, dtype="float32", enforce_eager=True, load_format=layout.LOAD_FORMAT)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, address, 0, "gloo")
             initialize_model_parallel()
-        model = get_model(vllm_config=config)
-    methods = compat.expert_methods(model)
-    kept = all(method.experts_cls is loader.InPlaceExperts for method in methods)
-    print("found", len(methods), kept, extension.needs_reload(model, config, torch.device("cuda")))
+        return get_model(vllm_config=config), config
+
+
+class Moved:
+    "As if vLLM kept a kind of layers in another class."
+
+
+for folder in sys.argv[2:]:
+    model, config = load(folder)
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kept = any(getattr(method, "experts_cls", None) is layout.InPlaceExperts for method in methods)
+    print("found", kept, extension.needs_reload(config, torch.device("cuda")), layout.packed_layers)
+    for kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"):
+        usual = getattr(layout, kind)
+        setattr(layout, kind, Moved)
+        load(folder)
+        setattr(layout, kind, usual)
+        print("moved", kind, len(layout.packed_layers) > 0, layout.refusal_of_packed_layers())
+        layout.packed_layers.clear()
 """
 
 
@@ -145,10 +191,15 @@ def models(tmp_path_factory) -> list[str]:
     return [str(folder / "experts"), str(folder / "dense")]
 
 
-def test_the_experts_of_a_model_are_found_kept_in_place_and_loaded_anew_on_a_gpu(models, tmp_path):
-    """If vLLM kept them in classes that are not looked for, it would sample from the first experts for ever."""
+def test_layers_compute_in_place_and_a_class_that_vllm_moved_is_refused(models, tmp_path):
+    """If vLLM kept layers in classes that are not looked for, it would sample from the first weights for ever."""
     command = [sys.executable, "-c", LOADS, str(tmp_path), *models]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [line for line in done.stdout.splitlines() if line.startswith("found")]
-    assert found == ["found 2 True True", "found 0 True False"]
+    told = [line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith(("found", "moved"))]
+    assert [line[1:] for line in told if line[0] == "found"] == [["True", "True", "[]"], ["False", "False", "[]"]]
+    moved = [(kind, refused) for word, kind, refused, _ in told if word == "moved"]
+    layers = ["UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"]
+    assert moved == [(kind, "True") for kind in [*layers, "UnquantizedFusedMoEMethod", *layers]] + [
+        ("UnquantizedFusedMoEMethod", "False")  # the dense model has none
+    ]

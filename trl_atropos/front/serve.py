@@ -10,19 +10,22 @@ an error. A publish is
 
 under the same token, lease and routes as in `server/control.py`. A policy version is the model that is served after a
 resume: if the trainer dies in between, the front goes back to the model of the last version and releases the requests.
-If the engine dies by itself, the front answers 503 with the reason, and exits.
-
-Exit codes: 143 and 130 after SIGTERM and SIGINT, 1 if the engine died by itself, with the reason on stderr.
+If the engine dies by itself, the front answers 503 with the reason, and exits with code 1; after SIGTERM and SIGINT,
+with 143 and 130.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import secrets
+import shutil
 import sys
+import tempfile
+import threading
 import time
-import uuid
 from pathlib import Path
 
 import aiohttp
@@ -32,118 +35,147 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from yarl import URL
 
+from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.front.engine import Engine
-from trl_atropos.protocol import (
-    ROUTE_PREFIX,
-    TOKEN_VARIABLE,
-    Note,
-    RefusalsReply,
-    ServerInfo,
-    Strict,
-    VersionsQuery,
-    VersionsReply,
-)
-from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE
-from trl_atropos.server.lease import Lease, Refused, answer, body_of, disconnected, error, has_token
+from trl_atropos.flags import server_flags
+from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
 from trl_atropos.server.ledger import Ledger
+from trl_atropos.server.routes import ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
-from trl_atropos.services.manager import GRACE, require_free_port
+from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
 from trl_atropos.services.signals import install_handlers
 
 logger = logging.getLogger(__name__)
 
-WATCH_EVERY = 0.2  # seconds
-DRAIN_POLL = 0.01  # seconds
-LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients are told why
+NAME = "engine"
+POLL = 0.2  # seconds
+START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
+LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients get the reason
 # Seconds between a connection that a dying engine broke and the news of its death, which its guard gives when all of
 # the engine's processes are gone.
 WHY_WITHIN = GRACE + KILL_DEADLINE
 # Headers that belong to one connection, not to the message; and those that the client library writes itself.
 NOT_PASSED_ON = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}
 NOT_PASSED_BACK = {b"connection", b"keep-alive", b"transfer-encoding"}
-NOT_TO_ATTACH = (
-    "this server was started with `--vllm_mode restart`, so its memory cannot be shared: set `vllm_mode: restart`, or "
-    "start the server with `--vllm_mode colocate`"
-)
+NOT_TO_ATTACH = "it was started with `--vllm_mode restart`: set `vllm_mode: restart`, or start it with another mode"
 
 
-class RestartBody(Strict):
-    model: str
+class Engine:
+    """`trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front. Each
+    start listens on a loopback port of its own."""
+
+    def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
+        self.model: str | None = None  # what is served now; None while the engine is away
+        self.url = ""
+        self.description: dict = {}  # the answer to `GET /trl_atropos/info` after the last start
+        # Clients know the first model's name, whatever is served.
+        named = "--served-model-name" in server_flags(flags)
+        self._flags = flags if named else [*flags, "--served-model-name", first_model]
+        self._seeds = itertools.count(seed)  # one for each start, or it would draw the same numbers again
+        self._session = session
+        self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
+        self.log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
+        self.log.touch()
+        self._services = Services(self.log.parent)
+        self._stopping = threading.Lock()
+
+    async def serve(self, model: str) -> None:
+        """Stops the engine if it runs and starts it on `model`; returns when it answers. From the main thread. Raises
+        `ServiceError` with the end of the log; then the engine is away."""
+        self.model = None
+        await asyncio.to_thread(self.stop)
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--seed", str(next(self._seeds)), *self._flags]
+        env = {protocol.TOKEN_VARIABLE: self._token, READY_VARIABLE: ""}
+        self._services.start(NAME, command, env=env, health_url=f"{self.url}/health")
+        await asyncio.to_thread(self._services.wait_healthy, NAME, START_TIMEOUT)
+        try:
+            self.description = await self.ask("GET", "/info", timeout=120.0)  # it hashes the vocabulary
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            raise ServiceError(f"the engine became healthy but did not say what it serves ({problem!r})") from problem
+        self.model = model
+
+    async def ask(self, method: str, route: str, body: dict | None = None, timeout: float = 10.0) -> dict:
+        """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or `TimeoutError`."""
+        url, headers = f"{self.url}{protocol.ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self._session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
+            reply.raise_for_status()
+            return await reply.json()
+
+    async def trouble(self) -> str | None:
+        """What is wrong with the engine by its own health check; `None` if nothing is."""
+        limit = aiohttp.ClientTimeout(total=15.0)  # seconds; the engine's server gives its engine 10 s
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=limit) as reply:
+                return None if reply.status == 200 else (await reply.text())[:500]
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            return f"the engine's server does not answer ({problem!r})"
+
+    async def check(self) -> None:
+        """Raises `ServiceError` if the engine died by itself."""
+        await asyncio.to_thread(self._services.check)  # which may have to end what a killed guard left behind
+
+    def stop(self) -> None:
+        """Returns when nothing of the engine is left, at most 12 s later."""
+        with self._stopping:  # when the front exits, a restart's call may be at work in its thread
+            self._services.stop()
+
+    async def show_log(self) -> None:
+        """Copies to stderr what the engine writes."""
+        with open(self.log, encoding="utf-8", errors="replace") as log:
+            while True:
+                sys.stderr.write(log.read())
+                await asyncio.sleep(POLL)
 
 
-class ResumeBody(Strict):
-    policy_version: int
-
-
-class Front:
+class Front(ControlPlane):
     """The ASGI app that environments and the trainer talk to."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession, first_model: str, drain_timeout: float) -> None:
-        self.engine = engine
+    def __init__(self, options: argparse.Namespace, flags: list[str], session: aiohttp.ClientSession) -> None:
+        super().__init__()
+        self.engine = Engine(options.model, flags, options.seed, session)
         self.session = session
-        self.drain_timeout = drain_timeout  # seconds that a pause waits for the requests in flight
-        self.token = os.environ[TOKEN_VARIABLE]
-        self.instance = uuid.uuid4().hex
+        self.drain_timeout = options.drain_timeout  # seconds that a pause waits for the requests in flight
         self.policy_version = 0  # the requests that go through now are sampled from it
-        self.model = first_model  # what `policy_version` stands for
+        self.model = options.model  # what `policy_version` stands for
         self.ledger = Ledger()  # what earlier engines sampled: an engine forgets it, and knows no versions
-        self.lease = Lease()
-        self.paused = False
-        self.open = asyncio.Event()  # requests go through
         self.in_flight = 0  # requests that have been passed on and not answered yet
-        self.changing = asyncio.Lock()  # start, pause, restart, resume and recovery take it in the order they came
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing is served any more
-        self.server: uvicorn.Server  # the one that serves this front, set when it is made
+        self.ended = asyncio.get_running_loop().create_future()  # when `broken` is known
+        self.server = _Server(self, options.host, options.port)
+        self.questions = {
+            ("GET", "/info"): self.info,
+            ("POST", "/versions"): self.versions,
+            ("GET", "/refusals"): self.refusals,
+        }
+        self.changes = {
+            "/attach": (self.attach, ""),
+            "/pause": (self.pause, "lease"),
+            "/restart": (self.restart, ""),
+            "/resume": (self.resume, ""),
+        }
 
     async def __call__(self, scope, receive, send) -> None:
-        request, path = Request(scope, receive), scope["path"]
-        if path == "/health":
-            response = await self._health()
-        elif not path.startswith(f"{ROUTE_PREFIX}/"):
-            return await self._forward(request, send)
-        elif not has_token(request, self.token):
-            response = error(401, "the control token is missing or wrong")
-        elif self.ended.done():
-            response = error(503, self.ended.result())
-        elif path == f"{ROUTE_PREFIX}/lease" and request.method == "POST":
-            return await self.lease.hold(request, send, self.server, at_end=self._trainer_left)
+        request = Request(scope, receive)
+        if scope["path"] == "/health":
+            trouble = await self._trouble()
+            response = JSONResponse({}) if trouble is None else error(503, trouble)
+            await response(scope, receive, send)
+        elif scope["path"].startswith(f"{protocol.ROUTE_PREFIX}/"):
+            await self.control(request, send)
         else:
-            response = await answer(self._control(request, path.removeprefix(ROUTE_PREFIX)), path)
-        await response(scope, receive, send)
+            await self._forward(request, send)
 
-    async def _health(self) -> JSONResponse:
-        """Healthy during a restart too, or a supervisor would take the server for dead."""
-        if self.ended.done():
-            return error(503, self.ended.result())
-        if not self.engine.description:
-            return error(503, "the engine is starting")
+    async def _trouble(self) -> str | None:
+        """None during a restart too, or a supervisor would take the server for dead."""
+        if self.broken or not self.engine.description:
+            return self.broken or "the engine is starting"
         trouble = None if self.engine.model is None else await self.engine.trouble()
-        # Without a model by now, it has been stopped for a restart since.
-        return JSONResponse({}) if trouble is None or self.engine.model is None else error(503, trouble)
+        return trouble if self.engine.model is not None else None  # it may have been stopped for a restart meanwhile
 
-    # ----------------------------------------------------------------------------------------------- for the trainer
-
-    async def _control(self, request: Request, path: str) -> JSONResponse:
-        body = await body_of(request)
-        match request.method, path:
-            case "GET", "/info":
-                return JSONResponse(self.info())
-            case "POST", "/versions":
-                return JSONResponse(await self.versions(body))
-            case "GET", "/refusals":  # those since the last restart; none while the engine is away
-                nothing = RefusalsReply(total=0, latest=[]).model_dump()
-                away = self.engine.model is None
-                return JSONResponse(nothing if away else await self.engine.ask("GET", "/refusals"))
-            case "POST", "/attach":
-                raise Refused(NOT_TO_ATTACH)
-        handlers = {"/pause": self.pause, "/restart": self.restart, "/resume": self.resume}
-        if request.method != "POST" or path not in handlers:
-            raise Refused(f"no control route {request.method} {path}", 404)
-        async with self.changing:
-            return JSONResponse(await handlers[path](body))
-
-    def info(self) -> dict:
+    async def info(self, _body: dict) -> dict:
         if not self.engine.description:
             raise Refused("the engine is starting", 503)
         own = {
@@ -154,20 +186,26 @@ class Front:
             "policy_version": self.policy_version,
             "oldest_version_in_flight": self.policy_version,
             "paused": self.paused,
-            "lease_held": self.lease.held,
+            "lease_held": self.lease.locked(),
         }
-        return ServerInfo.model_validate(self.engine.description | own).model_dump()
+        return protocol.ServerInfo.model_validate(self.engine.description | own).model_dump()
 
-    async def pause(self, body: dict) -> dict:
+    async def refusals(self, _body: dict) -> dict:
+        """Those since the last restart; none while the engine is away."""
+        if self.engine.model is None:
+            return protocol.RefusalsReply(total=0, latest=[]).model_dump()
+        return await self.engine.ask("GET", "/refusals")
+
+    async def attach(self, _body: dict) -> dict:
+        raise Refused(NOT_TO_ATTACH)
+
+    async def pause(self, _body: dict) -> dict:
         """Returns when nothing is in flight; what arrives is held until `resume`. Nothing that the body can ask for
         makes a difference: an engine starts with empty caches and whole weights."""
-        if not self.lease.held:
-            raise Refused("pause needs a lease: nothing would resume the server if the trainer died")
-        self.paused = True
         self.open.clear()
         deadline = time.monotonic() + self.drain_timeout
-        while self.in_flight and self.lease.held and time.monotonic() < deadline:
-            await asyncio.sleep(DRAIN_POLL)
+        while self.in_flight and self.lease.locked() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         if left := self.in_flight:
             self._release(self.policy_version)
             raise Refused(
@@ -179,7 +217,7 @@ class Front:
 
     async def restart(self, body: dict) -> dict:
         """Puts the engine on a checkpoint, or back on the last one. `restart_s`: seconds that it was away."""
-        model = RestartBody.model_validate(body).model
+        model = body["model"]
         if not self.paused:
             raise Refused("restart needs a pause: requests in flight would be lost")
         if not (Path(model) / "config.json").is_file():
@@ -194,7 +232,7 @@ class Front:
         return {"model": model, "restart_s": time.monotonic() - began}
 
     async def resume(self, body: dict) -> dict:
-        version = ResumeBody.model_validate(body).policy_version
+        version = int(body["policy_version"])
         if not self.paused:
             raise Refused("resume without a pause")
         self._release(version)
@@ -202,12 +240,12 @@ class Front:
 
     def _release(self, policy_version: int) -> None:
         assert self.engine.model is not None, "requests would go to an engine that is away"
-        self.model, self.policy_version, self.paused = self.engine.model, policy_version, False
+        self.model, self.policy_version = self.engine.model, policy_version
         self.open.set()
 
-    async def _trainer_left(self) -> None:
+    async def trainer_left(self) -> None:
         """Recovers in a task of its own, so that another trainer can take the lease now: its calls wait."""
-        if self.paused and not self.ended.done():
+        if self.paused and self.broken is None:
             self.recovery = asyncio.create_task(self._recover())
 
     async def _recover(self) -> None:
@@ -225,23 +263,19 @@ class Front:
             await self.engine.serve(self.model)
         except ServiceError as problem:
             self.end(f"the engine does not start on {self.model} any more, which it has served before: {problem}")
-            raise Refused(self.ended.result(), 503) from problem
-
-    # --------------------------------------------------------------------------------------- versions of completions
+            raise Refused(self.broken, 503) from problem
 
     async def versions(self, body: dict) -> dict:
-        """
-        `POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions it
-        has sampled, the front of which version: no version changes while a request is in flight.
-        """
-        query, version = VersionsQuery.model_validate(body), self.policy_version
-        asked: list[Note | None] = [None] * len(query.keys)
+        """`POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions
+        it has sampled, the front of which version: no version changes while a request is in flight."""
+        keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
+        new: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
             # It may be going away just now; then what it knew is in the ledger.
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                asked = await self._notes_of_engine(query.keys, version)
-        kept = self.ledger.find(bytes.fromhex(key) for key in query.keys)  # later, so that nothing slips between
-        return VersionsReply.of(old or new for old, new in zip(kept, asked, strict=True)).model_dump()
+                new = await self._notes_of_engine(keys, version)
+        kept = self.ledger.find(keys)  # later, so that nothing slips between
+        return protocol.VersionsReply.of(note or other for note, other in zip(kept, new, strict=True)).model_dump()
 
     async def _keep_versions(self) -> None:
         """Before the engine goes away, when nothing is in flight. A key that is in the ledger keeps its version."""
@@ -254,12 +288,10 @@ class Front:
         for key, note in zip(keys, notes, strict=True):
             self.ledger.note(bytes.fromhex(key), note)
 
-    async def _notes_of_engine(self, keys: list[str], version: int) -> list[Note | None]:
-        reply = await self.engine.ask("POST", "/versions", VersionsQuery(keys=keys).model_dump())
-        notes = VersionsReply.model_validate(reply).notes()
+    async def _notes_of_engine(self, keys: list[str], version: int) -> list[protocol.Note | None]:
+        reply = await self.engine.ask("POST", "/versions", protocol.VersionsQuery(keys=keys).model_dump())
+        notes = protocol.VersionsReply.model_validate(reply).notes()
         return [note and note._replace(span=(version, version)) for note in notes]
-
-    # ------------------------------------------------------------------------------------------ for the environments
 
     async def _forward(self, request: Request, send) -> None:
         """Passes on one request. If its client goes away it is dropped, and the engine stops working for it."""
@@ -269,36 +301,24 @@ class Front:
             return
         started = False
 
-        async def noted(message) -> None:
+        async def noting(message) -> None:
             nonlocal started
             started = True
             await send(message)
 
-        work = asyncio.create_task(self._pass_on(request, body, noted))
-        gone = asyncio.create_task(disconnected(request.receive))
+        work = await while_connected(self._pass_on(request, body, noting), request.receive, self.ended)
         try:
-            await asyncio.wait({work, gone, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            work.cancel()
-        if gone.done():
-            return
-        try:
-            return await work
+            return work and work.result()
         except aiohttp.ClientError as problem:
-            reason = f"the engine broke the connection off ({type(problem).__name__}: {problem})"
             await asyncio.wait({self.ended}, timeout=WHY_WITHIN)
+            reason = self.broken or f"the engine broke the connection off ({problem!r})"
         except asyncio.CancelledError:
-            if not self.ended.done():
-                raise
-        if self.ended.done():
-            reason = self.ended.result()
+            reason = self.broken
         if not started:  # otherwise the connection is cut, which tells the client that the answer is not whole
             await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
-        while not self.open.is_set():  # it may be closed again between the event and this task's turn
-            await self.open.wait()
+        await self.until_open()
         self.in_flight += 1
         version = f"{self.policy_version}-{self.policy_version}".encode()  # it cannot change while one is in flight
         query = f"?{request.scope['query_string'].decode()}" if request.scope["query_string"] else ""
@@ -322,37 +342,28 @@ class Front:
         finally:
             self.in_flight -= 1
 
-    # ---------------------------------------------------------------------------------------------- life and its end
-
     async def supervise(self) -> None:
-        """Starts the engine, shows its log and watches over it."""
-        start = asyncio.create_task(self._start())
+        """Starts the engine and watches over it."""
         try:
+            async with self.changing:
+                await self.engine.serve(self.model)
+                self._release(0)
+            sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
             while True:
-                self.engine.show_log()
-                if start.done():
-                    start.result()
                 if self.engine.model is not None:  # otherwise a restart looks after it
                     await self.engine.check()
-                await asyncio.sleep(WATCH_EVERY)
+                await asyncio.sleep(POLL)
         except ServiceError as problem:
             self.end(str(problem))
         except Exception as problem:  # a front must not go on without its watch
             logger.exception("the watch over the engine failed")
             self.end(f"{type(problem).__name__}: {problem}")
-        finally:
-            start.cancel()
-
-    async def _start(self) -> None:
-        async with self.changing:
-            await self.engine.serve(self.model)
-            self._release(0)
-        sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
 
     def end(self, reason: str) -> None:
         """Answers only `reason` from now on, and exits soon."""
-        if not self.ended.done():
-            self.ended.set_result(reason)
+        if self.broken is None:
+            self.broken = reason
+            self.ended.set_result(None)
             asyncio.get_running_loop().call_later(LEAVE_GRACE, setattr, self.server, "should_exit", True)
 
 
@@ -384,43 +395,30 @@ async def run(options: argparse.Namespace, flags: list[str]) -> str:
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
     ) as session:
-        engine = Engine(options.model, flags, options.seed, session)
-        front = Front(engine, session, options.model, options.drain_timeout)
-        front.server = _Server(front, options.host, options.port)
+        front = Front(options, flags, session)
         watch = asyncio.create_task(front.supervise())
+        log = asyncio.create_task(front.engine.show_log())
         try:
             await front.server.serve()
         finally:
             watch.cancel()
-            engine.stop()  # holds up the loop, where there is nothing left to do
-            engine.show_log()
+            front.engine.stop()  # holds up the loop, where there is nothing left to do
+            await asyncio.sleep(2 * POLL)  # in which the end of the log is shown
+            log.cancel()
             if front.server.interrupted:  # else the reason for the end names the log
-                engine.remove_log()
-        return front.ended.result()
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-atropos serve --vllm_mode restart",
-        description="Serve a model and restart the server on each checkpoint of a trainer, unseen by its clients.",
-        epilog="Every other flag goes to vLLM: see `vllm serve --help`.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", help="Hub name or folder of the first model")
-    parser.add_argument("--host", default=DEFAULTS["--host"], help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=int(DEFAULTS["--port"]), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling; one more at each restart (default: 0)")
-    parser.add_argument(
-        "--drain_timeout",
-        type=float,
-        default=600.0,
-        help="seconds that a publish waits for requests in flight (default: %(default)s)",
-    )
-    return parser
+                shutil.rmtree(front.engine.log.parent)
+        return front.broken
 
 
 def main(argv: list[str] | None = None) -> None:
-    options, flags = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    parser.prog = "trl-atropos serve --vllm_mode restart"
+    parser.add_argument("--host", default=DEFAULTS["--host"], help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=int(DEFAULTS["--port"]), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling; one more at each restart (default: 0)")
+    drain = "seconds that a publish waits for requests in flight (default: %(default)s)"
+    parser.add_argument("--drain_timeout", type=float, default=600.0, help=drain)
+    options, flags = parser.parse_known_args(argv)
     try:
         require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:

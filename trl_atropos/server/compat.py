@@ -1,9 +1,11 @@
 """All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
 
-`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES` in the installed vLLM and says which one moved.
+`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for each name that this package imports from
+vLLM, in the installed vLLM, and says which one moved.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import vllm
@@ -20,14 +22,15 @@ VLLM_VERSION = Version(Version(vllm.__version__).base_version)
 NEW = Version("0.32") <= VLLM_VERSION
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
 PREFIXES_KEYED_BY_ADAPTER_PATH = NEW  # cached prefixes of an adapter; before, they were keyed by its name alone
-UNMARKED = "default"  # how vLLM marks what it samples before it was told a version
+UNMARKED = "default"  # how vLLM marks the tokens that it samples before the first publish
 ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin with
 
 MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
     # Of the API server: its application's state, and the engine client.
-    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests", "base_model_paths"),
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
+    "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
         *("engine_core", "model_config", "vllm_config", "get_tokenizer()", "check_health()", "is_sleeping()"),
         *("generate(prompt, sampling_params, request_id, lora_request)", "collective_rpc(method, args)"),
@@ -40,11 +43,14 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # Of a worker: its configuration, and the model that it runs.
     "vllm.config:ModelConfig": (
         *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
-        *("enable_sleep_mode", "get_vocab_size()"),
+        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
     ),
     "vllm.config:ParallelConfig": (
         *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
     ),
+    "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
+    "vllm.config:CacheConfig": ("block_size",),
+    "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
     f"{MODULES}.model_loader.reload:": ("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
@@ -54,7 +60,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
         *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
     ),
-    "vllm.lora.layers:BaseLayerWithLoRA": (),
     "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer",),
     "vllm.lora.lora_model:LoRAModel": (
         "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
@@ -67,7 +72,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
-    f"{MODULES}.layers.fused_moe:FusedMoEMethodBase": (),
     f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
     f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
     f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
@@ -80,16 +84,16 @@ if NEW:
     )
 
 
-def server_main() -> Callable[[], None]:
-    """vLLM's own API server entry point, which parses `sys.argv`. The module moved after 0.26."""
+def run_server() -> None:
+    """Runs vLLM's own API server, which parses `sys.argv`."""
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
-    except ImportError:
-        return _server_main_0_26
-    return main
+    except ImportError:  # its place in 0.26
+        return _run_server_0_26()
+    main()
 
 
-def _server_main_0_26() -> None:
+def _run_server_0_26() -> None:
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -104,12 +108,8 @@ def _server_main_0_26() -> None:
 
 
 async def pause(engine, clear_cache: bool) -> None:
-    """
-    Stops scheduling after the running step and keeps the requests in flight.
-
-    With `clear_cache`, cached prefixes are dropped and the frozen requests are preempted, so that on resume they
-    recompute their KV cache with the new weights. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms.
-    """
+    """Stops scheduling after the running step and keeps the requests in flight. With `clear_cache`, these recompute
+    their KV cache with the new weights on resume. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms."""
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
@@ -128,32 +128,6 @@ def marks_of(completion: CompletionOutput) -> tuple[int, int] | None:
     return first, last
 
 
-def begin_reload(model: torch.nn.Module) -> None:
-    """From here to `finish_reload`, loaded weights are kept until a layer is whole, then processed as at the start."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    initialize_layerwise_reload(model)
-
-
-def finish_reload(model: torch.nn.Module, model_config) -> None:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
-
-
-def expert_methods(model: torch.nn.Module) -> list:
-    """
-    The methods by which the mixture-of-experts layers of a model compute; empty for a dense model.
-
-    If vLLM kept experts in other classes, their layers would go on computing with old weights. So a name that moved
-    fails here, and a test looks at a model with experts.
-    """
-    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # in a worker only: it imports many kernels
-
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return [method for method in methods if isinstance(method, FusedMoEMethodBase)]
-
-
 def cpu_experts() -> type | None:
     """vLLM's class that computes experts on the CPU. None for 0.26, which has functions in its place."""
     try:
@@ -161,6 +135,26 @@ def cpu_experts() -> type | None:
     except ImportError:
         return None
     return CPUUnquantizedExperts
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Takes vLLM's LoRA layers from around the base layers, where some versions do not find a checkpoint's names."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), torch.nn.Module)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def adapter_name_mapper(model: torch.nn.Module):

@@ -5,51 +5,44 @@ need the token in `TRL_ATROPOS_TOKEN`. Every other request goes to vLLM. One ins
 
 A publish is `pause -> (the weights change) -> resume`. While a trainer may be writing to the weights, the server must
 not answer from them. So a trainer holds a lease (one response that stays open), whose end tells the server that the
-trainer is gone. If it dies while the weights may be half written, the server answers 503 from then on, and exits; if
-it dies in a pause without that, the server resumes.
+trainer is gone. If the trainer dies while the weights may be half written, the server answers 503 from then on, and
+exits; if it dies in a pause without that, the server resumes.
 """
 
 import asyncio
 import contextlib
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import signal
+import sys
 import threading
 import time
-import uuid
 
 import psutil
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from vllm.lora.request import LoRARequest
 
-from trl_atropos.protocol import (
-    ADAPTER_NAME,
-    PROTOCOL_VERSION,
-    ROUTE_PREFIX,
-    TOKEN_VARIABLE,
-    LoadReply,
-    ParameterSpec,
-    ServerInfo,
-    machine_id,
-    tokenizer_fingerprint,
-)
+from trl_atropos import protocol
+from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat
-from trl_atropos.server.launch import say_when_started
-from trl_atropos.server.lease import Lease, Refused, answer, body_of, error, has_token
+from trl_atropos.server.launch import READY_VARIABLE
 from trl_atropos.server.ledger import Refusals
-from trl_atropos.server.sampling import OPENAI_ROUTES, Sampling
+from trl_atropos.server.routes import ControlPlane, Refused, error
+from trl_atropos.server.sampling import Sampling
 
 logger = logging.getLogger("vllm.trl_atropos")
 
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and exiting all the same
-HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
-STOPS = (signal.SIGTERM, signal.SIGINT)
-REAPED = 1.0  # seconds between a process's end and its exit code, at most
 ANSWER_GRACE = 0.5  # seconds in which clients that wait get the reason why the server exits
+HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
+RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
+REAPED = 0.5  # seconds between a process's end and its exit code, at most
+READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are out
+# vLLM's own sampling routes. They take any model name: environments keep one name whatever is served.
+OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
 NEEDS_TOKEN = (
@@ -57,135 +50,102 @@ NEEDS_TOKEN = (
     f"in {TOKEN_VARIABLE}"
 )
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
-RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
 
 
-class Control:
-    def __init__(self, app):
+class Control(ControlPlane):
+    def __init__(self, app) -> None:
+        super().__init__()
         self.app = app
-        self.token = os.environ[TOKEN_VARIABLE]
-        self.instance = uuid.uuid4().hex
+        self.open.set()
         self.sampling: Sampling | None = None  # this and the engine are known from the first request on
         self.refusals = Refusals()
-        self.lease = Lease()
         self.asleep = 0  # vLLM's sleep level
         self.torn = False  # the weights may be half written, or not those of the version that the server names
-        self.changing = asyncio.Lock()  # held by each call of the trainer, and by the recovery after the last one
-        self.fixed: dict | None = None  # the part of `info` that never changes
-        self.next_adapter: int | None = None  # its id is loaded and waits for `resume`
+        self.description: dict | None = None  # the part of `info` that never changes
+        self.next_adapter: int | None = None  # the id of the adapter that is loaded and waits for `resume`
         self.adapters_loaded = 0
         self.asked: tuple[float, asyncio.Task] | None = None  # what `/health` last asked the engine, and when
-        self.routes = {  # what changes the server, and what a request for it needs
+        self.questions = {
+            ("GET", "/info"): self.info,
+            ("POST", "/versions"): self.versions,
+            ("GET", "/versions"): lambda body: {"keys": self.sampling.ledger.keys()},  # for the front
+            ("GET", "/refusals"): lambda body: self.refusals.answer(),
+        }
+        self.changes = {
             "/attach": (self.attach, "lease"),
             "/pause": (self.pause, "lease"),
             "/resume": (self.resume, ""),
             "/channel": (self.open_channel, "lease"),
-            "/weights/load": (self.load_weights, "pause"),
-            "/weights/finish": (self.finish_weights, "pause"),
+            "/weights/load": (self.load_weights, "lease and pause"),
+            "/weights/finish": (self.finish_weights, "lease and pause"),
             "/adapter/setup": (self.set_up_adapter, "lease"),
-            "/adapter/load": (self.load_adapter, "pause"),
+            "/adapter/load": (self.load_adapter, "lease and pause"),
             "/sleep": (self.sleep, "lease"),
-            "/wake": (self.wake, "pause"),
+            "/wake": (self.wake, "lease and pause"),
         }
-
-    def _set_up(self, state) -> None:
-        """At the first request, before any route has sampled."""
-        self.engine, self.models, self.server = state.engine_client, state.openai_serving_models, state.server
-        self.sampling = Sampling(self.engine)
-        self._watch_engines()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
-            return await self.app(scope, receive, say_when_started(send))
+            return await self.app(scope, receive, _announcing(send))
         if self.sampling is None:
-            self._set_up(scope["app"].state)
+            state = scope["app"].state
+            self.engine, self.models, self.server = state.engine_client, state.openai_serving_models, state.server
+            self.sampling = Sampling(self.engine, self)
+            self._watch_engines()
         request, path, posts = Request(scope, receive), scope["path"], scope["method"] == "POST"
         try:
-            if path.startswith(ROUTE_PREFIX + "/"):
-                return await self._control(request, path.removeprefix(ROUTE_PREFIX), send)
-            if self.sampling.broken is not None:
-                return await error(503, self.sampling.broken)(scope, receive, send)
+            if path.startswith(f"{ROUTE_PREFIX}/"):
+                return await self.control(request, send, (compat.EngineDeadError,))
+            if self.broken is not None:
+                return await error(503, self.broken)(scope, receive, send)
             if path == "/generate" and posts:
                 return await self.sampling.generate(request, self.refusals.watched(send))
             if path in OPENAI_ROUTES and posts:
-                model = self.models.base_model_paths[0].name
-                return await self.sampling.openai(request, self.refusals.watched(send), self.app, model)
-            if ADAPTER_ROUTES.search(path) and not has_token(request, self.token):
+                await self.until_open()  # the engine client waits, too, but vLLM would hide its reason
+                return await self.app(scope, receive, self.refusals.watched(send))
+            if ADAPTER_ROUTES.search(path) and not self.has_token(request):
                 return await error(401, NEEDS_TOKEN)(scope, receive, send)
-            if path == "/health" and (silence := await self._silence()):
-                return await error(503, silence)(scope, receive, send)
+            if path == "/health" and (trouble := await self._engine_trouble()):
+                return await error(503, trouble)(scope, receive, send)
+        except Refused as problem:
+            return await error(problem.status, str(problem))(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
-            self._engine_died()
-            return await error(503, self.sampling.broken)(scope, receive, send)
+            await asyncio.sleep(REAPED)  # if a signal has ended the engine, the watch says which
+            self._leave("vLLM's EngineCore process died")
+            return await error(503, self.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
 
-    async def _silence(self) -> str | None:
-        """
-        What is wrong if the engine does not answer although its process is alive. `None` while a trainer's call is
-        being served, which may take long: then the trainer has a deadline.
-        """
-        if self.lease.held and self.changing.locked():
+    async def _engine_trouble(self) -> str | None:
+        """What is wrong if the engine does not answer although its process is alive. `None` while a trainer's call is
+        being served, which may take long: then the trainer has a deadline."""
+        if self.lease.locked() and self.changing.locked():
             return None
         await self.engine.check_health()
-        now = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
         if self.asked is None or self.asked[1].done():
-            self.asked = now, asyncio.create_task(self.engine.is_sleeping())
+            self.asked = clock(), asyncio.create_task(self.engine.is_sleeping())
         since, question = self.asked
-        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - now))
+        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - clock()))
         if question.done():
             return None
-        silent = asyncio.get_running_loop().time() - since
+        silent = clock() - since
         return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
 
-    async def _control(self, request: Request, path: str, send) -> None:
-        scope, receive = request.scope, request.receive
-        if not has_token(request, self.token):
-            return await error(401, "the control token is missing or wrong")(scope, receive, send)
-        if self.sampling.broken is not None:
-            return await error(503, self.sampling.broken)(scope, receive, send)
-        if (request.method, path) == ("POST", "/lease"):  # open for the trainer's whole life
-            return await self.lease.hold(request, send, self.server, at_end=self._trainer_left)
-        response = await answer(self._call(request, path), f"the control request {path}", compat.EngineDeadError)
-        await response(scope, receive, send)
-
-    async def _call(self, request: Request, path: str) -> JSONResponse:
-        body = await body_of(request)
-        match request.method, path:  # these answer at any time, also during a publish
-            case "GET", "/info":
-                return JSONResponse(await self.info())
-            case "POST", "/versions":
-                return JSONResponse(self.sampling.ledger.answer(body))
-            case "GET", "/versions":  # the keys of all completions, for the server that replaces this one
-                return JSONResponse({"keys": self.sampling.ledger.keys()})
-            case "GET", "/refusals":
-                return JSONResponse(self.refusals.answer())
-        handler, needs = self.routes.get(path, (None, ""))
-        if handler is None or request.method != "POST":
-            raise Refused(f"no control route {request.method} {path}", 404)
-        async with self.changing:
-            if needs and not self.lease.held:
-                raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
-            if needs == "pause" and not self.sampling.paused:
-                raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
-            return JSONResponse(await handler(body))
-
-    # ---------------------------------------------------------------------------------------- routes for the trainer
-
-    async def info(self) -> dict:
-        if self.fixed is None:
-            self.fixed = await self._describe()
-        now = {
-            "policy_version": self.sampling.policy_version,
-            "oldest_version_in_flight": self.sampling.oldest_version_in_flight,
-            "paused": self.sampling.paused,
-            "lease_held": self.lease.held,
-        }
-        return ServerInfo(**self.fixed, **now).model_dump()
+    async def info(self, _body: dict) -> dict:
+        if self.description is None:
+            self.description = await self._describe()
+        return protocol.ServerInfo(
+            **self.description,
+            policy_version=self.sampling.policy_version,
+            oldest_version_in_flight=self.sampling.oldest_version_in_flight,
+            paused=self.paused,
+            lease_held=self.lease.locked(),
+        ).model_dump()
 
     async def _describe(self) -> dict:
-        """Made once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
+        """Called once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
         model = self.engine.model_config
-        tokenizer = None if model.skip_tokenizer_init else self.engine.get_tokenizer()
+        vocabulary = None if model.skip_tokenizer_init else self.engine.get_tokenizer().get_vocab()
         workers = await self._workers("describe")  # those of the first replica, as for every call
         uuids = [worker.pop("device_uuid") for worker in workers]
         replicas = self.engine.vllm_config.parallel_config.data_parallel_size
@@ -197,78 +157,81 @@ class Control:
         return {
             **workers[0],
             "device_uuids": [uuid for uuid in uuids if uuid is not None],
-            "protocol": PROTOCOL_VERSION,
+            "protocol": protocol.PROTOCOL_VERSION,
             "instance": self.instance,
-            "machine": machine_id(),
+            "machine": protocol.machine_id(),
             "vllm_version": str(compat.VLLM_VERSION),
             "model": model.model,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
-            "tokenizer_fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer.get_vocab()),
+            "tokenizer_fingerprint": vocabulary and protocol.tokenizer_fingerprint(vocabulary),
             "logprobs_mode": model.logprobs_mode,
             "prefixes_by_path": compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
         }
 
+    def versions(self, body: dict) -> dict:
+        keys = protocol.VersionsQuery.model_validate(body).keys
+        return protocol.VersionsReply.of(self.sampling.ledger.find(keys)).model_dump()
+
     async def attach(self, body: dict) -> dict:
-        (attachment,) = await self._workers("attach", _checked(body["parameters"]))
+        (attachment,) = await self._workers("attach", body["parameters"])
         return attachment
 
     async def pause(self, body: dict) -> dict:
         """With `in_place`, the trainer writes into this server's memory until `resume`."""
         self.torn = self.torn or bool(body.get("in_place", False))
-        self.sampling.hold()  # before the engine has stopped: what arrives now begins with the next version
-        # An adapter that is registered at `resume` came in this pause, and not late from a trainer that is gone.
+        self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
+        # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
         self.sampling.register(self.models.lora_requests)
         await compat.pause(self.engine, clear_cache=bool(body.get("clear_cache", True)))
         return {}
 
     async def resume(self, body: dict) -> dict:
         version = int(body["policy_version"])
-        if not self.sampling.paused:
+        if not self.paused:
             raise Refused("resume without a pause")
         if self.asleep:
             raise Refused(f"resume while asleep (level {self.asleep}): wake first")
         self.torn = False
         self.sampling.serve(version, self._adapter_of(version))
         await compat.mark_tokens(self.engine, self.sampling.history.publishes)
-        await self._let_go()
+        await self._release()
         return {"policy_version": version}
 
     def _adapter_of(self, version: int) -> LoRARequest | None:
-        """The adapter that was loaded in this pause, if one was: a former trainer's is not the policy."""
+        """The adapter that was loaded in this pause, if one was: a former trainer's adapter is not the policy."""
         served = self.models.lora_requests
-        given = served.get(ADAPTER_NAME)  # one that came from files was put there by vLLM's own route
+        given = served.get(ADAPTER_NAME)  # an adapter of files, which vLLM's own route puts there
         if self.next_adapter is None and (given is None or given is self.sampling.adapter):
             return None
         # vLLM tells the adapters of a batch apart by these names, and cached prefixes too: each version needs its own,
         # also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
-        if self.next_adapter is not None:
-            adapter = LoRARequest(name, self.next_adapter, f"mem://{name}")
-        else:
-            adapter = LoRARequest(name, given.lora_int_id, given.lora_path)
-        served[ADAPTER_NAME], self.next_adapter = adapter, None
+        from_files = self.next_adapter is None
+        place = (given.lora_int_id, given.lora_path) if from_files else (self.next_adapter, f"mem://{name}")
+        adapter = served[ADAPTER_NAME] = LoRARequest(name, *place)
+        self.next_adapter = None
         return adapter
 
     async def open_channel(self, body: dict) -> dict:
-        await self._workers("open_channel", body)
+        await self._workers("open_channel", dict(body))
         return {}
 
     async def load_weights(self, body: dict) -> dict:
         self.torn = True
-        return _slowest(await self._workers("load_weights", _checked(body["tensors"])))
+        return _slowest(await self._workers("load_weights", body["tensors"]))
 
-    async def finish_weights(self, body: dict) -> dict:
+    async def finish_weights(self, _body: dict) -> dict:
         return {"missing": sorted(set().union(*await self._workers("finish_weights")))}
 
     async def set_up_adapter(self, body: dict) -> dict:
-        refused = await self._workers("set_up_adapter", _checked(body["tensors"]), body["config"])
+        refused = await self._workers("set_up_adapter", body["tensors"], body["config"])
         return {"refused": next((reason for reason in refused if reason is not None), None)}
 
-    async def load_adapter(self, body: dict) -> dict:
-        """Loads into the one of two ids that new requests do not use; `resume` makes it the one they use."""
+    async def load_adapter(self, _body: dict) -> dict:
+        """Loads into the one of two ids that new requests do not use; from `resume` on, they use it."""
         adapter = self.sampling.adapter
         first, second = MEMORY_ADAPTERS
         adapter_id = second if adapter is not None and adapter.lora_int_id == first else first
@@ -287,7 +250,7 @@ class Control:
 
     async def sleep(self, body: dict) -> dict:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
-        self.sampling.hold()
+        self.open.clear()
         self.asleep = int(body["level"])
         self.torn = self.torn or self.asleep > 1  # level 2 forgets the weights
         await self.engine.sleep(self.asleep, mode="keep")
@@ -304,85 +267,63 @@ class Control:
         """What a method of `extension.py` returns in each worker."""
         return await self.engine.collective_rpc(f"trl_atropos_{method}", args=arguments)
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         await self.engine.resume_generation()
-        self.sampling.let_go()
+        self.open.set()
 
-    # ------------------------------------------------------------------------------ when a trainer or the engine dies
-
-    async def _trainer_left(self) -> None:
-        """Before another trainer may come: goes on with the weights if they are whole, and exits if they are not."""
+    async def trainer_left(self) -> None:
+        """Goes on with the weights if they are whole, and exits if they are not."""
         if not self.torn:
             try:
-                async with asyncio.timeout(RECOVERY), self.changing:  # its last call decides which
-                    if self.sampling.paused and not self.torn:
+                async with asyncio.timeout(RECOVERY), self.changing:  # the trainer's last call decides
+                    if self.paused and not self.torn:
                         version = self.sampling.policy_version
                         logger.warning("the trainer left while the server was paused; resuming version %d", version)
                         self.next_adapter = None
                         if self.asleep:
                             await self.wake({"tags": ["weights", "kv_cache"]})
-                        await self._let_go()
+                        await self._release()
             except Exception as problem:  # also when time is up: a server that stays paused helps nobody
                 logger.exception("resuming failed")
-                if self.sampling.paused:
+                if self.paused:
                     self._leave(f"the trainer left in a pause, and the server cannot resume ({problem!r})")
         if self.torn:
             self._leave("the trainer left in the middle of a publish: the weights may be half written")
 
     def _watch_engines(self) -> None:
-        """An engine that is killed is noticed at once, also while nobody asks for anything."""
-        children = multiprocessing.active_children()
-        self.engines = [child for child in children if child.name.startswith(compat.ENGINE_PROCESS)]
+        """Notices at once that a signal has ended an engine, also while no request comes."""
         loop = asyncio.get_running_loop()
 
-        def watch() -> None:
-            multiprocessing.connection.wait([engine.sentinel for engine in self.engines])
-            if self._killed_engine() is not None:
+        def watch(engine: multiprocessing.Process) -> None:
+            engine.join()
+            time.sleep(0.1)  # if vLLM's thread was first, it is about to note the exit code
+            signum = -(engine.exitcode or 0)
+            if signum > 0 and signum not in (signal.SIGTERM, signal.SIGINT):  # by those, vLLM and the guard end it
+                name = signal.Signals(signum).name
+                reason = f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {name}"
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and so does this process
-                    loop.call_soon_threadsafe(self._engine_died)
+                    loop.call_soon_threadsafe(self._leave, reason, 128 + signum)
 
-        threading.Thread(target=watch, name="engine-watch", daemon=True).start()
-
-    def _killed_engine(self) -> multiprocessing.Process | None:
-        """An engine that a signal has ended, except SIGTERM and SIGINT, by which vLLM and the guard end it."""
-        for engine in self.engines:
-            if multiprocessing.connection.wait([engine.sentinel], timeout=0):
-                engine.join(REAPED)
-                if (engine.exitcode or 0) < 0 and -engine.exitcode not in STOPS:
-                    return engine
-        return None
-
-    def _engine_died(self) -> None:
-        """Exits, with the exit code of the signal if one ended the engine."""
-        engine = self._killed_engine()
-        if engine is None:
-            return self._leave("vLLM's EngineCore process died")
-        signum = signal.Signals(-engine.exitcode)
-        reason = f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {signum.name}"
-        self._leave(reason, exit_code=128 + signum)
+        for child in multiprocessing.active_children():
+            if child.name.startswith(compat.ENGINE_PROCESS):
+                threading.Thread(target=watch, args=(child,), name="engine-watch", daemon=True).start()
 
     def _leave(self, reason: str, exit_code: int | None = None) -> None:
         """Answers only the reason from now on, and ends the process, whatever connections are still open."""
-        if self.sampling.broken is not None:
+        if self.broken is not None:
             return
-        self.sampling.broken = f"{reason}. This server is shutting down: start it again"
-        logger.error("%s", self.sampling.broken)
-        self.sampling.let_go()  # requests that wait get the reason
-        if exit_code is None:
-            threading.Thread(target=_exit_after, args=(LEAVE_GRACE, 1), daemon=True).start()
+        self.broken = f"{reason}. This server is shutting down: start it again"
+        logger.error("%s", self.broken)
+        self.open.set()  # requests that wait get the reason
+        grace = LEAVE_GRACE if exit_code is None else ANSWER_GRACE
+        threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()
+        if exit_code is None:  # vLLM may shut down in order, but exits with a code of its own
             os.kill(os.getpid(), signal.SIGTERM)
-        else:  # vLLM would exit with a code of its own
-            threading.Thread(target=_exit_after, args=(ANSWER_GRACE, exit_code), daemon=True).start()
-
-
-def _checked(tensors: list[dict]) -> list[dict]:
-    return [ParameterSpec.model_validate(tensor).model_dump() for tensor in tensors]
 
 
 def _slowest(replies: list[dict]) -> dict:
     """The reply of the worker that took longest."""
-    parsed = [LoadReply.model_validate(reply) for reply in replies]
-    return max(parsed, key=lambda reply: reply.receive_ms + reply.apply_ms).model_dump()
+    return max(replies, key=lambda reply: reply["receive_ms"] + reply["apply_ms"])
 
 
 def _exit_after(seconds: float, exit_code: int) -> None:
@@ -391,3 +332,15 @@ def _exit_after(seconds: float, exit_code: int) -> None:
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(exit_code)
+
+
+def _announcing(send):
+    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is complete."""
+
+    async def announcing(message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            text = os.environ.get(READY_VARIABLE, "")
+            asyncio.get_running_loop().call_later(READY_AFTER, sys.stderr.write, text)
+
+    return announcing

@@ -1,23 +1,20 @@
 """What runs inside every worker of the vLLM server: it shares the model's memory, and receives weights and adapters.
 
 vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the worker. `control.py`
-calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module registers the
-shared loader, too, which happens before the model is built.
+calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module also
+registers the loader of `layout.py`, before the model is built.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from trl_atropos.protocol import Attachment, LoadReply, LoraInfo, ParameterSpec
-from trl_atropos.server import compat, layout, loader
+from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
 
@@ -26,8 +23,7 @@ class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
         config = self.vllm_config
-        lora = config.lora_config
-        if lora is not None:
+        if (lora := config.lora_config) is not None:
             dtype = str(lora.lora_dtype).removeprefix("torch.")
             lora = LoraInfo(max_rank=lora.max_lora_rank, max_loras=lora.max_loras, dtype=dtype).model_dump()
         cuda = self.device.type == "cuda"
@@ -44,7 +40,7 @@ class WorkerExtension:
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
         """Finds where each of the trainer's parameters lives here, and exports the memory behind them."""
         model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config), without_adapters(model):
+        with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
             views, refused = layout.trace(model, _parsed(specs), self.device)
         storages = [export_storage(storage) for storage in layout.unique_storages(model).values()]
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
@@ -73,7 +69,6 @@ class WorkerExtension:
             self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, _parsed(tensors), config)
         except ValueError as error:
             return str(error)
-        return None
 
     def trl_atropos_load_adapter(self, adapter_id: int) -> dict:
         return self._trl_atropos_adapter.load(adapter_id).model_dump()
@@ -85,104 +80,23 @@ def _parsed(specs: list[dict]) -> list[ParameterSpec]:
 
 def _refusals(config: VllmConfig, device: str) -> list[str]:
     """Why this engine's weights cannot be trained in place, each with the way out."""
-    parallel, found = config.parallel_config, []
+    parallel, model, found = config.parallel_config, config.model_config, []
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         found.append(
             f"it splits the model over {parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} devices "
             "(start it with --tensor-parallel-size 1 --pipeline-parallel-size 1)"
         )
-    if config.model_config.quantization is not None:
-        found.append(f"its weights are quantised ({config.model_config.quantization}); serve an unquantised model")
-    if config.model_config.enable_sleep_mode:
+    if model.quantization is not None:
+        found.append(f"its weights are quantised ({model.quantization}); serve an unquantised model")
+    if model.enable_sleep_mode:
         found.append("it was started with --enable-sleep-mode, whose memory cannot be shared; leave the flag out")
-    if config.model_config.use_mla:
+    if model.use_mla:
         found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
-    if device == "cpu" and config.load_config.load_format != loader.LOAD_FORMAT:
-        found.append(f"it was not started with --load-format {loader.LOAD_FORMAT}; start it by `trl-atropos serve`")
+    if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
+        found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
+    if packed := layout.refusal_of_packed_layers():
+        found.append(packed)
     return found
-
-
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Takes vLLM's LoRA layers from around the base layers, where some versions do not find a checkpoint's names."""
-    wrapped = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), torch.nn.Module)
-    ]
-    for parent, name, child in wrapped:
-        setattr(parent, name, child.base_layer)
-    try:
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            setattr(parent, name, child)
-
-
-# -------------------------------------------------------------------------------------------------------- full weights
-
-
-class WeightReceiver:
-    """
-    Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
-    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
-    """
-
-    def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
-        self.model = model
-        self.config = config
-        self.channel = channel
-        self.reloads = needs_reload(model, config, channel.device)
-        self.loading = False
-        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not tell
-
-    def load(self, tensors: list[ParameterSpec]) -> LoadReply:
-        """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
-        if not self.loading:
-            self.loading = True
-            self.loaded = set()
-            if self.reloads:
-                compat.begin_reload(self.model)
-        started = time.perf_counter()
-        message = self.channel.receive(message_layout(tensors)[1])
-        received = time.perf_counter()
-        values = unpack(message, tensors)
-        if self.reloads:
-            values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
-        names = [tensor.name for tensor in tensors]
-        with torch.no_grad(), set_current_vllm_config(self.config), without_adapters(self.model):
-            told = self.model.load_weights(zip(names, values, strict=True))
-        self.loaded = None if told is None or self.loaded is None else self.loaded | told
-        return _reply(started, received, self.channel.device)
-
-    def finish(self) -> list[str]:
-        """Names of vLLM's parameters that nothing was loaded into since the first `load`."""
-        self.loading = False
-        if self.reloads:
-            with torch.no_grad(), set_current_vllm_config(self.config):
-                compat.finish_reload(self.model, self.config.model_config)
-            _synchronize(self.channel.device)
-            return []
-        if self.loaded is None:
-            return []
-        with without_adapters(self.model):
-            return unloaded(self.model, self.loaded)
-
-
-def needs_reload(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM transforms weights after loading, so that new ones must go through the whole of it again."""
-    if config.model_config.quantization is not None or config.model_config.use_mla:
-        return True
-    # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
-    return device.type != "cpu" and bool(compat.expert_methods(model))
-
-
-def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
-    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have several names."""
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
-    return sorted(name for name, place in places.items() if place not in filled)
 
 
 def _reply(started: float, received: float, device: torch.device) -> LoadReply:
@@ -195,7 +109,72 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
+class WeightReceiver:
+    """
+    Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
+    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
+
+    Raises:
+        ValueError: New weights would not reach some layers.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
+        if packed := layout.refusal_of_packed_layers():
+            raise ValueError(packed)
+        self.model = model
+        self.config = config
+        self.channel = channel
+        self.reloads = needs_reload(config, channel.device)
+        self.loading = False
+        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not tell
+
+    def load(self, tensors: list[ParameterSpec]) -> LoadReply:
+        """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
+        if not self.loading:
+            self.loading = True
+            self.loaded = set()
+            if self.reloads:
+                initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
+        started = time.perf_counter()
+        message = self.channel.receive(message_layout(tensors)[1])
+        received = time.perf_counter()
+        values = unpack(message, tensors)
+        if self.reloads:
+            values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
+        named = zip([tensor.name for tensor in tensors], values, strict=True)
+        with torch.no_grad(), set_current_vllm_config(self.config), compat.without_adapters(self.model):
+            loaded = self.model.load_weights(named)
+        self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
+        return _reply(started, received, self.channel.device)
+
+    def finish(self) -> list[str]:
+        """Names of vLLM's parameters that nothing was loaded into since the first `load`."""
+        self.loading = False
+        if self.reloads:
+            with torch.no_grad(), set_current_vllm_config(self.config):
+                finalize_layerwise_reload(self.model, self.config.model_config)
+            _synchronize(self.channel.device)
+            return []
+        if self.loaded is None:
+            return []
+        with compat.without_adapters(self.model):
+            return unloaded(self.model, self.loaded)
+
+
+def needs_reload(config: VllmConfig, device: torch.device) -> bool:
+    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again."""
+    model = config.model_config
+    if model.quantization is not None or model.use_mla:
+        return True
+    # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
+    return device.type != "cpu" and model.get_num_experts() > 0
+
+
+def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
+    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have several names."""
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
+    return sorted(name for name, place in places.items() if place not in filled)
 
 
 class AdapterReceiver:
@@ -205,13 +184,7 @@ class AdapterReceiver:
     An adapter's tensors arrive as one message and are kept per adapter id. The first time, vLLM's own code puts them
     into its stacked buffers while a dispatch mode notes every copy; from then on the same copies are made directly.
     The first time also proves that nothing is lost: vLLM silently drops tensors of modules that it does not know.
-
-    Args:
-        worker: vLLM's worker, started with `--enable-lora`.
-        channel (`Channel`): Where the trainer's bytes come from.
-        tensors (`list[ParameterSpec]`): The adapter's tensors, in the order of every message, under peft's names and
-            in vLLM's LoRA dtype. The scaling is already in B.
-        config (`dict`): The adapter's `LoraConfig` as JSON.
+    `tensors` are in the order of every message, under peft's names, in vLLM's LoRA dtype, the scaling already in B.
 
     Raises:
         ValueError: vLLM does not serve such adapters; the message says why.
@@ -267,14 +240,14 @@ class AdapterReceiver:
         if len(self.adapters) >= self.adapters.capacity:
             self.adapters.remove_oldest_adapter()
         self.adapters.add_adapter(lora)
-        with _CopyTracer(values) as tracer:
+        with layout.CopyTracer(values) as tracer:
             self.adapters.activate_adapter(adapter_id)
         self._check_coverage(tracer.copies)
         slot = self.adapters.lora_index_to_id.index(adapter_id)
         self.plans[adapter_id] = (slot, [t for t, _ in tracer.copies], [s for _, s in tracer.copies])
 
     def _check_coverage(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Every tensor of the trainer must have arrived whole."""
+        """Raises `ValueError` if a tensor of the trainer did not arrive whole."""
         itemsize = copies[0][1].element_size() if copies else 1
         arrived = dict.fromkeys(self.offsets, 0)
         for _, source in copies:
@@ -289,17 +262,3 @@ class AdapterReceiver:
             raise ValueError(
                 f"vLLM has no place for {len(lost)} of the adapter's {len(self.tensors)} tensors (first: {lost[:3]})"
             )
-
-
-class _CopyTracer(TorchDispatchMode):
-    """Notes every copy out of one storage, and lets it take place."""
-
-    def __init__(self, source: torch.Tensor):
-        super().__init__()
-        self.pointer = source.untyped_storage().data_ptr()
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.pointer:
-            self.copies.append((args[0], args[1]))
-        return func(*args, **(kwargs or {}))

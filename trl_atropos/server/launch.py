@@ -7,7 +7,6 @@ For `--vllm_mode restart`, the process becomes the front (`trl_atropos.front.ser
 """
 
 import argparse
-import asyncio
 import importlib.util
 import os
 import secrets
@@ -19,28 +18,22 @@ from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES, environment_token
 
-# What the user did not say. Loopback only: the control routes change weights.
+# Used where the command line says nothing. Loopback only: the control routes change weights.
 DEFAULTS = {
     "--host": "127.0.0.1",
     "--port": "9001",
     "--generation-config": "vllm",  # the model's own generation_config.json would change how environments sample
 }
-# What must hold for the log-probabilities and the control routes to be right.
+# Without these, the log-probabilities and the control routes would not be right.
 REQUIRED = {
     "--logprobs-mode": "processed_logprobs",
     "--worker-extension-cls": "trl_atropos.server.extension.WorkerExtension",
 }
 CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
-# For a mode that sends adapters: places for the version in use and the next, and room for those of long requests.
+# For modes that send adapters: places for the version in use and the next, and room for versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
-MIDDLEWARE = "trl_atropos.server.control.Control"
-FRONT = "trl_atropos.front.serve"
-
-READY_VARIABLE = "TRL_ATROPOS_READY"
-"""Environment variable with the text that a server prints when it is ready, below all that vLLM logs as it starts."""
-
-UVICORN_ENDS = 0.5  # seconds after which the last lines of uvicorn's start are out
+READY_VARIABLE = "TRL_ATROPOS_READY"  # holds the text that a server prints when it is ready, below vLLM's own log
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options, given = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    options, given = parser.parse_known_args(argv)
     if importlib.util.find_spec("vllm") is None:
         sys.exit(
             f"trl-atropos serve: vLLM is not installed for {sys.executable}. On a GPU: `pip install "
@@ -76,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"trl-atropos serve: {error}")
     os.environ.setdefault(READY_VARIABLE, ready)  # a front sets it to nothing: its child is not what users talk to
     if options.vllm_mode == "restart":
-        os.execv(sys.executable, [sys.executable, "-m", FRONT, options.model, *given])
+        os.execv(sys.executable, [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given])
     if options.vllm_mode == "lora":
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     import torch  # after the help text, which should not wait for it
@@ -88,31 +82,30 @@ def main(argv: list[str] | None = None) -> None:
     try:
         arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
     except ValueError as error:
-        sys.stderr.write(f"trl-atropos serve: {error}\n")
-        sys.exit(2)
+        parser.error(str(error))
     if cpu and "--enforce-eager" in arguments:
         # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.argv = ["trl-atropos serve", *arguments]
-    from trl_atropos.server.compat import server_main
+    from trl_atropos.server.compat import run_server
 
-    server_main()()
+    run_server()
 
 
 def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colocate") -> list[str]:
-    """The command line of vLLM's server. Raises `ValueError` where `given` contradicts what must hold."""
-    required = {**REQUIRED, **(CPU_REQUIRED if cpu else {})}
-    defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
+    """The command line of vLLM's server. Raises `ValueError` where `given` contradicts `REQUIRED`."""
+    required = REQUIRED | (CPU_REQUIRED if cpu else {})
+    defaults = DEFAULTS | (CPU_DEFAULTS if cpu else {})
     stated = server_flags(given)
     for flag, value in required.items():
         if flag in stated and stated[flag] != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
-    arguments = ["--model", model, "--middleware", MIDDLEWARE, *given]
+    arguments = ["--model", model, "--middleware", "trl_atropos.server.control.Control", *given]
     if mode in ADAPTER_MODES or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
         if "--enable-lora" not in stated:
             arguments.append("--enable-lora")
-    for flag, value in {**required, **defaults}.items():
+    for flag, value in (required | defaults).items():
         if flag not in stated:
             arguments += [flag, value]
     if cpu and not {"--enforce-eager", "--no-enforce-eager"} & set(stated):
@@ -121,10 +114,8 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colo
 
 
 def set_up_token(port: str) -> str:
-    """
-    Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this user
-    can read, since a terminal scrolls and a log may be read by others. Returns a text that says where the token is.
-    """
+    """Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this
+    user can read, since a terminal scrolls and others may read a log. Returns a text that says where the token is."""
     if environment_token():
         return f"the one in {TOKEN_VARIABLE}, which the trainer needs, too"
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trl_atropos", f"token-{port}")
@@ -151,18 +142,6 @@ def ready_text(host: str, port: str, mode: str, token: str) -> str:
         f"  Environments sample with `--openai.server_type vllm --openai.base_url {url}/v1`.\n"
         f"  A recipe trains with `--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}`.\n"
     )
-
-
-def say_when_started(send):
-    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is complete."""
-
-    async def told(message) -> None:
-        await send(message)
-        if message["type"] == "lifespan.startup.complete":
-            text = os.environ.get(READY_VARIABLE, "")
-            asyncio.get_running_loop().call_later(UVICORN_ENDS, sys.stderr.write, text)
-
-    return told
 
 
 if __name__ == "__main__":

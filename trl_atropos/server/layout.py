@@ -1,78 +1,207 @@
-"""Finds where vLLM keeps each parameter of the Hugging Face model, by watching vLLM's own loader.
+"""Where vLLM keeps each parameter of the Hugging Face model, in memory that the trainer can share.
 
-`model.load_weights` is called with one probe per parameter, cut as the checkpoint cuts it, while a dispatch mode
-swallows every write into the model's memory and notes where a copy of the probe would have gone. That gives the exact
-place of fused, padded, transposed and sliced weights for any architecture, without a table of names.
+On the CPU, vLLM packs the weights of layers after the first load, and a parameter that changes later would never reach
+the logits. `SharedArenaLoader` moves the parameters into one shared arena before they are loaded (there are never two
+copies), and has each layer compute with the parameter itself. On a GPU, vLLM's default loader leaves unquantised
+weights where they are.
+
+`trace` finds the place of each parameter by watching vLLM's own loader: `model.load_weights` is called with one probe
+tensor per parameter, cut as the checkpoint cuts it, while a dispatch mode swallows every write into the model's memory
+and notes where a copy of the probe would have gone. That gives the exact place of fused, padded, transposed and sliced
+weights for any architecture, without a table of names.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
+from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from trl_atropos.protocol import ParameterSpec, View
-from trl_atropos.tensors.shared_memory import export_storage
+from trl_atropos.server import compat
+from trl_atropos.tensors.shared_memory import allocate_arena, export_storage
+
+LOAD_FORMAT = "trl_atropos_shared"
+ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
+HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # writes into the padding of a vocabulary
 
 
-class WriteTracer(TorchDispatchMode):
-    """Records copies from `probe` into the given storages, and names every other write, while none takes place."""
+@register_model_loader(LOAD_FORMAT)
+class SharedArenaLoader(DefaultModelLoader):
+    def __init__(self, load_config):
+        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
 
-    HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # padding rows of a vocabulary
+    def load_weights(self, model: torch.nn.Module, model_config) -> None:
+        packed_layers.extend(compute_in_place(model, model_config))
+        move_to_arena(model)
+        super().load_weights(model, model_config)
 
-    def __init__(self, storages: set[int], probe: torch.Tensor):
+
+packed_layers: list[str] = []
+"""Layers of this process's model that compute with a packed copy of their weights, which new ones would not reach."""
+
+
+def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
+    """Has the layers of a model compute with their parameters themselves. Returns the names of those that may not: a
+    class which vLLM moved or replaced must lead to a refusal, and not to old weights."""
+    found, packed = set(), []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method)  # exactly: a subclass may compute with a copy
+        if kind is UnquantizedLinearMethod:
+            module.quant_method = InPlaceLinearMethod()
+        elif kind is UnquantizedEmbeddingMethod:
+            module.quant_method = InPlaceEmbeddingMethod()
+        elif kind is UnquantizedFusedMoEMethod and compat.cpu_experts() is not None:
+            method.experts_cls = InPlaceExperts
+        elif isinstance(method, QuantizeMethodBase):
+            packed.append(name)
+        found.add(kind)
+    if UnquantizedLinearMethod not in found:
+        packed.append("the linear layers")
+    if UnquantizedFusedMoEMethod not in found and model_config.get_num_experts() > 1:
+        packed.append("the experts")
+    return [] if model_config.quantization is not None else packed  # `extension.py` loads quantised models anew
+
+
+def refusal_of_packed_layers() -> str | None:
+    if not packed_layers:
+        return None
+    return (
+        f"vLLM {compat.VLLM_VERSION} packs the weights of {len(packed_layers)} layers for the CPU once (the first is "
+        f"{packed_layers[0]}), so that new ones would not reach them: use `vllm_mode: restart`, another version of "
+        "vLLM (0.32 is known to work), or a GPU"
+    )
+
+
+class InPlaceLinearMethod(UnquantizedLinearMethod):
+    """Multiplies with `layer.weight` itself on every call."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.cpu_linear = linear
+
+
+class InPlaceEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """The same for the embedding, whose weight the language modeling head shares in tied models."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.cpu_linear = linear
+
+
+class InPlaceExperts(compat.cpu_experts() or object):
+    """`w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as they were loaded."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs nothing."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        *unused,
+        apply_router_weight_on_input: bool,
+        **unused_too,
+    ) -> None:
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+            both = linear(hidden_states[tokens], w1[expert], None if self.w1_bias is None else self.w1_bias[expert])
+            inner = self._activate(activation, both)
+            result = linear(inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert])
+            if not apply_router_weight_on_input:
+                result *= topk_weights[tokens, choices, None].to(result.dtype)
+            output.index_add_(0, tokens, result)
+
+    def _activate(self, activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
+        if activation is MoEActivation.SWIGLUOAI:  # as vLLM's SwigluOAIAndMul, for which the CPU build has no kernel
+            gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        inner = both.new_empty(len(both), both.shape[-1] // 2)
+        self.activation(activation, inner, both)
+        return inner
+
+
+def move_to_arena(model: torch.nn.Module) -> None:
+    """
+    Moves the memory of all parameters of `model` into one new shared arena. Values are not copied.
+
+    Views of that memory move along: Mamba-2 layers read the weights of their convolution through a buffer that is a
+    view of the parameter.
+    """
+    parameters = list(model.parameters())
+    places, end = {}, 0
+    for storage in (parameter.untyped_storage() for parameter in parameters):
+        if storage.data_ptr() not in places:
+            places[storage.data_ptr()] = slice(end, end + storage.nbytes())
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    arena = allocate_arena(end)
+    views = [buffer for buffer in model.buffers() if buffer.untyped_storage().data_ptr() in places]
+    for tensor in (*parameters, *views):
+        piece = arena[places[tensor.untyped_storage().data_ptr()]].view(tensor.dtype)
+        offset = piece.storage_offset() + tensor.storage_offset()
+        tensor.data = piece.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+class CopyTracer(TorchDispatchMode):
+    """
+    Notes every copy out of one storage.
+
+    With `memory`, the data pointers of storages, only copies into those are noted, every other write into them is
+    named, and no write into them takes place.
+    """
+
+    def __init__(self, source: torch.Tensor, memory: set[int] | None = None):
         super().__init__()
-        self.storages = storages  # data pointers
-        self.probe_pointer = probe.untyped_storage().data_ptr()
+        self.memory = memory
+        self.pointer = source.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.other_writes: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
-            target = args[0]
-            if target.untyped_storage().data_ptr() in self.storages:
-                is_copy = func is torch.ops.aten.copy_.default
-                if is_copy and args[1].untyped_storage().data_ptr() == self.probe_pointer:
-                    self.copies.append((target, args[1]))
-                elif func not in self.HARMLESS:
-                    self.other_writes.append(str(func))
-                return target
-        return func(*args, **(kwargs or {}))
+        is_copy = func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.pointer
+        writes = func._schema.is_mutable and args and isinstance(args[0], torch.Tensor)
+        swallowed = writes and self.memory is not None and args[0].untyped_storage().data_ptr() in self.memory
+        if is_copy and (swallowed or self.memory is None):
+            self.copies.append((args[0], args[1]))
+        elif swallowed and func not in HARMLESS:
+            self.other_writes.append(str(func))
+        return args[0] if swallowed else func(*args, **(kwargs or {}))
 
 
 def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
     """The storages behind the model's parameters that another process can open, by data pointer, in order."""
     found: dict[int, torch.UntypedStorage] = {}
-    for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        if storage.data_ptr() not in found and _can_be_shared(storage):
-            found[storage.data_ptr()] = storage
+    for storage in (parameter.untyped_storage() for parameter in model.parameters()):
+        with suppress(ValueError):  # on the CPU, only the loader's arena can be shared, not what vLLM packs afterwards
+            if storage.device.type == "cpu":
+                export_storage(storage)
+            found.setdefault(storage.data_ptr(), storage)
     return found
-
-
-def _can_be_shared(storage: torch.UntypedStorage) -> bool:
-    """On the CPU only the loader's arena can. What vLLM replaces after loading, as packed experts, is not there."""
-    if storage.device.type != "cpu":
-        return True
-    try:
-        export_storage(storage)
-    except ValueError:
-        return False
-    return True
 
 
 def trace(
     model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> tuple[dict[str, View], dict[str, str]]:
-    """
-    Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for each
-    other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`.
-    """
+    """Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for
+    each other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`."""
     shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
-    tensors = [*model.parameters(), *model.buffers()]
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     views: dict[str, View] = {}
     refused: dict[str, str] = {}
     for spec in specs:
@@ -80,29 +209,26 @@ def trace(
             refused[spec.name] = "transformers computes it from the tensors of the checkpoint"
             continue
         probe = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        tracer = WriteTracer(own, probe)
+        tracer, trouble = CopyTracer(probe, memory), None
         try:
             with torch.no_grad(), tracer, _parameters_kept(tracer):
                 model.load_weights(_cut(probe, spec))
         except Exception as error:  # noqa: BLE001 - any architecture's own loader may raise anything
-            reason = f"vLLM's loader refused it: {type(error).__name__}: {error}"[:300]
-            refused[spec.name] = _transformed(tracer) or reason
-            continue
-        outcome = _place(spec, tracer, shared)
-        if isinstance(outcome, View):
-            views[spec.name] = outcome
-        else:
-            refused[spec.name] = outcome
+            trouble = f"vLLM's loader refused it: {type(error).__name__}: {error}"[:300]
+        if tracer.other_writes:
+            trouble = f"vLLM transforms it while loading ({tracer.other_writes[0]})"
+        outcome = trouble or _place(spec, tracer.copies, shared)
+        (views if isinstance(outcome, View) else refused)[spec.name] = outcome
     return views, refused
 
 
 @contextmanager
-def _parameters_kept(tracer: WriteTracer) -> Iterator[None]:
-    """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer is told."""
+def _parameters_kept(tracer: CopyTracer) -> Iterator[None]:
+    """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer notes it."""
 
     def keep(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
         old = module._parameters.get(name)
-        if old is not None and old.untyped_storage().data_ptr() in tracer.storages:
+        if old is not None and old.untyped_storage().data_ptr() in tracer.memory:
             tracer.other_writes.append("a new parameter each time")
             return old
         return None
@@ -121,25 +247,19 @@ def _cut(probe: torch.Tensor, spec: ParameterSpec) -> list[tuple[str, torch.Tens
     return [(piece.name, probe.as_strided(piece.size, piece.stride, piece.offset)) for piece in spec.pieces]
 
 
-def _transformed(tracer: WriteTracer) -> str | None:
-    return f"vLLM transforms it while loading ({tracer.other_writes[0]})" if tracer.other_writes else None
-
-
-def _place(spec: ParameterSpec, tracer: WriteTracer, shared: dict[int, int]) -> View | str:
-    """The parameter's view, or why there is none."""
-    if tracer.other_writes:
-        return _transformed(tracer)
-    if not tracer.copies:
+def _place(spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]], shared: dict[int, int]) -> View | str:
+    """The parameter's view, or why there is none. `copies` are (vLLM's memory, part of the probe)."""
+    if not copies:
         return "vLLM's loader does not keep it"
-    pointer = tracer.copies[0][0].untyped_storage().data_ptr()
-    for target, source in tracer.copies:
+    pointer = copies[0][0].untyped_storage().data_ptr()
+    for target, source in copies:
         if target.dtype is not source.dtype:
             return f"vLLM keeps it as {target.dtype}, the trainer as {source.dtype}"
         if target.untyped_storage().data_ptr() != pointer:
-            return f"vLLM keeps it in {len(tracer.copies)} pieces, in different memory"
+            return f"vLLM keeps it in {len(copies)} pieces, in different memory"
     if pointer not in shared:
         return "vLLM keeps it in memory that cannot be shared: it packs or transforms it after loading"
-    place = _one_view(spec.shape, tracer.copies)
+    place = _one_view(spec.shape, copies)
     if place is None:
         return "vLLM keeps only a part of it, or in another order"
     offset, strides = place
@@ -147,10 +267,8 @@ def _place(spec: ParameterSpec, tracer: WriteTracer, shared: dict[int, int]) -> 
 
 
 def _one_view(shape: list[int], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, list[int]] | None:
-    """
-    Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
-    together; None if they are not the whole parameter or do not lie that way.
-    """
+    """Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
+    together; None if they are not the whole parameter or do not lie that way."""
     contiguous = torch.empty(shape, device="meta").stride()
     strides: list[int | None] = [None] * len(shape)
     starts: dict[int, int] = {}  # of each copy: offset of the first element in the probe -> in vLLM's memory

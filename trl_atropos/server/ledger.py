@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-from trl_atropos.protocol import Note, Refusal, RefusalsReply, VersionsQuery, VersionsReply, reason_in
+from trl_atropos.protocol import Note, Refusal, RefusalsReply, reason_in
 
-CAPACITY = 262_144  # completions; about 50 MB
-MAX_REASONS = 20  # reasons of errors that are kept, the latest
+MAX_REASONS = 20  # the latest reasons of errors are kept
 MAX_MESSAGE = 400  # characters
 
 
@@ -24,12 +23,11 @@ class Ledger:
 
     A key that is noted again keeps the oldest of its versions and gets the new settings. Equal keys are rare (their
     log-probabilities are equal to the last bit: greedy repeats on the same weights, or tokens of probability one), and
-    nothing tells which of them a rollout came from: some never become a rollout, others become several. So the answer
-    may be too old, but never too new. A key is forgotten by when it came first, so that an old version does not stick
-    to it for ever.
+    nothing tells which of the completions became a rollout. So the answer may be too old, but never too new. A key is
+    forgotten by when it came first, so that an old version does not stick to it for ever.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = 262_144) -> None:  # about 50 MB
         self.capacity = capacity
         self._notes: dict[bytes, Note] = {}  # in the order in which they were first noted
 
@@ -41,13 +39,9 @@ class Ledger:
             del self._notes[next(iter(self._notes))]
         self._notes[key] = note
 
-    def find(self, keys: Iterable[bytes]) -> list[Note | None]:
-        return [self._notes.get(key) for key in keys]
-
-    def answer(self, body: dict) -> dict:
-        """`POST /trl_atropos/versions`. Raises `ValueError` if the body is not a `VersionsQuery`."""
-        keys = [bytes.fromhex(key) for key in VersionsQuery.model_validate(body).keys]
-        return VersionsReply.of(self.find(keys)).model_dump()
+    def find(self, keys: Iterable[str]) -> list[Note | None]:
+        """What is known of each key, which is given in hexadecimal."""
+        return [self._notes.get(bytes.fromhex(key)) for key in keys]
 
     def keys(self) -> list[str]:
         """All keys in hexadecimal, in the order in which they were first noted."""
@@ -55,16 +49,11 @@ class Ledger:
 
 
 class History:
-    """
-    Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a new
-    trainer begins at any version.
-
-    Attributes:
-        publishes (`int`): Number of publishes so far.
-    """
+    """Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a
+    new trainer begins at any version."""
 
     def __init__(self) -> None:
-        self.publishes = 0
+        self.publishes = 0  # so far
         # By adapter id, None for the model itself: (publish, version from then on).
         self._held: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
 
@@ -75,8 +64,8 @@ class History:
 
     def version(self, publishes: int, adapter_id: int | None) -> int | None:
         """The version that the model or an adapter held after that many publishes; None for an adapter that was never
-        published. A request may look up an adapter right before its first publish and use it after that, so an adapter
-        counts as what it held first until then."""
+        published. A request may look up an adapter right before its first publish and use it after that, so until its
+        first publish an adapter counts as what it held first."""
         held = self._held.get(adapter_id)
         if held is None:
             return None
@@ -84,10 +73,8 @@ class History:
 
 
 class Refusals:
-    """
-    Counts the requests of environments that were answered with an error, by reason. The client of an environment
-    discards the reason, so without this neither its log nor the trainer would ever show it.
-    """
+    """Counts the requests of environments that were answered with an error, by reason. The client of an environment
+    discards the reason, so without this neither its log nor the trainer would ever show it."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -103,13 +90,13 @@ class Refusals:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status >= 400 and status != 503 and message.get("body"):
-                self.note(f"HTTP {status}: {reason_in(message['body'].decode(errors='replace'))}")
+                self._note(f"HTTP {status}: {reason_in(message['body'].decode(errors='replace'))}")
                 status = 200  # an answer counts once
             await send(message)
 
         return watching
 
-    def note(self, message: str) -> None:
+    def _note(self, message: str) -> None:
         kind = re.sub(r"\d+", "N", message)
         count, *_ = self._reasons.pop(kind, (0,))
         self._reasons[kind] = count + 1, time.monotonic(), message[:MAX_MESSAGE]

@@ -1,9 +1,8 @@
 """What environments ask of the inference server: `POST /generate`, and vLLM's own routes that sample.
 
-`Sampling` replaces the `generate` method of vLLM's engine client, which is below all of these routes. So it sees every
+`Sampling` replaces the `generate` method of vLLM's engine client, which all of these routes call. So it sees every
 request: one that arrives in a pause waits and begins with the next policy version, each samples from the policy
-whatever it asks for, and the ledger notes which versions sampled each completion. Requests are counted by the version
-and the adapter that they began with, because an adapter may be overwritten only when no request uses it.
+whatever model it names, and the ledger notes which versions sampled each completion.
 
 `/generate` is the route that an Atropos environment with `server_type: vllm` samples from. Request: `{"prompt":
 {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`. Response: `{"text":
@@ -12,17 +11,15 @@ and the adapter that they began with, because an adapter may be overwritten only
 ...]`. The shape is the one that atroposlib 0.4.0 reads in `envs/server_handling/vllm_server.py`.
 """
 
-import asyncio
 import dataclasses
-import json
-import logging
 import math
 import re
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -35,74 +32,42 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from trl_atropos.protocol import ADAPTER_NAME, Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
-from trl_atropos.server.lease import Refused, answer, disconnected, error
 from trl_atropos.server.ledger import History, Ledger
+from trl_atropos.server.routes import ControlPlane, Refused, answer, while_connected
 
-logger = logging.getLogger("vllm.trl_atropos")
-
-# Those of vLLM's sampling routes that take any model name here. Its other routes want a name that vLLM knows; they
-# sample from the policy, too.
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
-# Fields of the OpenAI protocol that environments send along and that mean nothing here.
-IGNORED_FIELDS = ("model", "stream", "user")
-# Those that vLLM sets itself. It marks further ones, and some of the structured outputs', by an underscore.
-INTERNAL_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone"}
-# It replays tokens that no policy has sampled.
-REPLAYING_FIELDS = {"trace_decode_token_ids"}
-FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-FIELDS -= INTERNAL_FIELDS | REPLAYING_FIELDS
+IGNORED_FIELDS = ("model", "stream", "user")  # of the OpenAI protocol: environments send them along
+# Fields that vLLM sets itself (it marks others by an underscore), and one that replays tokens no policy has sampled.
+REFUSED_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone", "trace_decode_token_ids"}
+FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - REFUSED_FIELDS
 STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
 
-# The engine's reason to end a completion, and what the environments' client is told, which knows two of them. One that
-# repeats itself is stopped if the request asks for it (`repetition_detection`).
+# The engine's reason to end a completion, and one of the two that the environments' client knows. `repetition`: the
+# request asked for a stop at repetitions (`repetition_detection`).
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 class Sampling:
-    """
-    Attributes:
-        policy_version (`int`): The version that new requests sample from.
-        adapter (`LoRARequest`, *optional*): The adapter that they sample from, if it is not the model itself.
-        broken (`str`, *optional*): Why nothing may be sampled any more.
-        in_flight (`Counter`): Number of unfinished requests by adapter id.
-        history (`History`): Which version was sampled from when.
-        ledger (`Ledger`): Which versions sampled each completion.
-    """
+    """The requests of one engine. They wait while `plane` is paused."""
 
-    def __init__(self, engine) -> None:
-        self.policy_version = 0
-        self.adapter: LoRARequest | None = None
-        self.broken: str | None = None
-        self.in_flight: Counter[int] = Counter()
+    def __init__(self, engine, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.policy_version = 0  # that new requests sample from
+        self.adapter: LoRARequest | None = None  # that they sample from; None: from the model itself
+        self.in_flight: Counter[int] = Counter()  # unfinished requests by adapter, which must not be overwritten
         self.history = History()
         self.ledger = Ledger()
-        self._versions_in_flight: Counter[int] = Counter()  # by the version that they began with
-        self._open = asyncio.Event()
-        self._open.set()
-        self._engine_generate, engine.generate = engine.generate, self.engine_generate
-
-    # ------------------------------------------------------------------------------------- for the control plane
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
+        self._versions_in_flight: Counter[int] = Counter()  # unfinished requests by the version they began with
+        self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
 
     @property
     def oldest_version_in_flight(self) -> int:
         busy = [version for version, count in self._versions_in_flight.items() if count]
         return min(busy, default=self.policy_version)
 
-    def hold(self) -> None:
-        """From now on, requests wait."""
-        self._open.clear()
-
-    def let_go(self) -> None:
-        self._open.set()
-
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
-        """What requests sample from once they are let go."""
+        """Sets what requests sample from once the plane is open."""
         self.policy_version, self.adapter = policy_version, adapter
         self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
 
@@ -113,21 +78,12 @@ class Sampling:
         else:
             served[ADAPTER_NAME] = self.adapter
 
-    # ------------------------------------------------------------------------------------------------ the routes
-
     async def generate(self, request: Request, send) -> None:
-        """`POST /generate`. Raises `EngineDeadError`, which concerns the whole server."""
-        scope, receive = request.scope, request.receive
-        body = await request.body()
-        task = asyncio.create_task(answer(self._completions(body), "a /generate request", compat.EngineDeadError))
-        gone = asyncio.create_task(disconnected(receive))
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not task.done():  # the client went away, and cancelling aborts its request in the engine
-            task.cancel()
-            await asyncio.wait({task})
-            return
-        await task.result()(scope, receive, send)
+        """`POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole server."""
+        work = answer(self._completions(await request.body()), "a /generate request", (compat.EngineDeadError,))
+        task = await while_connected(work, request.receive)  # its end aborts the request in the engine
+        if task is not None:
+            await task.result()(request.scope, request.receive, send)
 
     async def _completions(self, body: bytes) -> Response:
         prompt, params = parse(body)
@@ -149,60 +105,30 @@ class Sampling:
             "token_ids": [list(completion.token_ids) for completion in completions],
         }
         if params.logprobs is not None:
-            reply["logprobs"] = [_logprobs_entries(completion) for completion in completions]
+            reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
         if params.prompt_logprobs is not None:
             reply["prompt_logprobs"] = [
                 entry if entry is None else {str(token): _finite(value.logprob) for token, value in entry.items()}
                 for entry in result.prompt_logprobs
             ]
-        versions = f"{min(begun for begun, _ in spans)}-{max(ended for _, ended in spans)}"
+        versions = f"{min(first for first, _ in spans)}-{max(last for _, last in spans)}"
         return JSONResponse(reply, headers={"x-policy-version": versions})
 
-    async def openai(self, request: Request, send, app, model: str) -> None:
-        """One of vLLM's own routes, under any model name: environments keep one name whatever is served."""
-        body = await request.body()
-        try:
-            await self._until_open()  # `engine_generate` waits, too, but these routes would hide its reason
-        except Refused as problem:
-            return await error(problem.status, str(problem))(request.scope, request.receive, send)
-        with suppress(ValueError, TypeError):  # not a JSON object: vLLM answers with its own message
-            body = json.dumps(json.loads(body) | {"model": model}).encode()
-        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
-        request.scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            return messages.pop() if messages else await request.receive()
-
-        await app(request.scope, receive, send)
-
-    # ------------------------------------------------------------------------------------------- below the routes
-
-    async def engine_generate(self, *args, **kwargs) -> AsyncIterator[RequestOutput]:
+    async def _generate_below_routes(self, *args, **kwargs) -> AsyncIterator[RequestOutput]:
         """Takes the place of the engine client's `generate`."""
         async with aclosing(self._stream(*args, **kwargs)) as outputs:
             async for output, _ in outputs:
                 yield output
 
     async def _stream(
-        self,
-        prompt,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        lora_request: LoRARequest | None = None,
-        **options,
+        self, prompt, sampling_params: SamplingParams, request_id: str, *, lora_request=None, **options
     ) -> AsyncIterator[tuple[RequestOutput, list[Span]]]:
-        """
-        The engine's outputs, each with the policy versions of the completions that end with it.
-
-        `lora_request` is what a model name at one of vLLM's routes stands for. It is not used: some of those routes
-        take any name for the base model, which is not what is trained.
-        """
-        await self._until_open()
+        """The engine's outputs, each with the policy versions of the completions that end with it. `lora_request`,
+        what a model name stands for, is not used: some of vLLM's routes take any name for the base model."""
+        await self.plane.until_open()
         version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
         adapter_id = None if adapter is None else adapter.lora_int_id
-        noted, settings = sampling_params.logprobs is not None, settings_of(sampling_params)
+        noted, settings = sampling_params.logprobs is not None, _settings(*SETTINGS_OF(sampling_params))
         in_parts = sampling_params.output_kind is RequestOutputKind.DELTA
         sampled = defaultdict(lambda: ([], []))  # tokens and log-probabilities so far, by completion
         self._versions_in_flight[version] += 1
@@ -229,12 +155,6 @@ class Sampling:
             self._versions_in_flight[version] -= 1
             self.in_flight[adapter_id] -= 1
 
-    async def _until_open(self) -> None:
-        while self.paused:  # it may be held again between the event and this task's turn
-            await self._open.wait()
-        if self.broken is not None:
-            raise Refused(self.broken, 503)
-
     def _span(self, completion: CompletionOutput, admitted: int, adapter_id: int | None) -> Span | None:
         """
         The versions at the completion's first and last token; None for an adapter that no trainer has published.
@@ -243,23 +163,41 @@ class Sampling:
         request that waited in the engine's queue during a publish is as new as its first token. A vLLM without such
         marks counts from the publish at which the request was admitted, never too new, to that of its last answer.
         """
-        first, last = compat.marks_of(completion) or (admitted, self.history.publishes)
-        begun, ended = (self.history.version(publishes, adapter_id) for publishes in (first, last))
-        return None if begun is None or ended is None else (begun, ended)
+        marks = compat.marks_of(completion) or (admitted, self.history.publishes)
+        first, last = (self.history.version(publishes, adapter_id) for publishes in marks)
+        return None if first is None or last is None else (first, last)
 
 
-def settings_of(params: SamplingParams) -> SamplingSettings:
-    named = SamplingSettings(*(getattr(params, name) for name in SamplingSettings._fields))
-    return _same(named._replace(top_k=max(0, named.top_k)))  # -1 means 0, all tokens
+SETTINGS_OF = attrgetter(*SamplingSettings._fields)
 
 
-@lru_cache(maxsize=1024)
-def _same(settings: SamplingSettings) -> SamplingSettings:
-    """One object for all completions that are sampled alike: the ledger keeps many of them."""
-    return settings
+@lru_cache(maxsize=1024)  # one object for all completions that are sampled alike: the ledger keeps many of them
+def _settings(*values) -> SamplingSettings:
+    settings = SamplingSettings(*values)
+    return settings._replace(top_k=max(0, settings.top_k))  # -1 means 0, all tokens
 
 
-# ---------------------------------------------------------------------------------------------- bodies of `/generate`
+def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
+    """The log-probability of each sampled token, in nats."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [_finite(entry[token].logprob) for token, entry in pairs]
+
+
+def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
+    """One entry per token, with the sampled token only."""
+    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
+    return [[{str(token): logprob}] for token, logprob in pairs]
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise Refused(
+            "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
+            "overflows (start the server with `--dtype float32`), or the rollout is longer than the model can take "
+            "(start the server with a lower `--max-model-len`)",
+            500,
+        )
+    return max(float(logprob), LOWEST_LOGPROB)
 
 
 class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
@@ -313,26 +251,3 @@ def _convert(fields: dict[str, Any], kind: Any) -> Any:
         raise Refused(what, 400) from problem
     except (RecursionError, *compat.CLIENT_ERRORS) as problem:
         raise Refused(str(problem), 400) from problem
-
-
-def _logprobs_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
-    """One entry per token, the sampled token first: the client reads nothing but the first key."""
-    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
-    return [[{str(token): _finite(logprob)}] for token, logprob in pairs]
-
-
-def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """The log-probability of each sampled token, as every route sends it."""
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [max(float(entry[token].logprob), LOWEST_LOGPROB) for token, entry in pairs]
-
-
-def _finite(logprob: float) -> float:
-    if math.isnan(logprob):
-        raise Refused(
-            "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
-            "overflows (start the server with `--dtype float32`), or the sequence is longer than the model can take "
-            "(start it with a lower `--max-model-len`)",
-            500,
-        )
-    return max(float(logprob), LOWEST_LOGPROB)

@@ -1,15 +1,16 @@
-"""The services of a run: the Atropos API, the inference server and the environments, started and stopped with it.
+"""The services of a run: the Atropos API, the inference server and the environments, started and stopped with the run.
 
 `trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
-Each runs under a guard (`guard.py`) and writes a log of its own; a death is reported with the end of that log. A
-service that may be restarted is started again by its guard, and `watch` says so in the run's log. Leaving the `with`
-block stops them in reverse order. Should the trainer be killed outright, the guards stop them. Services that run
-elsewhere are used by their URLs and never appear here.
+Each runs under a guard (`guard.py`) and writes a log of its own; an error that reports a death quotes the end of that
+log. Leaving the `with` block stops the services in reverse order; if the trainer is killed outright, the guards do.
+Services that run elsewhere are used by their URLs and never appear here.
 """
 
 import contextlib
 import errno
+import functools
 import http.client
+import itertools
 import logging
 import os
 import re
@@ -23,11 +24,10 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
@@ -36,38 +36,30 @@ from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_serv
 logger = logging.getLogger(__name__)
 
 ATROPOS = "atropos"  # name of the service that is the Atropos API
-ENVIRONMENT = "environment-"  # what the names of environments' services begin with
-
+ENVIRONMENT = "environment-"  # how the names of environments' services begin
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
 SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
-GUARD_MARGIN = 2.0  # seconds that a guard may take on top of its grace and the kernel's work
-POLL = 0.2
-TAIL_LINES = 20
-SHOWN_AT_RESTART = 5  # lines
-TAIL_BYTES = 64 * 1024
-TAIL_WIDTH = 500
-SOCKET_PATH = 107  # bytes that the path of a Unix socket may have
-SCRATCH = "ta"  # what the names of services' own temporary folders begin with
-SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36  # bytes: in that folder, vLLM gives a socket a UUID for its name
-SHARED_BY_ONE = 16 << 20  # bytes
-SHARED_BY_SEVERAL = 256 << 20  # bytes: the queue between an engine and its workers
+POLL = 0.2  # seconds
+SCRATCH = "ta"  # how the names of services' temporary folders begin
+
 FREE_PORTS = range(20_000, 30_000)
+SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36  # bytes: in that folder, vLLM gives a socket a UUID for its name
+LONGEST_SOCKET_FOLDER = 107 - SOCKET_NAME  # bytes; the path of a Unix socket may have 107
+SHARED_BY_ONE, SHARED_BY_SEVERAL = 16 << 20, 256 << 20  # bytes: several workers have a queue between them
 VMSTAT = Path("/proc/vmstat")
-MEMORY = (
-    "Since it was started, the kernel of this machine has killed {} processes because its memory, or that of a "
-    "container, was used up (`oom_kill` in /proc/vmstat): give the machine or the container more, or use less "
-    "(`trl-atropos check` estimates it). "
-)
+
+TAIL_LINES = 20
+TAIL_BYTES = 64 * 1024
+TAIL_WIDTH = 500  # characters
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
-"""What triton's bindings say in some fifty lines when a vLLM process ends; the reason for its end is above them."""
+"""Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is above them."""
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
 """What vLLM writes before each line of its processes, also of their tracebacks."""
-
 ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
 RELAYED = "Engine core initialization failed"
-"""In what vLLM's API server raises when its engine has died: the engine's own error stands above."""
+"""In the error that vLLM's API server raises when its engine has died: the engine's own error stands above it."""
 
 LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
     f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
@@ -81,53 +73,26 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a prox
 
 @dataclass
 class Service:
-    """A service that was started, and the guard that keeps it.
+    """A service that was started, and the guard that keeps it."""
 
-    Attributes:
-        name: What messages call it.
-        command: Program and arguments.
-        log_path: Where its output goes; appended to, each start with a line that shows the command.
-        log_start: Where in that the output of this start begins, in bytes.
-        env: Variables set on top of the trainer's.
-        health_url: Answers 200 when the service is ready; `None` if there is nothing to ask.
-        grace: Seconds between SIGTERM and SIGKILL when it is stopped.
-        guard: The guard process; its exit code is the service's.
-        reports: File descriptor from which the guard's reports are read.
-        started: `time.monotonic()` when it was last started.
-        killed_for_memory: `killed_for_memory()` at that time.
-        scratch: Its temporary folder, where it has one of its own.
-        restarts: How often it has been started again.
-        down: It has ended and is about to be started again.
-        shared: Files in /dev/shm of a service whose guard is killed; the guard keeps its own list.
-        exit_code: `None` while it runs.
-        stopping: Its end is wanted, and no reason to raise.
-    """
-
-    name: str
-    command: list[str]
+    name: str  # in messages
     log_path: str
-    log_start: int
-    env: dict[str, str]
-    health_url: str | None
-    grace: float
-    guard: subprocess.Popen
-    reports: int
-    started: float
-    killed_for_memory: int
-    scratch: str = ""
+    log_start: int  # where the output of this start begins in the log, in bytes
+    health_url: str | None  # answers 200 when the service is ready; None if there is nothing to ask
+    scratch: str  # the service's own temporary folder; empty if it has none
+    guard: subprocess.Popen  # its exit code is the service's
+    reports: int  # file descriptor from which the guard's reports are read
+    started: float = field(default_factory=time.monotonic)  # the last time
+    killed_for_memory: int = field(default_factory=lambda: killed_for_memory())  # at the start
+    shared: SharedFiles = field(default_factory=SharedFiles)  # used if the guard is killed, which keeps its own
     restarts: int = 0
-    down: bool = False
-    shared: SharedFiles = field(default_factory=SharedFiles, repr=False)
-    exit_code: int | None = None
-    stopping: bool = False
+    down: bool = False  # it has ended and is about to be started again
+    exit_code: int | None = None  # None while it runs
+    stopping: bool = False  # expected to exit: not a failure
 
 
 class Services:
-    """Starts, watches and stops services. A context manager: leaving it stops what it started.
-
-    Args:
-        log_dir: Folder for the log files, one `<name>.log` each; made if it is not there.
-    """
+    """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the block stops them."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self.log_dir = Path(log_dir)
@@ -139,9 +104,7 @@ class Services:
     def __enter__(self) -> "Services":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_) -> None:
         self.stop()
 
     def start(
@@ -152,19 +115,17 @@ class Services:
         env: Mapping[str, str] | None = None,
         health_url: str | None = None,
         cwd: str | Path | None = None,
-        grace: float = GRACE,
         restarts: int = 0,
         settled: float = SETTLED,
         scratch: bool = False,
     ) -> None:
-        """Start a service under a guard. From the main thread only: a guard lives as long as the thread it came from.
+        """
+        Starts a service under a guard. From the main thread only: a guard ends with the thread that started it.
 
-        Args:
-            env: Set on top of the trainer's environment without the variables of the launcher.
-            restarts: How often within an hour it is started again when it ends, see `trl_atropos.services.guard`.
-            settled: Seconds that it must have lived for that.
-            scratch: Give it a temporary folder of its own, which is removed with it: vLLM leaves sockets and files in
-                `TMPDIR`, wandb folders. Compiled kernels are kept beside it for the next run.
+        `env` comes on top of the trainer's variables without those of the launcher. `health_url` answers 200 when the
+        service is ready. The guard starts a service that lived for `settled` seconds again when it ends, `restarts`
+        times within an hour. With `scratch`, the service gets a temporary folder of its own, which is removed with it:
+        vLLM leaves sockets and files in `TMPDIR`, wandb folders. Compiled kernels are kept for the next run.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -172,14 +133,13 @@ class Services:
         log_path = self.log_dir / f"{name}.log"
         reports, report = os.pipe()
         os.set_blocking(reports, False)
-        options = ["--parent", str(os.getpid()), "--grace", str(grace), "--restarts", str(restarts)]
+        options = ["--parent", str(os.getpid()), "--grace", str(GRACE), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
-        own, folder = dict(env or {}), ""
+        variables, folder = dict(env or {}), ""
         if scratch:
-            kernels = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", kernels)
+            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
             folder = tempfile.mkdtemp(prefix=SCRATCH)
-            own = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kernels} | own
+            variables = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kernels} | variables
             options += ["--scratch", folder]
         with open(log_path, "ab") as log:
             log_start = log.tell()
@@ -192,154 +152,114 @@ class Services:
                 stderr=log,
                 cwd=cwd,
                 pass_fds=(report,),
-                env={**_own_environment(), **own},
-                start_new_session=True,  # out of reach of the terminal's Ctrl-C: the order of stopping is ours
+                env=_environment_without_launcher() | variables,
+                start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
             )
         os.close(report)
-        now, killed = time.monotonic(), killed_for_memory()
         self._services[name] = Service(
-            name, command, str(log_path), log_start, own, health_url, grace, guard, reports, now, killed, folder
+            name, str(log_path), log_start, health_url, folder, guard=guard, reports=reports
         )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
     def wait_healthy(self, name: str, timeout: float) -> None:
-        """Wait until a service's health URL answers 200; one without a URL only has to be alive.
-
-        Raises:
-            ServiceError: At once if the service dies, or when `timeout` seconds are over.
-        """
+        """Waits until a service's health URL answers 200; a service without a URL only has to be alive. Raises
+        `ServiceError` when `timeout` seconds are over, and at once if any service dies."""
         service = self._services[name]
         began = time.monotonic()
-        while True:
-            self.check()  # of all: what another one's log shows need not wait for this one
+        while not service.stopping:
+            self.check()
             if service.health_url is None:
                 return
-            answer = _ask(service.health_url)
+            trouble = _trouble_at(service.health_url)
             waited = time.monotonic() - began
-            if answer is None:
+            if trouble is None:
                 logger.info("%s is healthy after %.1f s", name, waited)
                 return
             if waited >= timeout:
                 raise ServiceError(
                     f"{name} did not become healthy: {service.health_url} gave no 200 within {timeout:g} s (last: "
-                    f"{answer}). Give it longer if its log shows progress.\n{_end_of_log(service)}"
+                    f"{trouble}). Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
                 )
             time.sleep(min(POLL, timeout - waited))
+        raise ServiceError(f"{name} was stopped before it was healthy")
 
     def check(self) -> None:
-        """Raise `ServiceError` if a service has died since it was started."""
-        for service in list(self._services.values()):
-            self._check_one(service)
+        """Raises `ServiceError` if a service has died since it was started."""
+        for service in self.running():
+            code = self._exit_code(service)
+            if code is None or service.stopping:
+                continue
+            again = f", after {service.restarts} restarts," if service.restarts else ""
+            memory, killed = "", killed_for_memory() - service.killed_for_memory
+            if killed and code == 128 + signal.SIGKILL:
+                memory = (
+                    f"Since it was started, the kernel of this machine has killed {killed} processes because its "
+                    "memory, or that of a container, was used up (`oom_kill` in /proc/vmstat): give the machine or "
+                    "the container more, or use less (`trl-atropos check` estimates it). "
+                )
+            cause, end = _cause_and_end_of(service.log_path)
+            cause = cause if code < 128 else ""  # a signal leaves no time for one
+            raise ServiceError(
+                f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
+                f"its log shows and start the run again.\n{end}"
+            )
 
     def watch(
         self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None
     ) -> None:
-        """Watch all services, those that are started later too, from a thread.
-
-        Args:
-            on_death: Called once, as soon as a service dies for good that `stop` was not called for.
-            on_end: Called when a service has ended and is about to be started again.
-        """
+        """Watches all services from a thread, also those that are started later. Calls `on_death` once, as soon as one
+        dies for good without `stop`, and `on_end` when one has ended and is about to be started again."""
         self._on_end = on_end
         threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
 
     @property
     def restarts(self) -> int:
-        """How many restarts there were so far, of all services."""
-        return sum(service.restarts for service in list(self._services.values()))
+        return sum(service.restarts for service in self.running())
 
     def running(self) -> list[Service]:
-        """Those that were started and not stopped, in that order. Their fields change as they are watched."""
+        """The services that were started and not stopped, in that order. Their fields change as they are watched."""
         return list(self._services.values())
 
     def await_death(self, timeout: float) -> None:
-        """Give a service `timeout` seconds to die of what it suffers from: `watch` raises as soon as it has."""
+        """Gives a failing service `timeout` seconds to die: `watch` then reports the death, which says more."""
         deadline = time.monotonic() + timeout
         while self._services and time.monotonic() < deadline:
             time.sleep(POLL)
 
-    def stop(self, order: Iterable[str] | None = None) -> None:
-        """Stop the services, by default in reverse order of their start. Returns when nothing of them is left.
-
-        May be called any number of times; goes on where a call that was interrupted ended.
-
-        Args:
-            order: Names of the services to stop, the first one first; those not named stay.
-        """
-        names = list(reversed(self._services)) if order is None else [name for name in order if name in self._services]
-        for name in names:
-            self._services[name].stopping = True
-        for name in names:
-            self._stop_one(self._services[name])
+    def stop(self) -> None:
+        """Stops the services in reverse order of their start. Returns when nothing of them is left. May be called any
+        number of times; goes on where an interrupted call ended."""
+        services = self.running()[::-1]
+        for service in services:
+            service.stopping = True
+        for service in services:
+            if self._exit_code(service) is None:
+                began = time.monotonic()
+                service.guard.send_signal(signal.SIGTERM)
+                try:
+                    service.guard.wait(GRACE + KILL_DEADLINE + 2.0)
+                except subprocess.TimeoutExpired:
+                    logger.warning("The guard of %s does not end; killing it and its service", service.name)
+                    service.guard.kill()
+                    service.guard.wait()
+                self._exit_code(service)
+                logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
             with self._reaping:
-                os.close(self._services.pop(name).reports)
-        if not self._services:
-            self._nothing_left.set()
-
-    def _stop_one(self, service: Service) -> None:
-        if self._exit_code(service) is not None:
-            return
-        began = time.monotonic()
-        service.guard.send_signal(signal.SIGTERM)
-        try:
-            service.guard.wait(service.grace + KILL_DEADLINE + GUARD_MARGIN)
-        except subprocess.TimeoutExpired:
-            logger.warning("The guard of %s does not end; killing it and all it guards", service.name)
-            service.guard.kill()
-            service.guard.wait()
-        self._exit_code(service)
-        logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
+                os.close(self._services.pop(service.name).reports)
+        self._nothing_left.set()
 
     def _exit_code(self, service: Service) -> int | None:
         """Exit code of a service, `None` while it runs. Ends what a killed guard left behind."""
         with self._reaping:
             code = service.guard.poll() if service.exit_code is None else service.exit_code
             if code is not None and code < 0:
-                end_service(service.guard.pid, service.grace, service.shared)
+                end_service(service.guard.pid, GRACE, service.shared)
                 if service.scratch:
                     shutil.rmtree(service.scratch, ignore_errors=True)
                 code = 128 - code
             service.exit_code = code
         return code
-
-    def _check_one(self, service: Service) -> None:
-        code = self._exit_code(service)
-        if code is not None and not service.stopping:
-            again = f", after {service.restarts} restarts," if service.restarts else ""
-            killed = killed_for_memory() - service.killed_for_memory
-            memory = MEMORY.format(killed) if killed and code == 128 + signal.SIGKILL else ""
-            cause = _last_error(service.log_path) if code < 128 else ""  # a signal leaves no time for one
-            raise ServiceError(
-                f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
-                f"its log shows and start the run again.\n{_end_of_log(service)}"
-            )
-
-    def _read_reports(self, service: Service) -> None:
-        """Note and log what the guard of a service did since the last look."""
-        with self._reaping:
-            if service.stopping:  # `stop` is about to close it, or has
-                return
-            try:
-                told = os.read(service.reports, 65536).decode()
-            except BlockingIOError:  # nothing new
-                return
-        for word, *numbers in map(str.split, told.splitlines()):
-            if word == "ended":
-                code, lived, wait = numbers
-                logger.warning(
-                    "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
-                    service.name,
-                    _describe(int(code)),
-                    float(lived),
-                    wait,
-                    tail(service.log_path, SHOWN_AT_RESTART),
-                )
-                service.down = True
-                self._on_end(service)
-            else:
-                service.down, service.started = False, time.monotonic()
-                service.restarts += 1
 
     def _watch(self, on_death: Callable[[ServiceError], None]) -> None:
         while not self._nothing_left.wait(POLL):
@@ -351,54 +271,77 @@ class Services:
                 on_death(error)
                 return
 
+    def _read_reports(self, service: Service) -> None:
+        """Notes and logs what the guard of a service did since the last look."""
+        with self._reaping:
+            if service.stopping:  # `stop` is about to close the pipe, or has closed it
+                return
+            try:
+                lines = os.read(service.reports, 65536).decode().splitlines()
+            except BlockingIOError:  # nothing new
+                return
+        for word, *numbers in map(str.split, lines):
+            if word == "started":
+                service.down, service.started = False, time.monotonic()
+                service.restarts += 1
+                continue
+            code, lived, wait = numbers
+            logger.warning(
+                "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
+                *(service.name, _describe(int(code)), float(lived), wait, tail(service.log_path, 5)),
+            )
+            service.down = True
+            self._on_end(service)
 
-HOW_TO_WRITE = "Write it like http://127.0.0.1:8000."
+
+def _environment_without_launcher() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+
+
+def _trouble_at(url: str) -> str | None:
+    """What a URL does instead of answering 200; `None` if it answers 200."""
+    try:
+        with _opener.open(url, timeout=2.0) as answer:
+            return None if answer.status == 200 else f"HTTP status {answer.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error) or type(error).__name__
 
 
 def port_of(url: str) -> int:
     """Port of a URL, as `--port` of the service that is to answer there."""
+    fix = "Write it like http://127.0.0.1:8000."
     try:
         port = urlsplit(url).port
     except ValueError as error:
-        raise ServiceError(f"{url!r} has no valid port ({error})", url, HOW_TO_WRITE, "port") from error
+        raise ServiceError(f"{url!r} has no valid port ({error})", url, fix, "port") from error
     if port is None:
-        raise ServiceError(f"{url!r} names no port", url, HOW_TO_WRITE, "port")
+        raise ServiceError(f"{url!r} names no port", url, fix, "port")
     return port
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """
-    A port where nobody listens now. Another process may take it before it is bound, which is made unlikely: it is one
-    that the kernel gives to no connection by itself, and each process goes through them from a place of its own.
-    """
-    for port in _next_ports():
+    """A port where nobody listens now. To make it unlikely that another process takes it before it is bound, it is one
+    that the kernel gives to no connection by itself, and each process tries them in an order of its own."""
+    for port in itertools.islice(_ports_of(os.getpid()), len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
     raise ServiceError(f"all ports from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {host} are in use: end what uses them")
 
 
-_last_port: dict[int, int] = {}  # index into FREE_PORTS, by process: a forked one must not go on where its parent is
-
-
-def _next_ports() -> Iterator[int]:
-    """All of `FREE_PORTS`, once."""
-    process = os.getpid()
-    # Not from `random`, which trainers seed: processes with one seed would all draw the same ports.
-    _last_port.setdefault(process, SystemRandom().randrange(len(FREE_PORTS)))
-    for _ in FREE_PORTS:
-        _last_port[process] = (_last_port[process] + 1) % len(FREE_PORTS)
-        yield FREE_PORTS[_last_port[process]]
+@functools.cache
+def _ports_of(process: int) -> Iterator[int]:
+    # By process, because a forked one must not go on where its parent is. Not from `random`, which trainers seed.
+    return itertools.cycle(SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)))
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:
-    """Raise `ServiceError` if a service cannot listen where its URL says.
-
-    Args:
-        url: URL of the service that is about to be started.
-        what: What is to be started, such as "the Atropos API".
-        fix: What to do instead; ends the message.
-    """
+    """Raises `ServiceError` if the service `what`, such as "the Atropos API", cannot listen at `url`. `fix` says what
+    to do instead."""
     host, port = urlsplit(url).hostname, port_of(url)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -414,33 +357,46 @@ def require_free_port(url: str, what: str, fix: str) -> None:
 
 
 def require_sockets() -> None:
-    """Raise `ServiceError` if the path of the sockets through which vLLM's processes talk would be too long."""
+    """Raises `ServiceError` if the path of the sockets through which vLLM's processes talk would be too long."""
     variable = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
     folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
-    length, longest = len(os.fsencode(folder)), SOCKET_PATH - SOCKET_NAME
-    if length > longest:
+    length = len(os.fsencode(folder))
+    if length > LONGEST_SOCKET_FOLDER:
         raise ServiceError(
-            f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; at most {longest} "
-            "leave room for their names",
+            f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; at most "
+            f"{LONGEST_SOCKET_FOLDER} leave room for their names",
             seen=folder,
             fix=f"Set `{variable}` to a folder with a shorter path, such as /tmp.",
             code="sockets",
         )
 
 
-def require_shared_memory(processes: int, folder: str = SHM) -> None:
-    """Raise `ServiceError` if /dev/shm is too small for a vLLM server of that many worker processes."""
+def require_shared_memory(processes: int) -> None:
+    """Raises `ServiceError` if /dev/shm is too small for a vLLM server of that many worker processes."""
     needed = SHARED_BY_ONE if processes == 1 else SHARED_BY_SEVERAL
-    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else needed  # another system than Linux
+    free = shutil.disk_usage(SHM).free
     if free < needed:
         raise ServiceError(
-            f"{folder} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes needs "
-            f"{needed >> 20}",
+            f"{SHM} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes needs {needed >> 20}",
             seen=f"{free >> 20} MiB",
             fix="Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or remove what others "
             "left there.",
             code="shared-memory",
         )
+
+
+def killed_for_memory() -> int:
+    """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
+    try:
+        counts = dict(line.split() for line in VMSTAT.read_text(encoding="ascii").splitlines())
+    except FileNotFoundError:  # some containers hide it
+        return 0
+    return int(counts.get("oom_kill", 0))
+
+
+def _describe(code: int) -> str:
+    names = {128 + signum: f" ({signum.name})" for signum in signal.Signals}
+    return f"exit code {code}{names.get(code, '')}"
 
 
 def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
@@ -454,55 +410,18 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
-def _own_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
-    }
-
-
-def _ask(url: str) -> str | None:
-    """`None` if a URL answers 200, else what it did instead."""
-    try:
-        with _opener.open(url, timeout=2.0) as answer:
-            return None if answer.status == 200 else f"HTTP status {answer.status}"
-    except (OSError, http.client.HTTPException) as error:
-        return str(error) or type(error).__name__
-
-
-def killed_for_memory() -> int:
-    """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
-    try:
-        counts = dict(line.split() for line in VMSTAT.read_text(encoding="ascii").splitlines())
-    except FileNotFoundError:  # another system than Linux
-        return 0
-    return int(counts.get("oom_kill", 0))
-
-
-def _describe(code: int) -> str:
-    try:
-        return f"exit code {code} ({signal.Signals(code - 128).name})"
-    except ValueError:
-        return f"exit code {code}"
-
-
-def _last_error(path: str) -> str:
-    """Of the end of a log, what ended the service: a colon and one sentence, or nothing."""
-    lines = [VLLM_PREFIX.sub("", line) for line in tail(path, 10 * TAIL_LINES).splitlines()]
-    found = ""
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if ERROR_LINE.match(line) and RELAYED not in line:
-            found = following.strip() if "validation error" in line else line  # pydantic's first line says nothing
-    return f": {found.split('. ')[0].rstrip('.')[:TAIL_WIDTH]}" if found else ""
-
-
-def _end_of_log(service: Service) -> str:
-    lines: list[str] = []
-    frame: list[str] = []  # of a traceback, only the innermost is shown: the others push out what is to be read
-    for line in tail(service.log_path, lines=10 * TAIL_LINES).splitlines():
-        line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
+def _cause_and_end_of(log_path: str) -> tuple[str, str]:
+    """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines.
+    Of a traceback, these have only the innermost frame, which leaves room for the reason."""
+    cause, lines, frame, validation = "", [], [], False
+    for line in tail(log_path, 10 * TAIL_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)
+        if validation:
+            cause = text.strip()  # the first line of pydantic's error says nothing
+        elif ERROR_LINE.match(text) and RELAYED not in text:
+            cause = text
+        validation = not validation and cause is text and "validation error" in text
+        line = line if len(line) <= TAIL_WIDTH else line[:TAIL_WIDTH] + " ..."
         if text.startswith('  File "'):
             frame = [line]
         elif frame and text.startswith("    "):
@@ -510,4 +429,5 @@ def _end_of_log(service: Service) -> str:
         else:
             lines += [*frame, line]
             frame = []
-    return f"The last lines of {service.log_path}:\n" + "\n".join([*lines, *frame][-TAIL_LINES:])
+    cause = f": {cause.split('. ')[0].rstrip('.')[:TAIL_WIDTH]}" if cause else ""
+    return cause, f"The last lines of {log_path}:\n" + "\n".join([*lines, *frame][-TAIL_LINES:])

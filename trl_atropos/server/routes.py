@@ -1,0 +1,181 @@
+"""What the control planes of the inference server share: the token, the lease, and answers to requests that fail.
+
+`control.py` subclasses `ControlPlane` inside vLLM's server, `front/serve.py` in the process before that server. Runs
+without vLLM.
+"""
+
+import asyncio
+import hmac
+import inspect
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Awaitable, Coroutine
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
+
+logger = logging.getLogger("vllm.trl_atropos")
+
+LEASE_WAIT = 1.0  # seconds that a new trainer waits for the connection of a former one, which may be closing just now
+POLL = 0.5  # seconds between two looks at whether the server is shutting down
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+"""Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s."""
+
+
+class Refused(RuntimeError):
+    """A request that cannot be served. The client gets the message, with this HTTP status."""
+
+    def __init__(self, message: str, status: int = 409) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Body(dict):
+    """The JSON body of a control request."""
+
+    def __missing__(self, name: str):
+        raise Refused(f"the body of the request lacks `{name}`", 400)
+
+
+def error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()) -> Response:
+    """The response that `work` returns, or an error response for what it raises, unless that is of a type in `fatal`.
+    `what` names the request in the log."""
+    try:
+        return await work
+    except Refused as problem:
+        logger.warning("refused %s: %s", what, problem)
+        return error(problem.status, str(problem))
+    except fatal:
+        raise
+    except ValueError as problem:  # includes pydantic's
+        return error(400, str(problem))
+    except Exception as problem:  # the boundary of the process: the client gets the reason, the log the traceback
+        logger.exception("%s failed", what)
+        cause = problem.__cause__ or problem  # the message of vLLM's own exception says nothing
+        return error(500, f"{type(cause).__name__}: {cause}")
+
+
+async def while_connected(work: Coroutine, receive, *ends: asyncio.Future) -> asyncio.Task | None:
+    """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two cases it is
+    cancelled. Returns its task, None if the client went away. Read the body of the request before."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        task.cancel()  # does nothing if it is done
+        await asyncio.wait({task})
+    return None if gone.done() and not gone.cancelled() else task
+
+
+async def _disconnected(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ControlPlane:
+    """
+    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease: one response
+    that stays open as long as the trainer lives.
+
+    A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends, before another
+    trainer may take it, and the handlers, which take the body of a request and return the answer: `questions`, by
+    method and path, answer at any time; `changes`, by path of POST requests, run one after the other, and may need a
+    lease or a pause.
+    """
+
+    def __init__(self) -> None:
+        self.token = os.environ[TOKEN_VARIABLE]
+        self.instance = uuid.uuid4().hex
+        self.open = asyncio.Event()  # set: requests for samples go through
+        self.broken: str | None = None  # why nothing can be served any more
+        self.lease = asyncio.Lock()
+        self.changing = asyncio.Lock()
+
+    @property
+    def paused(self) -> bool:
+        return not self.open.is_set()
+
+    async def until_open(self) -> None:
+        while self.paused:  # it may be paused again between the event and this task's turn
+            await self.open.wait()
+        if self.broken is not None:
+            raise Refused(self.broken, 503)
+
+    def has_token(self, request: Request) -> bool:
+        given = request.headers.get("authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+
+    async def control(self, request: Request, send, fatal: tuple[type[Exception], ...] = ()) -> None:
+        path = request.scope["path"].removeprefix(ROUTE_PREFIX)
+        if not self.has_token(request):
+            response = error(401, "the control token is missing or wrong")
+        elif self.broken is not None:
+            response = error(503, self.broken)
+        elif (request.method, path) == ("POST", "/lease"):
+            return await self._hold_lease(request, send)
+        else:
+            response = await answer(self._call(request, path), f"the control request {path}", fatal)
+        await response(request.scope, request.receive, send)
+
+    async def _call(self, request: Request, path: str) -> JSONResponse:
+        body = Body(json.loads(await request.body() or b"{}"))
+        if (question := self.questions.get((request.method, path))) is not None:
+            reply = question(body)
+            return JSONResponse(await reply if inspect.isawaitable(reply) else reply)
+        if request.method != "POST" or path not in self.changes:
+            raise Refused(f"no control route {request.method} {path}", 404)
+        handler, needs = self.changes[path]
+        async with self.changing:
+            if "lease" in needs and not self.lease.locked():
+                raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
+            if "pause" in needs and not self.paused:
+                raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
+            return JSONResponse(await handler(body))
+
+    async def _hold_lease(self, request: Request, send) -> None:
+        """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
+        would wait for open responses, or soon if another trainer holds the lease."""
+        try:
+            await asyncio.wait_for(self.lease.acquire(), LEASE_WAIT)
+        except TimeoutError:
+            message = (
+                "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine "
+                "is gone loses the lease after 30 s)"
+            )
+            return await error(409, message)(request.scope, request.receive, send)
+        gone = asyncio.create_task(_disconnected(request.receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
+            _keep_alive(self.server, request.scope["client"])
+            while not gone.done() and not self.server.should_exit:
+                await asyncio.wait({gone}, timeout=POLL)
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            gone.cancel()
+            try:
+                await self.trainer_left()
+            finally:
+                self.lease.release()
+
+
+def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
+    """Has the kernel close the connection of a client whose machine or network vanished without a word. Otherwise the
+    server would wait for it for ever, and no other trainer could take the lease."""
+    for connection in server.server_state.connections:
+        if connection.transport.get_extra_info("peername")[:2] == tuple(client):
+            with connection.transport.get_extra_info("socket").dup() as same:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in KEEPALIVE.items():
+                    same.setsockopt(socket.IPPROTO_TCP, option, value)
