@@ -106,8 +106,8 @@ def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_pr
 
 @pytest.mark.slow
 def test_the_report_of_the_run_has_the_gap_of_every_row(run):
-    rows = rollouts_of(read_run(run))
-    packed = pack(rows, np.arange(len(rows)), np.zeros(len(rows)))
+    rows, _ = rollouts_of(read_run(run))
+    packed = pack(rows.assign(advantage=0.0), run / "rollouts")
     scored, _ = trainer_logprobs(run / "rollouts", range(len(rows)))
     sampled = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
     gaps = [np.abs(scored[row.index] - row.logprobs)[row.mask] for row in sampled]

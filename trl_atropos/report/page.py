@@ -1,8 +1,8 @@
 """`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a library.
 
-`run_folder.py` reads the log and the rollouts. Here is chosen what is shown of them, which goes as gzipped JSON into
-`page.html`, beside `page.css` and the scripts, which unpack and draw it. The page unpacks nothing of a rollout's tokens
-before somebody opens it: they are in chunks of their own.
+`run_folder.py` reads the log and the rollouts. This module chooses what the page shows of them, and puts it as gzipped
+JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it. The tokens of rollouts are in
+chunks of their own, which the page unpacks when somebody opens one.
 """
 
 import argparse
@@ -21,20 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from tokenizers import Tokenizer
 
 from trl_atropos.errors import AtroposTrainingError, RolloutError
-from trl_atropos.report.run_folder import (
-    UNKNOWN,
-    Fate,
-    Rollouts,
-    Run,
-    advantages,
-    read_run,
-    rollouts_of,
-    series,
-    trainer_logprobs,
-)
+from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
 from trl_atropos.rollouts.advantages import brings_advantages
 from trl_atropos.rollouts.row import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
@@ -50,17 +41,11 @@ ATTEMPTS = 3  # a run may remove its oldest rollouts while they are read
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
+It has curves of everything that was logged, the warnings, the settings, and rollouts by step, group, environment,
+reward and gap, with every token coloured by its advantage, its log-probability or the trainer-sampler gap.
 
-  curves     reward with its spread for every environment, lengths, staleness, the gap between trainer and sampler,
-             publish times, where the time went, and every other metric that was logged
-  warnings   in the order in which they were given, with what to do
-  rollouts   by step, group, environment, reward and gap; every token coloured by advantage, by the sampler's
-             log-probability or by the gap between trainer and sampler, masked tokens grey, turns apart, and which
-             step a rollout was trained at
-  settings   those that differ from the default, and all others
-
-Works while the run goes on: it reads what is there (run_log.jsonl, or the newest checkpoint's trainer_state.json, and
-rollouts/) and changes nothing. Run it again for a newer page."""
+Works while the run goes on: it reads what is there (run_log.jsonl and rollouts/) and changes nothing. Run it again for
+a newer page."""
 
 EPILOG = """\
 examples:
@@ -93,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument(
         "--max_rollouts",
-        type=_count,
+        type=int,
         default=MAX_ROLLOUTS,
         metavar="N",
         help=f"rollouts to show in full, whole groups from all over the run (default: %(default)s, and at most "
@@ -102,19 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
-    return int(text)
-
-
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
-    """
-    The page of the run in `folder`, and one line about what is in it.
-
-    Raises:
-        ReportError: There is no run.
-    """
+    """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
     for attempt in range(ATTEMPTS):
         try:
             data, chunks = _collect(read_run(folder), max_rollouts)
@@ -137,9 +111,9 @@ def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
 
 def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the page shows, and the chunks with the tokens of its rollouts."""
-    rollouts = rollouts_of(run)
-    chosen = select(rollouts, max_rollouts, MAX_TOKENS)
-    packed = pack(rollouts, chosen, advantages(rollouts, run.config.get("scale_rewards")))
+    rollouts, unreadable = rollouts_of(run)
+    rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
+    packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
     tokenizer = run.folder / "tokenizer.json"
     has_gap = not all(map(math.isnan, packed.columns["gap"]))
     data = {
@@ -163,7 +137,7 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),
         "no_gap": None if has_gap else why_no_gap(run, rollouts),
-        "unreadable": [*rollouts.unreadable, *packed.unreadable],
+        "unreadable": [*unreadable, *packed.unreadable],
         "texts": token_texts(tokenizer, packed.token_ids) if tokenizer.is_file() else {},
         "has_tokenizer": tokenizer.is_file(),
     }
@@ -198,50 +172,35 @@ def write(path: Path, page: str) -> None:
 # ------------------------------------------------------------------------------------------------ rewards and rollouts
 
 
-def rewards(rollouts: Rollouts, limit: int) -> list[dict[str, Any]]:
+def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
     """
     For every environment, over the steps at which its rollouts are known to have been taken: mean, standard deviation
     over rollouts (ddof=0), and count. Steps are joined to at most `limit` points.
     """
-    known = np.flatnonzero(rollouts["first_step"] != UNKNOWN)
-    if not len(known):
-        return []
-    steps, environments = rollouts["first_step"][known], rollouts["environment"][known]
-    size = -(-int(steps.max()) // limit)
-    steps = -(-steps // size) * size  # the last step of each point
+    known = rollouts[rollouts["first_step"] > 0]
+    size = -(-max(known["first_step"], default=1) // limit)
+    last_steps = -(-known["first_step"] // size) * size  # of each point
     found = []
-    for environment in np.unique(environments):
-        points, place = np.unique(steps[environments == environment], return_inverse=True)
-        scores, counts = rollouts["score"][known[environments == environment]], np.bincount(place)
-        mean = np.bincount(place, scores) / counts
-        variance = np.bincount(place, (scores - mean[place]) ** 2) / counts
-        found.append(
-            {
-                "environment": str(environment),
-                "steps": points.tolist(),
-                "mean": mean.round(6).tolist(),
-                "std": np.sqrt(variance).round(6).tolist(),
-                "count": counts.tolist(),
-            }
-        )
+    for environment, its in known.groupby("environment"):
+        points = its["score"].groupby(last_steps[its.index])
+        table = pd.DataFrame({"mean": points.mean(), "std": points.std(ddof=0), "count": points.size()}).round(6)
+        found.append({"environment": environment, "steps": table.index.tolist(), **table.to_dict("list")})
     return found
 
 
-def select(rollouts: Rollouts, max_rollouts: int, max_tokens: int) -> np.ndarray:
+def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.ndarray:
     """Places of whole groups, evenly spread over the run, first and last included, within both limits."""
-    if not len(rollouts) or not max_rollouts:
-        return np.empty(0, np.int64)
-    _, first, group = np.unique(rollouts["group"], return_index=True, return_inverse=True)
-    order = np.argsort(first)  # groups as they arrived
+    group, names = rollouts["group"].factorize()  # numbered as they arrived
     lengths = rollouts["prompt_tokens"] + rollouts["completion_tokens"]
-    sizes, tokens = np.bincount(group)[order], np.bincount(group, lengths)[order]
-    count = len(order)
-    while True:
-        chosen = np.unique(np.linspace(0, len(order) - 1, count).round().astype(int))
+    sizes, tokens = np.bincount(group), np.bincount(group, lengths)
+    count = len(names) if max_rollouts > 0 else 0
+    while count:
+        chosen = np.unique(np.linspace(0, len(names) - 1, count).round().astype(int))
         over = max(sizes[chosen].sum() / max_rollouts, tokens[chosen].sum() / max_tokens)
         if over <= 1 or count == 1:
-            return np.flatnonzero(np.isin(group, order[chosen]))
+            return np.flatnonzero(np.isin(group, chosen))
         count = max(1, min(count - 1, int(count / over)))
+    return np.empty(0, np.int64)
 
 
 @dataclass
@@ -255,12 +214,12 @@ class Packed:
 
 
 SHOWN = ("index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std")
-SHOWN += ("prompt_tokens", "completion_tokens", "zero_advantage", "raw_advantage", "sft")
-SHOWN += ("fate", "first_step", "last_step", "stale")
-MEASURED = ("logprob", "advantage", "trained_tokens", "gap", "gap_max", "place")
+SHOWN += ("prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage")
+FLAGS = ("zero_advantage", "raw_advantage", "sft")
+MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "place")
 
 
-def pack(rollouts: Rollouts, chosen: np.ndarray, advantage: np.ndarray) -> Packed:
+def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     """
     The chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's log-probabilities.
 
@@ -268,13 +227,14 @@ def pack(rollouts: Rollouts, chosen: np.ndarray, advantage: np.ndarray) -> Packe
     turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
     stretch, and null stands for an unknown log-probability or gap.
     """
-    packed = Packed({name: rollouts[name][chosen].tolist() for name in SHOWN} | {name: [] for name in MEASURED})
+    packed = Packed({name: chosen[name].tolist() for name in SHOWN} | {name: [] for name in MEASURED})
+    packed.columns |= {name: chosen[name].astype(int).tolist() for name in FLAGS}
     # What is kept of the others is of a life of the run that was given up.
-    trained = chosen[~np.isin(rollouts["fate"][chosen], (Fate.WAITING, Fate.PASSED_OVER))]
-    scored, packed.unreadable = trainer_logprobs(rollouts.folder, set(rollouts["index"][trained].tolist()))
+    trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
+    scored, packed.unreadable = trainer_logprobs(folder, set(trained["index"]))
     prompts: dict[bytes, int] = {}
     filled = CHUNK_TOKENS
-    for place, rollout in zip(chosen, _read(rollouts, chosen), strict=True):
+    for place, rollout in enumerate(_read(chosen)):
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             prompts, filled = {}, 0
@@ -286,12 +246,13 @@ def pack(rollouts: Rollouts, chosen: np.ndarray, advantage: np.ndarray) -> Packe
             filled += len(rollout.prompt_ids)
         filled += len(rollout.mask)
         packed.token_ids.update(rollout.prompt_ids.tolist(), rollout.completion_ids.tolist())
-        own = rollout.token_advantages if brings_advantages(rollout) else None
-        gap = _gap(scored.get(rollout.index), rollout)
+        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
+        own, gap = rollout.token_advantages, _gap(scored.get(rollout.index), rollout)
+        if brings_advantages(rollout):
+            packed.columns["advantage"][place] = float(own[rollout.mask].mean())
         known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
         measured = (
             float(known.mean()) if len(known) else np.nan,
-            float(advantage[place] if own is None else own[rollout.mask].mean()),
             int(rollout.mask.sum()),
             np.nan if gap is None else float(np.nanmean(np.abs(gap))),
             np.nan if gap is None else float(np.nanmax(np.abs(gap))),
@@ -303,9 +264,9 @@ def pack(rollouts: Rollouts, chosen: np.ndarray, advantage: np.ndarray) -> Packe
             [
                 prompts[key],
                 rollout.completion_ids.tolist(),
-                _stretches(rollout.mask),
+                np.diff(np.flatnonzero(turns)).tolist(),
                 _thousandths(rollout.logprobs),
-                _thousandths(own),
+                _thousandths(own if brings_advantages(rollout) else None),
                 rollout.messages,
                 _thousandths(gap),
             ]
@@ -313,10 +274,10 @@ def pack(rollouts: Rollouts, chosen: np.ndarray, advantage: np.ndarray) -> Packe
     return packed
 
 
-def _read(rollouts: Rollouts, chosen: np.ndarray) -> Iterator[Rollout]:
-    wanted = set(rollouts["index"][chosen].tolist())
-    for file in np.unique(rollouts["file"][chosen]):
-        yield from (rollout for rollout in read_rollouts(rollouts.paths[file]) if rollout.index in wanted)
+def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
+    wanted = set(chosen["index"])
+    for path in chosen["path"].unique():
+        yield from (rollout for rollout in read_rollouts(Path(path)) if rollout.index in wanted)
 
 
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
@@ -328,21 +289,16 @@ def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
     return gap if not np.isnan(gap).all() else None
 
 
-def _stretches(mask: np.ndarray) -> list[int]:
-    """Lengths of the trained and the masked stretches in turn."""
-    return np.diff(np.flatnonzero(np.diff(mask, prepend=~mask[:1], append=~mask[-1:]))).tolist()
-
-
 def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
     return values if values is None else [None if np.isnan(one) else round(float(one) * NATS) for one in values]
 
 
-def why_no_gap(run: Run, rollouts: Rollouts) -> str:
+def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
     """What a page without any trainer-sampler gap says in its place."""
     correction = "vllm_importance_sampling_correction"
     if not len(rollouts):
         return "there is no rollout in this run's folder"
-    if any(rollouts.folder.glob("trainer-[0-9]*.feather")):
+    if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
         return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
     if run.config.get(correction) is False:
         return f"with `{correction}: false`, the trainer's log-probabilities of what was sampled are not computed"

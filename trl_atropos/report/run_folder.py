@@ -1,7 +1,7 @@
 """Reads a run's folder for `page.py`: the log, the settings, the warnings, and what became of every rollout.
 
-The log is `run_log.jsonl`, which `run_log.py` writes, or that of the newest checkpoint, which has metrics alone. A run
-may be writing while this reads: a line may be cut off, and a file may be gone. Imports neither torch nor transformers.
+`run_log.py` writes the log. A run may be writing while this reads: a line may be cut off, and a file may be gone.
+Imports neither torch nor transformers.
 """
 
 import json
@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from trl_atropos.errors import AtroposTrainingError, RolloutError
@@ -68,10 +69,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """
-    Raises:
-        ReportError: There is no such folder, or no run has left anything in it yet.
-    """
+    """Raises `ReportError` if there is no such folder, or no run has left anything in it yet."""
     if not folder.is_dir():
         raise ReportError(f"{folder} is no folder. Name a run's `output_dir`.")
     run = Run(folder)
@@ -85,12 +83,10 @@ def read_run(folder: Path) -> Run:
             if record.get("begin") == 0:  # what an earlier run left in this folder is not part of this one
                 run = Run(folder, LOG, began_at=record["at"], whole=True)
             _add(run, record)
-    else:
-        _take_checkpoint(run)
-    if run.source is None and not (folder / "rollouts").is_dir():
+    elif not (folder / "rollouts").is_dir():
         raise ReportError(
-            f"{folder} is no run's `output_dir`: it has no {LOG}, no rollouts and no checkpoint-N/trainer_state.json. "
-            "Name the folder that the recipe's `output_dir` names, or wait until the run has begun."
+            f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts. Name the folder that the recipe's "
+            "`output_dir` names, or wait until the run has begun."
         )
     return run
 
@@ -126,21 +122,6 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
         batch.last_step = min(batch.last_step, step)  # its remaining rollouts were dropped
 
 
-def _take_checkpoint(run: Run) -> None:
-    """The log of the newest checkpoint that is whole."""
-    paths = run.folder.glob("checkpoint-*/trainer_state.json")
-    paths = [path for path in paths if path.parent.name[11:].isdigit()]
-    for path in sorted(paths, key=lambda path: int(path.parent.name[11:]), reverse=True):
-        try:
-            history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-        except (OSError, ValueError, KeyError):  # half written, or just being removed
-            continue
-        run.source, run.last_at = f"{path.parent.name}/{path.name}", path.stat().st_mtime
-        for entry in history:
-            _add(run, {"logs": entry, "step": entry["step"]})
-        return
-
-
 def series(run: Run, limit: int) -> dict[str, Any]:
     """
     Every metric over the steps at which it was logged: `{name: [steps, values]}`. More than `limit` points are joined:
@@ -152,18 +133,16 @@ def series(run: Run, limit: int) -> dict[str, Any]:
         size = -(-len(points) // limit)
         buckets = [points[at : at + size] for at in range(0, len(points), size)]
         join = max if "max" in name else fmean
-        found[name] = [
-            [bucket[-1][0] for bucket in buckets],
-            [join(value for _, value in bucket) for bucket in buckets],
-        ]
+        values = [join(value for _, value in bucket) for bucket in buckets]
+        found[name] = [[bucket[-1][0] for bucket in buckets], values]
     return found
 
 
 # -------------------------------------------------------------------------------------------------------- its rollouts
 
 UNKNOWN = -1
-SCALARS = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
-FLAGS = ("zero_advantage", "raw_advantage", "sft")
+TAKEN_OVER = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
+TAKEN_OVER += ("zero_advantage", "raw_advantage", "sft")
 
 
 class Fate(IntEnum):
@@ -176,141 +155,95 @@ class Fate(IntEnum):
     PASSED_OVER = 4  # never handed out, but newer ones were: it was stale, without variance, or over its share
 
 
-@dataclass
-class Rollouts:
+def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     """
-    The `n` rollouts in a run's folder, by index.
+    All `n` rollouts in the run's folder in the order of their indices, and the files that cannot be read, each with
+    the reason.
 
-    Attributes:
-        columns: Arrays of `(n,)`, in which `UNKNOWN` stands for what is not known: `SCALARS`, `FLAGS`, `environment`,
-            `prompt_tokens`, `completion_tokens`, `file` (place in `paths`), `fate`, `first_step` and `last_step` that
-            it was trained at, `stale` (optimizer steps between the version that sampled it and the one that it was
-            trained at), and `batch` (number of the generation batch, if all of that is there).
-        parts: What each of `paths` says about itself.
-        unreadable: Names of files, each with the reason.
+    The columns are the fields of `Rollout` in `TAKEN_OVER`, `environment`, `prompt_tokens`, `completion_tokens`,
+    `path` (of the file), `fate`, `first_step` and `last_step` (optimizer steps that the rollout was taken for),
+    `stale` (optimizer steps between the version that sampled it and the one that it was trained at), and `batch`
+    (number of the generation batch, if all of that is there). `UNKNOWN` stands for what is not known.
     """
-
-    folder: Path
-    spool: str = ""
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
-    paths: list[Path] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self["index"])
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.columns[name]
-
-
-def rollouts_of(run: Run) -> Rollouts:
-    """
-    All rollouts in the run's folder, and what became of them. A file that cannot be read is named in `unreadable`.
-
-    Raises:
-        ReportError: Something else has written to the folder of the rollouts.
-    """
-    found = Rollouts(run.folder / "rollouts")
+    folder, spool = run.folder / "rollouts", ""
     try:
-        found.spool = json.loads((found.folder / META).read_text(encoding="utf-8"))["name"]
+        spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
-            f"{found.folder / META} is not what a run writes ({error!r}). Move {found.folder} away for a report "
-            "without the rollouts in it."
+            f"{folder / META} is not what a run writes ({error!r}). Move {folder} away for a report without the "
+            "rollouts in it."
         ) from error
-    tables = [_columns([], 0)]
-    for path in sorted(found.folder.glob("rows-*.arrow")):
+    tables, parts, unreadable = [], {}, []
+    for path in sorted(folder.glob("rows-*.arrow")):
         try:
-            part, rollouts = read_part(path, found.spool), read_rollouts(path)
+            part, rollouts = read_part(path, spool), read_rollouts(path)
         except RolloutError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # the run has just removed it
-                found.unreadable.append(f"{path.name}: {error.__cause__}")
+                unreadable.append(f"{path.name}: {error.__cause__}")
             continue
-        tables.append(_columns(rollouts, len(found.paths)))
-        found.paths.append(path)
-        found.parts.append(part)
-    found.columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-    _trace(found, run)
-    return found
+        if rollouts:  # all of a file's may have been rejected
+            parts[str(path)] = part
+            tables.append(_table(rollouts, str(path)))
+    rollouts = pd.concat(tables or [_table([], "")], ignore_index=True)
+    _trace(rollouts, parts, run, [batch for batch in run.batches if batch.spool == spool])
+    return rollouts, unreadable
 
 
-def _columns(rollouts: list[Rollout], file: int) -> dict[str, np.ndarray]:
-    found = {name: [getattr(one, name) for one in rollouts] for name in (*SCALARS, *FLAGS)}
+def _table(rollouts: list[Rollout], path: str) -> pd.DataFrame:
+    found = {name: [getattr(one, name) for one in rollouts] for name in TAKEN_OVER}
     found = {name: [UNKNOWN if value is None else value for value in values] for name, values in found.items()}
-    numbers = {"prompt_tokens": [len(one.prompt_ids) for one in rollouts], "file": [file] * len(rollouts)}
-    numbers["completion_tokens"] = [len(one.completion_ids) for one in rollouts]
-    kinds = dict.fromkeys(("score", "group_mean", "group_std"), np.float64)
-    arrays = {name: np.array(values, kinds.get(name, np.int64)) for name, values in (found | numbers).items()}
-    return arrays | {"environment": np.array([_environment(one) for one in rollouts], np.str_)}
+    found["prompt_tokens"] = [len(one.prompt_ids) for one in rollouts]
+    found["completion_tokens"] = [len(one.completion_ids) for one in rollouts]
+    table = pd.DataFrame(found)
+    unnamed = {env_id: f"environment {env_id}" for env_id in table["env_id"]} | {UNKNOWN: "environment not named"}
+    table["environment"] = [one.environment or unnamed[env_id] for one, env_id in zip(rollouts, table["env_id"])]
+    return table.assign(path=path)
 
 
-def _environment(rollout: Rollout) -> str:
-    """What the page calls its environment."""
-    unnamed = "environment not named" if rollout.env_id is None else f"environment {rollout.env_id}"
-    return rollout.environment or unnamed
-
-
-def _trace(rollouts: Rollouts, run: Run) -> None:
+def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: list[Batch]) -> None:
     """Sets for every rollout what became of it, and at which step, where the run's log tells."""
     names = ("batch", "first_step", "last_step", "stale")
     of = {name: np.full(len(rollouts), UNKNOWN) for name in names} | {"fate": np.full(len(rollouts), Fate.UNKNOWN)}
-    rollouts.columns |= of
-    batches = [batch for batch in run.batches if batch.spool == rollouts.spool]
-    if not batches:
-        return
-    ahead = rollouts["index"] >= max(end for _, end in batches[-1].spans)
-    of["fate"][ahead] = Fate.WAITING
-    if run.whole:
-        of["fate"][~ahead] = Fate.PASSED_OVER
+    indices, sampled = rollouts["index"].to_numpy(), rollouts["policy_version"].to_numpy()
+    if batches:
+        ahead = indices >= max(end for _, end in batches[-1].spans)
+        of["fate"][:] = np.where(ahead, Fate.WAITING, Fate.PASSED_OVER if run.whole else Fate.UNKNOWN)
     for number, batch in enumerate(batches):
-        places = [range(*np.searchsorted(rollouts["index"], span)) for span in batch.spans]
-        whole = sum(map(len, places)) == sum(end - first for first, end in batch.spans)
-        for place in (place for span in places for place in span):
-            of["fate"][place] = Fate.TRAINED if batch.last_step <= run.steps else Fate.IN_TRAINING
-            of["batch"][place] = number if whole else UNKNOWN
-            of["first_step"][place], of["last_step"][place] = batch.first_step, batch.last_step
-            sampled, part = rollouts["policy_version"][place], rollouts.parts[rollouts["file"][place]]
-            if sampled != UNKNOWN:
-                age = staleness(sampled, part.lineage, part.version, batch.lineage, batch.version)
-                of["stale"][place] = age
+        places = np.concatenate([np.arange(*np.searchsorted(indices, span)) for span in batch.spans])
+        of["fate"][places] = Fate.TRAINED if batch.last_step <= run.steps else Fate.IN_TRAINING
+        if len(places) == sum(end - first for first, end in batch.spans):
+            of["batch"][places] = number
+        of["first_step"][places], of["last_step"][places] = batch.first_step, batch.last_step
+        for place in places[sampled[places] != UNKNOWN]:
+            part = parts[rollouts["path"].iat[place]]
+            age = staleness(sampled[place], part.lineage, part.version, batch.lineage, batch.version)
+            of["stale"][place] = age
+    for name, values in of.items():
+        rollouts[name] = values
 
 
-def advantages(rollouts: Rollouts, scale_rewards: str | None) -> np.ndarray:
+def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
     """
     `(n,)` float32: what the trainer trains with, except for advantages that an environment sent for each token. NaN
-    where it is not known.
-
-    Args:
-        scale_rewards: The run's setting, None if that is not known.
+    where it is not known. `scale_rewards` is the run's setting, None if that is not known.
     """
-    scores = rollouts["score"].astype(np.float32)
-    if scale_rewards == "batch":
-        stds = _batch_stds(rollouts, scores)
-    elif scale_rewards in ("group", "none"):
-        stds = rollouts["group_std"] if scale_rewards == "group" else None
-    else:
-        stds = np.full(len(rollouts), np.nan, np.float32)
-    raw, sft, zero = (rollouts[name].astype(bool) for name in ("raw_advantage", "sft", "zero_advantage"))
-    return normalised(scores, rollouts["group_mean"], stds, raw, sft, zero)
-
-
-def _batch_stds(rollouts: Rollouts, scores: np.ndarray) -> np.ndarray:
-    """Standard deviation (ddof=1) of the scores that were trained together; NaN where that is not known."""
-    stds = np.full(len(rollouts), np.nan, np.float32)
-    order = np.argsort(rollouts["batch"], kind="stable")
-    for together in np.split(order, np.flatnonzero(np.diff(rollouts["batch"][order])) + 1):
-        if len(together) and rollouts["batch"][together[0]] != UNKNOWN:
-            stds[together] = scores[together].std(ddof=1) if len(together) > 1 else 0.0
-    return stds
+    scores, stds = rollouts["score"].astype(np.float32), pd.Series(np.nan, rollouts.index)
+    if scale_rewards == "group":
+        stds = rollouts["group_std"]
+    elif scale_rewards == "batch":
+        together = scores.groupby(rollouts["batch"])
+        stds = together.transform("std").mask(together.transform("size") == 1, 0.0).mask(rollouts["batch"] == UNKNOWN)
+    flags = (rollouts[name].to_numpy(bool) for name in ("raw_advantage", "sft", "zero_advantage"))
+    stds = None if scale_rewards == "none" else stds.to_numpy()
+    return normalised(scores.to_numpy(), rollouts["group_mean"].to_numpy(), stds, *flags)
 
 
 def trainer_logprobs(folder: Path, wanted: Container[int]) -> tuple[dict[int, np.ndarray], list[str]]:
     """
-    The trainer's log-probabilities of rollouts, which `rollouts/trainer_logprobs.py` keeps beside them: by index,
-    `(c,)` float32 in nats, NaN where a token was not trained. And the files that cannot be read, each with the reason.
+    The trainer's log-probabilities (`rollouts/trainer_logprobs.py` writes them): by index of the rollout, `(c,)`
+    float32 in nats, NaN where a token was not trained. And the files that cannot be read, each with the reason.
     """
     found, unreadable = {}, []
     for path in sorted(folder.glob("trainer-[0-9]*.feather")):
