@@ -126,7 +126,7 @@ MISTAKES = {
         lambda desk: desk.recipe(optim="galore_adamw", optim_target_modules=["q_proj"]),
         "package-missing",
         "optim: galore_adamw",
-        "pip install galore_torch",
+        "install `galore_torch`",
     ),
     "a report to a package that is not installed": Mistake(
         lambda desk: desk.recipe(report_to="clearml"), "report-to", "report_to: clearml", "set `report_to: none`"
@@ -238,14 +238,14 @@ MISTAKES = {
     "completions that leave no room for a prompt": Mistake(
         lambda desk: desk.recipe(max_completion_length=128, max_sequence_length=128),
         "completion-length",
-        "max_completion_length: 128, the longest sequence: 128",
+        "max_completion_length: 128, the longest rollout: 128",
         "Lower `max_completion_length`",
         WARNING,
     ),
     "an environment's sequences longer than the trainer's": Mistake(
         lambda desk: desk.recipe({"config": {"max_token_length": 128}}, max_sequence_length=100),
         "environment-length",
-        "max_token_length: 128, the longest sequence: 100",
+        "max_token_length: 128, the longest rollout: 100",
         "Lower `max_token_length` to 100",
         WARNING,
     ),
@@ -259,7 +259,7 @@ MISTAKES = {
     "a Python that cannot run": Mistake(
         lambda desk: desk.recipe({"python": broken_python(desk)}),
         "environment-python",
-        "exit code 3",
+        "exit status 3",
         "Correct its `python`",
     ),
     "no such script": Mistake(

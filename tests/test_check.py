@@ -339,7 +339,7 @@ def test_the_command_prints_one_json_object_and_nothing_else(desk):
     ]
     assert told["findings"][1] == {
         "name": "dead-setting",
-        "what": "Settings of generation have no effect here, because the environments generate",
+        "what": "A setting has no effect, because the environments generate",
         "seen": "top_p: 0.9",
         "fix": "Remove them, and set what they mean in the environment.",
         "level": "warning",

@@ -285,7 +285,7 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     settings |= {"gradient_accumulation_steps": 2}
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.5"]
     found = on_gpus(tmp_path, large, 14, **settings, offload_master_weights=True, vllm_args=arguments)
-    assert "`use_peft: true` with `lora_target_modules: all-linear` (saves" in str(findings(found)[-1])
+    assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str(findings(found)[-1])
 
 
 def test_what_is_said_to_be_enough_is_enough(large, tmp_path):

@@ -300,3 +300,39 @@ def test_a_checkpoint_goes_below_the_folder_that_is_asked_for_when_it_is_written
     assert (
         "os.path.join(self._get_output_dir(trial=trial), checkpoint_folder)" in SOURCE
     )  # of the entropy's coefficient
+
+
+def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformers():
+    """`trl_atropos/check/trace.py` and `memory.py`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from transformers import PreTrainedModel
+
+    linear = torch.nn.Linear(2, 3)
+    assert set(linear._parameters) == {"weight", "bias"} and linear._buffers == {}, "torch keeps parameters elsewhere"
+    assert issubclass(FakeTensorMode, TorchDispatchMode), "fake tensors are not made by dispatch any more"
+    assert tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3], "results of operators are taken apart in another way"
+    assert isinstance(torch.ones(1).untyped_storage()._cdata, int), "storages have another address"
+    assert hasattr(PreTrainedModel, "_no_split_modules"), "transformers names the blocks of a model elsewhere"
+
+
+def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
+    from trl.kernels import chunked_logprob
+
+    from trl_atropos.check.trace import TILE
+
+    assert TILE[0] == chunked_logprob.TOKEN_CHUNK_SIZE, "TRL's head takes other tiles: see `_head_bytes`"
+
+
+def test_a_push_is_an_upload_of_a_folder_by_the_shared_client():
+    """Which `trl_atropos/report/card.py` has leave out what is not the model's."""
+    assert "hf_api().upload_folder(" in inspect.getsource(Trainer.push_to_hub), "transformers uploads in another way"
+    assert "hf_api().upload_folder(" in inspect.getsource(Trainer._push_from_checkpoint)
+
+
+def test_the_progress_bar_is_where_the_line_callback_writes():
+    from transformers import ProgressCallback
+
+    steps = inspect.getsource(ProgressCallback.on_step_end)
+    assert "self.training_bar.update(state.global_step - self.current_step)" in steps, "the bar counts in another way"

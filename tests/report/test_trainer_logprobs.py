@@ -18,9 +18,8 @@ from tests.rollout_factory import arguments, make_group
 from tests.rollouts.conftest import Api
 from tests.rollouts.test_spool import append, make_row
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.report import page_data
-from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
-from trl_atropos.report.run_folder import read_all, read_run, trace
+from trl_atropos.report.page import pack
+from trl_atropos.report.run_folder import read_run, rollouts_of, trainer_logprobs
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource
@@ -106,12 +105,11 @@ def test_the_values_of_every_row_are_those_of_the_model_of_its_step_whichever_pr
 
 @pytest.mark.slow
 def test_the_report_of_the_run_has_the_gap_of_every_row(run):
-    told, rows = read_run(run), read_all(run / "rollouts")
-    trace(rows, told)
-    trainer = ReportedLogprobs(run / "rollouts")
-    packed = page_data.pack(rows, np.arange(len(rows)), np.zeros(len(rows)), trainer)
+    rows, _ = rollouts_of(read_run(run))
+    packed = pack(rows.assign(advantage=0.0), run / "rollouts")
+    scored, _ = trainer_logprobs(run / "rollouts", range(len(rows)))
     sampled = [row for path in sorted((run / "rollouts").glob("rows-*.arrow")) for row in read_rollouts(path)]
-    gaps = [np.abs(trainer.of(row.index) - row.logprobs)[row.mask] for row in sampled]
+    gaps = [np.abs(scored[row.index] - row.logprobs)[row.mask] for row in sampled]
     np.testing.assert_allclose(packed.columns["gap"], [gap.mean() for gap in gaps], rtol=1e-5)
     np.testing.assert_allclose(packed.columns["gap_max"], [gap.max() for gap in gaps], rtol=1e-5)
     assert 0.05 < packed.columns["gap"][0] < 0.2  # the noise that `make_group` puts on the sampler's

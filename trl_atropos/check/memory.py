@@ -1,18 +1,19 @@
-"""How much memory trainer and server of a run will take at their peaks, by its recipe and its model's config alone."""
+"""How much memory trainer and server of a run take at their peaks, by its recipe and its model's config alone: what
+`trace.py` finds of a forward and backward pass, and sums."""
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.check.activations import GRADIENTS, Setup, shadow_model, trace_backward, trace_forward
 from trl_atropos.check.launch import GIB, UTILIZATION, Plan
+from trl_atropos.check.trace import GRADIENTS, Setup, Sizes, shadow_model, trace
 from trl_atropos.flags import server_flags
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
@@ -22,7 +23,7 @@ from trl_atropos.weights.probe import drops_soft_cap
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).
 BATCH_DEFAULTS = ((160 << 30, 16384, 1024), (70 << 30, 8192, 1024), (0, 2048, 256))
 CPU_BATCH = (2048, 128)
-PADDING = 64  # rows that a vocabulary is filled up to a multiple of (vllm `vocab_parallel_embedding.py`)
+PADDING = 64  # vLLM pads a vocabulary to a multiple of it (vllm `vocab_parallel_embedding.py`)
 # What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the libraries.
 TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}
 SERVER_RUNTIME = {"cuda": int(1.5 * GIB), "cpu": GIB}
@@ -31,21 +32,20 @@ BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `ov
 BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
 BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
+UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}  # of numbers in vLLM's flags
 
 
 @dataclass(frozen=True)
 class Case:
-    """
-    What is estimated. `flags` are those of the server that the recipe starts, or of one started by hand with the same
-    flags, by their long names; `None` where recorded rollouts are replayed. `dtype` is the trainer's.
-    """
+    """What is estimated."""
 
     recipe: Recipe
     plan: Plan
     config: PretrainedConfig
-    flags: dict[str, str] | None
-    dtype: torch.dtype
+    flags: dict[str, str] | None  # of the server, by their long names; `None` where recorded rollouts are replayed
     peft_config: Any
+    dtype: torch.dtype = torch.float32  # the trainer's
+    traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
 
     @property
     def training(self):
@@ -62,27 +62,22 @@ class Case:
     def whole(self, flag: str, default: int) -> int:
         """A flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. It chooses `auto` and -1 itself."""
         text = (self.flags or {}).get(f"--{flag}", "auto")
-        units = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
         if text in ("auto", "-1"):
             return default
-        return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(float(text))
+        return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(float(text))
 
     @property
     def max_model_len(self) -> int:
         return self.whole("max-model-len", self.config.get_text_config().max_position_embeddings)
 
     @property
-    def tensor_parallel(self) -> int:
-        return self.whole("tensor-parallel-size", 1)
-
-    @property
     def parts(self) -> int:
         """Among how many GPUs the server's weights are divided."""
-        return self.tensor_parallel * self.whole("pipeline-parallel-size", 1)
+        return self.whole("tensor-parallel-size", 1) * self.whole("pipeline-parallel-size", 1)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Where the size of the server's KV cache is given."""
+        """The size of the server's KV cache, if it is given."""
         return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
 
     @property
@@ -96,14 +91,14 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence (`AtroposGRPOTrainer._max_sequence_length`)."""
+        """Tokens of the longest rollout."""
         return self.training.max_sequence_length or self.max_model_len
 
     @property
-    def rows(self) -> int:
-        """Of the largest micro-batch."""
-        rows, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
-        return rows if tokens is None else max(1, min(rows, tokens // self.length))
+    def rollouts(self) -> int:
+        """How many the largest micro-batch has."""
+        rollouts, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
+        return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
 
     @property
     def shares_weights(self) -> bool:
@@ -112,7 +107,7 @@ class Case:
 
 
 def case_of(recipe: Recipe, plan: Plan) -> Case:
-    """Raises `OSError` or `ValueError` where the model's config cannot be had."""
+    """Raises `OSError` or `ValueError` if the model's config cannot be read."""
     training, model = recipe.training, recipe.model
     config = AutoConfig.from_pretrained(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
@@ -124,7 +119,7 @@ def case_of(recipe: Recipe, plan: Plan) -> Case:
         flags = server_flags(given)
         if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
             flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
-    case = Case(recipe, plan, config, flags, torch.float32, get_peft_config(model))
+    case = Case(recipe, plan, config, flags, get_peft_config(model))
     return replace(case, dtype=_trained_dtype(case))
 
 
@@ -141,17 +136,10 @@ def _trained_dtype(case: Case) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Process:
-    """
-    Attributes:
-        items: Bytes on the device at the peak, by name.
-        host: Bytes of host memory besides.
-        when: In which phase the peak is.
-    """
-
     name: str
-    items: dict[str, int]
-    host: dict[str, int]
-    when: str
+    items: dict[str, int]  # bytes on the device at the peak, by name
+    host: dict[str, int]  # bytes of host memory besides
+    when: str = "always"  # the phase of the peak
 
     @property
     def total(self) -> int:
@@ -161,47 +149,17 @@ class Process:
 # ------------------------------------------------------------------------------------------------------- the trainer
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of the model that is trained, adapter included. Bytes, unless they say otherwise."""
-
-    weights: int
-    own: int  # of them, those that are not the base under an adapter
-    trained: list[torch.Tensor]  # without data
-    embeddings: set[int]  # `id`s of the trained ones that are embeddings
-    gathered: int  # whole at once where parameters are sharded
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> "Sizes":
-        parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        plain = model.get_base_model() if isinstance(model, PeftModel) else model
-        blocks = [m for m in model.modules() if type(m).__name__ in (plain._no_split_modules or ())]
-        inside = [sum(p.nbytes for p in block.parameters()) for block in blocks]
-        weights = sum(p.nbytes for p in parameters)
-        # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one block ahead.
-        gathered = min(weights, weights - sum(inside) + 2 * max(inside, default=0))
-        return cls(weights, sum(p.nbytes for p in trained), trained, embeddings, gathered)
-
-    @property
-    def number(self) -> int:
-        """Of the values that are trained."""
-        return sum(one.numel() for one in self.trained)
-
-
-def trainer_memory(case: Case, traces: dict) -> Process:
-    """`traces` keeps what was traced, because most changes to a recipe leave that as it is."""
+def trainer_memory(case: Case) -> Process:
     args, plan = case.training, case.plan
     half = case.dtype in (torch.bfloat16, torch.float16)
     # As `AtroposGRPOTrainer._set_up_masters`; PEFT keeps adapters in float32.
     exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
     setup = _setup(case, exact)
     key = (setup, repr(case.peft_config))
-    if key not in traces:
+    if key not in case.traces:
         model, mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
-        traces[key] = (trace_backward(model, mode, setup), Sizes.of(model))
-    peak, sizes = traces[key]
+        case.traces[key] = (Sizes.of(model), trace(model, mode, setup))
+    sizes, peak = case.traces[key]
     constant, host = _state(case, sizes, exact)
     gradients = sum(one.numel() * (4 if exact else one.itemsize) for one in sizes.trained)
     if plan.sharding in ("zero2", "zero3", "fsdp"):
@@ -209,10 +167,10 @@ def trainer_memory(case: Case, traces: dict) -> Process:
         peak = peak | {GRADIENTS: min(peak[GRADIENTS], gradients)}
     step = {GRADIENTS: gradients}
     if "optimizer state" not in host:
-        step["temporaries"] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // _shards(plan)
+        step["temporaries"] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // plan.shards
     phases = {"forward and backward": constant | peak, "the optimizer's step": constant | step}
     if plan.device == "cpu":  # which is the host
-        phases = {when: _joined(items, host) for when, items in phases.items()}
+        phases = {when: Counter(items) + Counter(host) for when, items in phases.items()}
         # The checkpoint is loaded before it is exchanged for the server's memory.
         phases["loading"] = {"runtime": TRAINER_RUNTIME["cpu"], "weights": sizes.weights}
         host = {}
@@ -223,21 +181,19 @@ def trainer_memory(case: Case, traces: dict) -> Process:
 def _setup(case: Case, exact: bool) -> Setup:
     args, plan, text = case.training, case.plan, case.config.get_text_config()
     autocast = plan.mixed_precision if plan.mixed_precision != case.dtype else None
-    # Not every config has them.
+    # CUDA's kernels for float32 know no groups of heads, which transformers leaves to them where rollouts are as long
+    # as each other (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`). Not every config has the numbers.
     shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    by_groups = shared not in (None, heads)
     return Setup(
-        rows=case.rows,
+        rollouts=case.rollouts,
         length=case.length,
         autocast=autocast,
         checkpointing=args.gradient_checkpointing,
         exact_gradients=exact,
-        accumulates=args.gradient_accumulation_steps > 1 or case.rows < args.per_device_train_batch_size,
+        accumulates=args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size,
         kernels=plan.device == "cuda",
-        # CUDA's kernels for float32 know no groups of heads, which transformers leaves to them where rows are as long
-        # as each other (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`).
-        plain_attention=plan.device == "cuda"
-        and (autocast or case.dtype) == torch.float32
-        and shared not in (None, heads),
+        plain_attention=plan.device == "cuda" and (autocast or case.dtype) == torch.float32 and by_groups,
         distills=args.distillation_coef > 0,
     )
 
@@ -262,26 +218,17 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
     # DeepSpeed has its own for 16-bit parameters (ZeRO, arXiv:1910.02054, section 3.1).
     masters = exact or (plan.sharding.startswith("zero") and case.dtype.itemsize == 2)
     of_optimizer = {
-        "master weights": 4 * sizes.number // _shards(plan) if masters else 0,
-        "optimizer state": state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) // _shards(plan),
+        "master weights": 4 * sizes.number // plan.shards if masters else 0,
+        "optimizer state": state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) // plan.shards,
     }
     if (exact and args.offload_master_weights) or plan.offloads:
         host |= of_optimizer
         if plan.device == "cuda":
-            host["gradients for the step"] = 4 * sizes.number // _shards(plan)
+            host["gradients for the step"] = 4 * sizes.number // plan.shards
         return items, host
     if "paged" in args.optim:  # the driver moves it to the host when the device is full
         host["optimizer state"] = of_optimizer.pop("optimizer state")
     return items | of_optimizer, host
-
-
-def _shards(plan: Plan) -> int:
-    """Among how many processes the optimizer's state is divided."""
-    return 1 if plan.sharding == "none" else plan.processes
-
-
-def _joined(items: dict[str, int], more: dict[str, int]) -> dict[str, int]:
-    return {name: items.get(name, 0) + more.get(name, 0) for name in items | more}
 
 
 def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
@@ -305,9 +252,8 @@ def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, e
 
 def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:
     """
-    Bytes that a step allocates besides gradients and state. Fused and 8-bit kernels work in place. torch's plain AdamW
-    takes the root of the second moments: of all parameters at once on a GPU (`foreach`), of one after the other on the
-    CPU (torch/optim/adam.py).
+    Bytes that a step allocates besides gradients and state. Only torch's plain AdamW does: the roots of the second
+    moments, of all parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py).
     """
     sizes = [one.numel() * (4 if masters else one.itemsize) for one in parameters if optim == "adamw_torch"]
     return sum(sizes) if device == "cuda" else 2 * max(sizes, default=0)
@@ -316,47 +262,49 @@ def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, devic
 # -------------------------------------------------------------------------------------------------------- the server
 
 
-def server_memory(case: Case, traces: dict) -> Process:
-    """
-    With `gpu_memory_utilization`, vLLM gives to its KV cache what is left of that share of the device; its total is
-    then known, and the items tell how it is divided.
-    """
-    plan, loras = case.plan, "--enable-lora" in case.flags
-    on_gpu = next((tokens, sequences) for size, tokens, sequences in BATCH_DEFAULTS if plan.total >= size)
+def server_memory(case: Case) -> Process:
+    """With `gpu_memory_utilization`, the KV cache gets what is left of that share of the device."""
+    plan, text, size = case.plan, case.config.get_text_config(), case.served_dtype.itemsize
+    on_gpu = next((tokens, sequences) for memory, tokens, sequences in BATCH_DEFAULTS if plan.total >= memory)
     tokens, sequences = on_gpu if plan.device == "cuda" else CPU_BATCH
     tokens, sequences = case.whole("max-num-batched-tokens", tokens), case.whole("max-num-seqs", sequences)
-    rank = case.whole("max-lora-rank", 16)
-    key = ("server", case.served_dtype, tokens, case.max_model_len, rank)
-    if key not in traces:
-        model, mode = shadow_model(case.config, case.served_dtype, **case.model_settings)
-        head = model.get_output_embeddings()
-        ends = {id(one.weight): one.weight for one in (model.get_input_embeddings(), head)}
-        filled = sum(-weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values())
-        # Of every linear layer but the head (vllm/lora/layers/base_linear.py, `create_lora_weights`).
-        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-        adapter = sum(m.in_features + m.out_features for m in linear) * rank * case.served_dtype.itemsize
-        weights = filled + sum(parameter.nbytes for parameter in model.parameters())
-        traces[key] = (weights, adapter, trace_forward(model, mode, tokens, case.max_model_len))
-    weights, adapter, activations = traces[key]
+    if "server" not in case.traces:
+        case.traces["server"] = _served_sizes(case)
+    weights, adapter = case.traces["server"]
+    adapter *= ("--enable-lora" in case.flags) * case.whole("max-lora-rank", 16)
+    # In a layer's MLP: the hidden states and their sum, gate, up and their product.
+    width = 2 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     items = {
         "runtime": SERVER_RUNTIME[plan.device],
         "weights": weights // case.parts,
         # Sampling makes float32 of the logits, and their log-probabilities (vllm/v1/sample/sampler.py).
-        "activations": activations // case.tensor_parallel
-        + 2 * 4 * sequences * case.config.get_text_config().vocab_size,
-        "places for adapters": loras * case.whole("max-loras", 1) * adapter // case.parts,
+        "activations": tokens * width * size // case.whole("tensor-parallel-size", 1)
+        + 2 * 4 * sequences * text.vocab_size,
+        "places for adapters": case.whole("max-loras", 1) * adapter // case.parts,
     }
-    host = {"adapters": loras * case.whole("max-cpu-loras", 1) * adapter}
+    host = {"adapters": case.whole("max-cpu-loras", 1) * adapter}
     if plan.device == "cpu":
         items["places for adapters"] += host.pop("adapters")
     share = float(case.flags.get("--gpu-memory-utilization", UTILIZATION))
     left = max(0, int(share * plan.total) - sum(items.values()))
     items["KV cache"] = left if case.kv_cache_bytes is None else case.kv_cache_bytes
-    return Process("server", {name: size for name, size in items.items() if size}, host, "always")
+    return Process("server", {name: size for name, size in items.items() if size}, host)
+
+
+def _served_sizes(case: Case) -> tuple[int, int]:
+    """Bytes of the model's weights as vLLM keeps them, and of an adapter for each of its ranks."""
+    model, _mode = shadow_model(case.config, case.served_dtype, **case.model_settings)
+    head = model.get_output_embeddings()
+    ends = {id(one.weight): one.weight for one in (model.get_input_embeddings(), head)}
+    padding = sum(-weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values())
+    # Of every linear layer but the head (vllm/lora/layers/base_linear.py, `create_lora_weights`).
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    adapter = sum(m.in_features + m.out_features for m in linear) * case.served_dtype.itemsize
+    return padding + sum(parameter.nbytes for parameter in model.parameters()), adapter
 
 
 def smallest_cache(case: Case) -> int:
-    """Bytes of KV cache per device that one sequence of the greatest length takes, below which vLLM does not start."""
+    """Bytes of KV cache per device that one rollout of the greatest length takes, below which vLLM does not start."""
     text = case.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # only some configs have it
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,10 +1,9 @@
-"""What the Python of an environment does first: a run that starts environments has this folder in their `PYTHONPATH`.
+"""What the Python of an environment runs first: this folder is in the `PYTHONPATH` of environments that a run starts.
 
 Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")` that is `'weight'`.
-Here its log lines get the kind of the exception and its place in the environment's code, and the first one of each
-place the traceback. `trl_atropos.environment_log` reads them.
-
-The environment may have a Python of its own: standard library only, and nothing newer than Python 3.10.
+This adds the exception's kind and place to the line, and the traceback to the first line of each place.
+`trl_atropos.environment_log` reads the lines. Standard library only, and nothing newer than Python 3.10: the
+environment may have a Python of its own.
 """
 
 import importlib.machinery
@@ -17,8 +16,7 @@ import traceback
 
 ATROPOS = os.path.join("atroposlib", "envs", "base.py")
 SUCCESS = "handle_env: Collected"
-NOTHING = "handle_env: No trajectories collected"
-REGISTERED = "Initialized env with id"
+ALWAYS_SHOWN = ("handle_env: No trajectories collected", "Initialized env with id")
 LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LONGEST = 200  # characters of an exception's text
 
@@ -36,21 +34,18 @@ def _explained(*args, **kwargs):
     text, error = str(record.msg), sys.exc_info()[1]
     if text.startswith(SUCCESS):
         _succeeded = True
-    elif text.startswith((NOTHING, REGISTERED)):  # at levels that logs show or not, as it happens
+    elif text.startswith(ALWAYS_SHOWN):  # Atropos logs them at levels that may be hidden
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     elif record.levelno >= logging.ERROR and error is not None:
         place = _place(error)
-        never = "; no group was collected before" if not _succeeded and _sees_successes() else ""
+        sees_successes = logging.getLogger("atroposlib.envs.base").isEnabledFor(logging.DEBUG)
+        never = "; no group was collected before" if sees_successes and not _succeeded else ""
         record.msg = "{} [{}, {}{}]".format(" ".join(record.getMessage().split()), _describe(error), place, never)
         record.args = ()
         if place not in _known_places:
             _known_places.add(place)
             record.exc_info = sys.exc_info()
     return record
-
-
-def _sees_successes():
-    return logging.getLogger("atroposlib.envs.base").isEnabledFor(logging.DEBUG)
 
 
 def _describe(error):
@@ -61,21 +56,17 @@ def _describe(error):
 
 
 def _place(error):
-    """Where it happened: the innermost line that is of no library."""
+    """The innermost line that is of no library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    frame = (own or frames)[-1]
+    frame = ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
-def _load_the_one_that_this_hides():
-    """Python loads only the first `sitecustomize`, and the environment's Python may have one."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [path for path in sys.path if os.path.abspath(path) != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 logging.setLogRecordFactory(_explained)
-_load_the_one_that_this_hides()
+# Python loads only the first `sitecustomize`; the environment's Python may have one that this file hides.
+_here = os.path.dirname(os.path.abspath(__file__))
+_hidden = importlib.machinery.PathFinder.find_spec(
+    "sitecustomize", [p for p in sys.path if os.path.abspath(p) != _here]
+)
+if _hidden is not None:
+    _hidden.loader.exec_module(importlib.util.module_from_spec(_hidden))

@@ -1,4 +1,4 @@
-"""What a model card says of the run, beside what TRL writes: the reward, the environments, settings and versions."""
+"""The model card and the Hub: what the card says beside TRL's part, and which files of a run are uploaded."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,23 +18,10 @@ from trl_atropos.errors import PushError
 from trl_atropos.report.run_log import SECRET, changed, portable, portable_value, versions
 from trl_atropos.report.summary import CURVE, draw_reward_curve
 
+logger = logging.getLogger(__name__)
+
 CARD = "README.md"
-HEADING = "## Atropos run"
 AFTER = "## Citations"  # heading of TRL's template that stays behind what is added
-SHOWN = (
-    "vllm_mode",
-    "loss_type",
-    "scale_rewards",
-    "learning_rate",
-    "lr_scheduler_type",
-    "beta",
-    "num_iterations",
-    "vllm_importance_sampling_mode",
-    "temperature",
-    "generation_batch_size",
-    "max_completion_length",
-    "seed",
-)
 # Settings that say where a run was, or that transformers sets by itself.
 LEFT_OUT = (
     "output_dir",
@@ -60,12 +47,10 @@ def complete_card(
     Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it.
 
     Args:
-        args: Settings of the run.
-        state: Its log, up to now.
-        base: Name or path of the model that it began with.
+        base: Name or path of the model that the run began with.
         adapters: PEFT configurations of what was trained, if not the whole model.
-        environments: Command of each, by name.
-        draw: Whether the curve is to be drawn anew.
+        environments: Command of each environment, by name.
+        draw: Whether to draw the curve anew.
     """
     folder = Path(args.output_dir)
     card = ModelCard.load(folder / CARD)
@@ -75,59 +60,30 @@ def complete_card(
     # What TRL's template says of a model that is not on the Hub.
     text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
     text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
-    rewards = {entry["step"]: entry["reward"] for entry in state.log_history if "reward" in entry}
+    logs = [entry for entry in state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in logs]
     if len(rewards) > 1 and draw:
-        draw_reward_curve(args.output_dir, list(rewards.values()), list(rewards))
-    parts = [
-        HEADING,
-        _told(args, state),
-        *_reward(list(rewards.values()), len(rewards) > 1 and (folder / CURVE).exists()),
-        *_environments(environments or {}),
-        "### Settings",
-        "\n".join(_table(args)),
-        _recipe(args, base, adapters),
-        "### Versions",
-        "\n".join(f"- {name}: {version}" for name, version in versions().items()),
-    ]
+        draw_reward_curve(args.output_dir, rewards, [entry["step"] for entry in logs])
+    source = "rollouts of Atropos environments" if args.replay_paths is None else "recorded rollouts"
+    run, steps = portable(args.run_name or folder.name), f"{state.global_step} of {args.max_steps} steps"
+    parts = [f"## Atropos run\n\nTrained on {source}, run `{run}`, {steps}, {datetime.now(UTC):%Y-%m-%d}."]
+    if rewards:
+        parts.append(f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}.")
+    if len(rewards) > 1 and (folder / CURVE).exists():
+        parts.append(f"![Mean reward by optimizer step]({CURVE})")
+    commands = {name: portable(" ".join(command.split())) for name, command in (environments or {}).items()}
+    parts += ["### Environments"] * bool(commands)
+    parts += [f"`{name}`:\n\n```bash\n{command}\n```" for name, command in commands.items()]
+    parts += ["### Settings", _settings(args, base, adapters), "### Versions"]
+    parts.append("\n".join(f"- {name}: {version}" for name, version in versions().items()))
     before, heading, after = text.partition(AFTER)
-    card.text = before.rstrip("\n") + "\n\n" + "\n\n".join(parts) + "\n\n" + heading + after
+    card.text = "\n\n".join([before.rstrip("\n"), *parts, heading + after])
     card.save(folder / CARD)
 
 
-def _told(args: AtroposGRPOConfig, state: TrainerState) -> str:
-    source = "rollouts of Atropos environments" if args.replay_paths is None else "recorded rollouts"
-    name = portable(args.run_name or Path(args.output_dir).name)
-    return (
-        f"Trained on {source}, run `{name}`, {state.global_step} of {args.max_steps} steps, "
-        f"{datetime.now(UTC):%Y-%m-%d}."
-    )
-
-
-def _reward(rewards: Sequence[float], drawn: bool) -> list[str]:
-    if not rewards:
-        return []
-    said = [f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}."]
-    return said + [f"![Mean reward by optimizer step]({CURVE})"] * drawn
-
-
-def _environments(commands: Mapping[str, str]) -> list[str]:
-    if not commands:
-        return []
-    blocks = [
-        f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```" for name, command in commands.items()
-    ]
-    return ["### Environments", *blocks]
-
-
-def _table(args: AtroposGRPOConfig) -> list[str]:
-    rows = [f"| `{name}` | `{portable_value(getattr(args, name))}` |" for name in SHOWN]
-    return ["| setting | value |", "|---|---|", *rows]
-
-
-def _recipe(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
-    """As YAML, what differs from the defaults."""
-    settings: dict[str, Any] = {"model_name_or_path": portable(base)}
-    settings |= _differing(args)
+def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
+    """The settings that differ from their defaults, as YAML."""
+    settings: dict[str, Any] = {"model_name_or_path": portable(base)} | _differing(args)
     if adapters:
         settings["adapters"] = [{"peft_type": portable_value(one.peft_type)} | _differing(one) for one in adapters]
     dumped = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
@@ -138,14 +94,12 @@ def _recipe(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
 def _differing(settings: Any) -> dict[str, Any]:
     names = [name for name in changed(settings) if name not in LEFT_OUT and not SECRET.search(name)]
     values = {name: portable_value(getattr(settings, name)) for name in names}
-    return {name: value for name, value in values.items() if value not in ([], {})}  # what was `None` once
+    return {name: value for name, value in values.items() if value not in ([], {})}  # transformers' form of `None`
 
 
 # ------------------------------------------------------------------------------------------------ what goes to the Hub
 
-logger = logging.getLogger(__name__)
-
-# As `ignore_patterns` of `HfApi.upload_folder`. A model card says what `training_args.bin` does.
+# `ignore_patterns` of `HfApi.upload_folder`. A model card says what `training_args.bin` does.
 KEPT_HERE = (
     "rollouts/*",
     "rollouts-before-*",
@@ -166,10 +120,8 @@ KEPT_HERE = (
 @contextmanager
 def model_only() -> Iterator[None]:
     """
-    Within, what transformers uploads leaves out `KEPT_HERE`, and an upload in the background that fails is told of.
-
-    A `.gitignore` would be heeded by the Hub only after it was sent the name and the first bytes of every file, and a
-    batch of rollouts that is removed meanwhile would fail the upload.
+    Within, Transformers uploads nothing of `KEPT_HERE`, and a failure of an upload in the background is logged. (With
+    a `.gitignore`, the Hub would still be sent the names and the first bytes of these files.)
     """
     api = hf_api()
     upload = api.upload_folder
@@ -181,8 +133,8 @@ def model_only() -> Iterator[None]:
         except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
             raise PushError(
                 f"The model is saved in {kwargs['folder_path']}, but its push to the Hub as {kwargs['repo_id']} "
-                f"failed ({type(error).__name__}: {_short(error)}). Correct what it says, and push again with "
-                "`trainer.push_to_hub()`, or the files of the model, the tokenizer and the card with `hf upload`."
+                f"failed ({_short(error)}). Correct what it says, and push again with `trainer.push_to_hub()`, or the "
+                "files of the model, the tokenizer and the card with `hf upload`."
             ) from error
         if isinstance(started, Future):
             started.add_done_callback(_warn_of_failure)
@@ -201,32 +153,34 @@ def repository_made(args: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
-        repository = args.hub_model_id or Path(args.output_dir).absolute().name
         raise PushError(
-            f"The Hub did not take or confirm the repository {repository} for `push_to_hub` ({type(error).__name__}: "
-            f"{_short(error)}). What {args.output_dir} holds is whole. Correct what it says (the network, "
-            "HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with `push_to_hub: false` and upload the model "
-            "from where there is a network, with `hf upload`."
+            f"The Hub did not take or confirm the repository {_repository(args)} for `push_to_hub` ({_short(error)}). "
+            f"What {args.output_dir} holds is whole. Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, "
+            "`hub_model_id`), or train with `push_to_hub: false` and upload the model from where there is a network, "
+            "with `hf upload`."
         ) from error
 
 
 def make_repository(args: Any) -> None:
-    """As the trainer does when it is made. Raises `PushError` before anything that takes long has begun."""
+    """Does what the trainer does when it is built. Raises `PushError` before anything that takes long has begun."""
     with repository_made(args):
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
-        hf_api().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+        private = args.hub_private_repo
+        hf_api().create_repo(_repository(args), token=args.hub_token, private=private, exist_ok=True)
+
+
+def _repository(args: Any) -> str:
+    return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
 def _warn_of_failure(push: Future) -> None:
-    """Of an upload in the background nobody else asks how it ended."""
+    """Nobody else asks how an upload in the background has ended."""
     if not push.cancelled() and (error := push.exception()) is not None:
         logger.warning(
-            "A push to the Hub failed (%s: %s). What is saved in `output_dir` is whole; the next save pushes again, "
-            "and so does `trainer.push_to_hub()`.",
-            type(error).__name__,
+            "A push to the Hub failed (%s). What is saved in `output_dir` is whole; the next save pushes again, and "
+            "so does `trainer.push_to_hub()`.",
             _short(error),
         )
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

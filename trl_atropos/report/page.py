@@ -1,7 +1,8 @@
 """`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a library.
 
-`run_folder.py` reads the log and the rollouts, `page_data.py` chooses what is shown of them. That goes as
-gzipped JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it.
+`run_folder.py` reads the log and the rollouts. This module chooses what the page shows of them, and puts it as gzipped
+JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it. The tokens of rollouts are in
+chunks of their own, which the page unpacks when somebody opens one.
 """
 
 import argparse
@@ -14,37 +15,36 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from tokenizers import Tokenizer
 
-from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.report import page_data
-from trl_atropos.report.page_data import TrainerLogprobs, why_none
-from trl_atropos.report.run_folder import Rows, Run, advantages, read_all, read_run, series, trace
+from trl_atropos.errors import AtroposTrainingError, RolloutError
+from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.spool import read_rollouts
 
 HERE = Path(__file__).parent
 SCRIPTS = ("page_charts.js", "page_list.js", "page_tokens.js", "page_rollouts.js", "page.js")
 POINTS = 2000  # of a curve
 MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
+CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
+NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
 ATTEMPTS = 3  # a run may remove its oldest rollouts while they are read
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
+It has curves of everything that was logged, the warnings, the settings, and rollouts by step, group, environment,
+reward and gap, with every token coloured by its advantage, its log-probability or the trainer-sampler gap.
 
-  curves     reward with its spread for every environment, lengths, staleness, the gap between trainer and sampler,
-             publish times, where the time went, and every other metric that was logged
-  warnings   in the order in which they were given, with what to do
-  rollouts   by step, group, environment, reward and gap; every token coloured by advantage, by the sampler's
-             log-probability or by the gap between trainer and sampler, masked tokens grey, turns apart, and which
-             step a rollout was trained at
-  settings   those that differ from the default, and all others
-
-Works while the run goes on: it reads what is there (run_log.jsonl, or the newest checkpoint's trainer_state.json, and
-rollouts/) and changes nothing. Run it again for a newer page."""
+Works while the run goes on: it reads what is there (run_log.jsonl and rollouts/) and changes nothing. Run it again for
+a newer page."""
 
 EPILOG = """\
 examples:
@@ -57,13 +57,13 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     output = options.output or options.run_dir / "report.html"
     try:
-        page, told = build(options.run_dir, options.max_rollouts)
+        page, summary = build(options.run_dir, options.max_rollouts)
         write(output, page)
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")
     except OSError as error:
         sys.exit(f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with --output.")
-    sys.stdout.write(f"{told}\n{output} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser.\n")
+    sys.stdout.write(f"{summary}\n{output} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser.\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument(
         "--max_rollouts",
-        type=_count,
+        type=int,
         default=MAX_ROLLOUTS,
         metavar="N",
         help=f"rollouts to show in full, whole groups from all over the run (default: %(default)s, and at most "
@@ -86,29 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
-    return int(text)
-
-
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
-    """
-    The page of the run in `folder`, and one line about what is in it.
-
-    Raises:
-        ReportError: there is no run.
-    """
+    """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
     for attempt in range(ATTEMPTS):
         try:
-            run, rows = read_run(folder), read_all(folder / "rollouts")
-            trace(rows, run)
-            data, packed = _collect(run, rows, max_rollouts)
+            data, chunks = _collect(read_run(folder), max_rollouts)
             break
-        except FileNotFoundError:
+        except RolloutError:  # a file of rollouts has gone since it was listed
             if attempt + 1 == ATTEMPTS:
                 raise
-    blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(packed.chunks))]
+    blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks))]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
         "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
@@ -117,17 +104,17 @@ def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda found: parts[found[1]], template)  # in one pass: a title may have braces
-    shown = len(packed.columns["index"])
-    return page, f"{run.steps} steps, {len(run.warnings)} warnings, {shown} of {len(rows)} rollouts."
+    shown = f"{len(data['rollouts']['index'])} of {data['total_rollouts']} rollouts"
+    return page, f"{data['steps']} steps, {len(data['warnings'])} warnings, {shown}."
 
 
-def _collect(run: Run, rows: Rows, max_rollouts: int) -> tuple[dict[str, Any], page_data.Packed]:
-    chosen = page_data.select(rows, max_rollouts, MAX_TOKENS)
-    trainer = TrainerLogprobs(run.folder / "rollouts")
-    packed = page_data.pack(rows, chosen, advantages(rows, run.config.get("scale_rewards")), trainer)
+def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the page shows, and the chunks with the tokens of its rollouts."""
+    rollouts, unreadable = rollouts_of(run)
+    rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
+    packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
+    tokenizer = run.folder / "tokenizer.json"
     has_gap = not all(map(math.isnan, packed.columns["gap"]))
-    tokenizer = find_tokenizer(run.folder)
-    shown = token_texts(tokenizer, packed.token_ids.tolist()) if tokenizer is not None else {}
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
@@ -140,20 +127,20 @@ def _collect(run: Run, rows: Rows, max_rollouts: int) -> tuple[dict[str, Any], p
         "max_steps": run.began.get("max_steps"),
         "books": run.books,
         "metrics": series(run, POINTS),
-        "rewards": page_data.rewards(rows, POINTS),
+        "rewards": rewards(rollouts, POINTS),
         "warnings": [{name: warning.get(name) for name in ("at", "step", "warning")} for warning in run.warnings],
         "config": run.config,
         "changed": run.began.get("changed", []),
         "model": run.began.get("model", {}),
         "versions": run.began.get("versions", {}),
         "rollouts": packed.columns,
-        "total_rollouts": len(rows),
-        "no_gap": None if has_gap else why_none(run, rows, trainer),
-        "unreadable": [*rows.unreadable, *trainer.unreadable],
-        "texts": shown,
-        "has_tokenizer": tokenizer is not None,
+        "total_rollouts": len(rollouts),
+        "no_gap": None if has_gap else why_no_gap(run, rollouts),
+        "unreadable": [*unreadable, *packed.unreadable],
+        "texts": token_texts(tokenizer, packed.token_ids) if tokenizer.is_file() else {},
+        "has_tokenizer": tokenizer.is_file(),
     }
-    return data, packed
+    return data, packed.chunks
 
 
 def _block(name: str, content: Any) -> str:
@@ -181,31 +168,156 @@ def write(path: Path, page: str) -> None:
     os.replace(draft, path)
 
 
+# ------------------------------------------------------------------------------------------------ rewards and rollouts
+
+
+def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
+    """
+    For every environment, over the steps at which its rollouts are known to have been taken: mean, standard deviation
+    over rollouts (ddof=0), and count. Steps are joined to at most `limit` points.
+    """
+    known = rollouts[rollouts["first_step"] > 0]
+    size = -(-max(known["first_step"], default=1) // limit)
+    last_steps = -(-known["first_step"] // size) * size  # of each point
+    found = []
+    for environment, its in known.groupby("environment"):
+        points = its["score"].groupby(last_steps[its.index])
+        table = pd.DataFrame({"mean": points.mean(), "std": points.std(ddof=0), "count": points.size()}).round(6)
+        found.append({"environment": environment, "steps": table.index.tolist(), **table.to_dict("list")})
+    return found
+
+
+def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.ndarray:
+    """Places of whole groups, evenly spread over the run, first and last included, within both limits."""
+    group, names = rollouts["group"].factorize()  # numbered as they arrived
+    lengths = rollouts["prompt_tokens"] + rollouts["completion_tokens"]
+    sizes, tokens = np.bincount(group), np.bincount(group, lengths)
+    count = len(names) if max_rollouts > 0 else 0
+    while count:
+        chosen = np.unique(np.linspace(0, len(names) - 1, count).round().astype(int))
+        over = max(sizes[chosen].sum() / max_rollouts, tokens[chosen].sum() / max_tokens)
+        if over <= 1 or count == 1:
+            return np.flatnonzero(np.isin(group, chosen))
+        count = max(1, min(count - 1, int(count / over)))
+    return np.empty(0, np.int64)
+
+
+@dataclass
+class Packed:
+    """Rollouts as the page reads them."""
+
+    columns: dict[str, list]  # one value per rollout
+    chunks: list[dict[str, Any]] = field(default_factory=list)  # {"prompts": [ids ...], "rows": [[...] ...]}
+    token_ids: set[int] = field(default_factory=set)  # every id that occurs
+    unreadable: list[str] = field(default_factory=list)
+
+
+SHOWN = ("index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std")
+SHOWN += ("prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage")
+FLAGS = ("zero_advantage", "raw_advantage", "sft")
+MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "place")
+
+
+def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
+    """
+    The chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's log-probabilities.
+
+    Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and masked stretches in
+    turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
+    stretch, and null stands for an unknown log-probability or gap.
+    """
+    packed = Packed({name: chosen[name].tolist() for name in SHOWN} | {name: [] for name in MEASURED})
+    packed.columns |= {name: chosen[name].astype(int).tolist() for name in FLAGS}
+    # What is kept of the others is of a life of the run that was given up.
+    trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
+    scored, packed.unreadable = trainer_logprobs(folder, set(trained["index"]))
+    prompts: dict[bytes, int] = {}
+    filled = CHUNK_TOKENS
+    for place, rollout in enumerate(_read(chosen)):
+        if filled >= CHUNK_TOKENS:
+            packed.chunks.append({"prompts": [], "rows": []})
+            prompts, filled = {}, 0
+        chunk = packed.chunks[-1]
+        key = rollout.prompt_ids.tobytes()
+        if key not in prompts:
+            prompts[key] = len(prompts)
+            chunk["prompts"].append(rollout.prompt_ids.tolist())
+            filled += len(rollout.prompt_ids)
+        filled += len(rollout.mask)
+        packed.token_ids.update(rollout.prompt_ids.tolist(), rollout.completion_ids.tolist())
+        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
+        own, gap = rollout.token_advantages, _gap(scored.get(rollout.index), rollout)
+        if rollout.trains_on_token_advantages:
+            packed.columns["advantage"][place] = float(own[rollout.mask].mean())
+        known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
+        measured = (
+            float(known.mean()) if len(known) else np.nan,
+            int(rollout.mask.sum()),
+            np.nan if gap is None else float(np.nanmean(np.abs(gap))),
+            np.nan if gap is None else float(np.nanmax(np.abs(gap))),
+            [len(packed.chunks) - 1, len(chunk["rows"])],
+        )
+        for name, value in zip(MEASURED, measured, strict=True):
+            packed.columns[name].append(value)
+        chunk["rows"].append(
+            [
+                prompts[key],
+                rollout.completion_ids.tolist(),
+                np.diff(np.flatnonzero(turns)).tolist(),
+                _thousandths(rollout.logprobs),
+                _thousandths(own if rollout.trains_on_token_advantages else None),
+                rollout.messages,
+                _thousandths(gap),
+            ]
+        )
+    return packed
+
+
+def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
+    wanted = set(chosen["index"])
+    for path in chosen["path"].unique():
+        yield from (rollout for rollout in read_rollouts(Path(path)) if rollout.index in wanted)
+
+
+def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
+    """`(c,)` in nats, NaN where one of the two log-probabilities is not known; None if none is."""
+    if scored is None or len(scored) != len(rollout.logprobs):
+        return None
+    gap = scored - rollout.logprobs
+    gap = np.where(np.isfinite(gap), gap, np.float32(np.nan))  # a policy that has diverged has infinite ones
+    return gap if not np.isnan(gap).all() else None
+
+
+def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
+    return values if values is None else [None if np.isnan(one) else round(float(one) * NATS) for one in values]
+
+
+def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
+    """What a page without any trainer-sampler gap says in its place."""
+    correction = "vllm_importance_sampling_correction"
+    if not len(rollouts):
+        return "there is no rollout in this run's folder"
+    if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
+        return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
+    if run.config.get(correction) is False:
+        return f"with `{correction}: false`, the trainer's log-probabilities of what was sampled are not computed"
+    return (
+        "the trainer's log-probabilities are not in this run's folder: no batch has been trained yet, or the run is "
+        "older than this version of trl_atropos, or they could not be written (then the warnings say so)"
+    )
+
+
 # -------------------------------------------------------------------------------------------------- the text of tokens
 
 REPLACEMENT = "�"  # what a decoder makes of bytes that are no character
 SPACE = "▁"  # of SentencePiece
 
 
-def find_tokenizer(folder: Path) -> Path | None:
-    """The run's own, or else that of its newest checkpoint."""
-    saved = list(folder.glob("checkpoint-*/tokenizer.json"))
-    return next((path for path in [folder / "tokenizer.json", *_newest_first(saved)] if path.is_file()), None)
-
-
-def _newest_first(paths: list[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
 def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
     """The text of every id that the tokenizer at `path` knows."""
-    tokenizer = Tokenizer.from_file(str(path))
-    alphabet = _byte_alphabet()
-    return {
-        number: _text(tokenizer, number, piece, alphabet)
-        for number in ids
-        if (piece := tokenizer.id_to_token(number)) is not None
-    }
+    tokenizer, alphabet = Tokenizer.from_file(str(path)), _byte_alphabet()
+    pieces = {number: tokenizer.id_to_token(number) for number in ids}
+    return {n: _text(tokenizer, n, piece, alphabet) for n, piece in pieces.items() if piece is not None}
 
 
 def _text(tokenizer: Tokenizer, number: int, piece: str, alphabet: dict[str, int]) -> str:
@@ -218,7 +330,7 @@ def _text(tokenizer: Tokenizer, number: int, piece: str, alphabet: dict[str, int
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, the other way)."""
+    """Which byte each character of a byte-level vocabulary stands for: GPT-2's `bytes_to_unicode` in reverse."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -9,7 +9,7 @@ const MODES = {
   none: "None",
 };
 
-// A rollout as `pack` in page_data.py wrote it, with the text of its tokens.
+// A rollout as `pack` in page.py wrote it, with the text of its tokens.
 function unfold(packed, prompts, texts) {
   const [prompt, completion, stretches, logprobs, advantages, messages, gaps] = packed;
   const tokens = prompts[prompt].map((id) => ({ id, part: "prompt" }));

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `summary.json`, a reward curve, and sample completions from its start and its end."""
+"""What a person reads of a run: a line per log while it goes on; `summary.json`, a curve and samples at its end."""
 
 import json
 import os
@@ -36,9 +36,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence[int] | None = None) -> str:
-    """Draws the reward of every batch, or of every log at the optimizer steps `steps`, with a running mean. Returns
-    the PNG's path."""
+def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence[int] | None = None) -> None:
+    """Draws the reward of every batch, or of every log at the optimizer steps `steps`, with a running mean."""
     from matplotlib.figure import Figure
 
     window = min(WINDOW, max(1, len(rewards) // 10))
@@ -46,35 +45,37 @@ def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     at = steps or range(1, len(rewards) + 1)
-    each = "batch" if steps is None else "log"
+    each, unit = ("batch", "generation batch") if steps is None else ("log", "optimizer step")
     axes.plot(at, rewards, color="#9db7d5", linewidth=1, label=f"each {each}")
     axes.plot(at, running, color="#1f4e79", linewidth=2, label=f"mean of {window}")
-    axes.set(xlabel="generation batch" if steps is None else "optimizer step", ylabel="mean reward")
+    axes.set(xlabel=unit, ylabel="mean reward")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    path = os.path.join(output_dir, CURVE)
-    figure.savefig(path, dpi=130)
-    return path
+    figure.savefig(os.path.join(output_dir, CURVE), dpi=130)
 
 
 def closing_lines(summary: dict, log: RunLog, decode, curve: str, replayed: bool) -> list[str]:
-    """What a person reads at the end. `decode` turns token ids into text. Rows that are `replayed` were sampled by
-    another policy, and say nothing of this training."""
+    """
+    What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
+    another policy, so they show nothing of this training.
+    """
     lines = [""]
     when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
-    for title, rows in zip(when, (log.first_rows, log.last_rows), strict=True):
+    for title, rollouts in zip(when, (log.first_rollouts, log.last_rollouts), strict=True):
         lines.append(f"Sample completions {title} (prompt -> completion, reward):")
-        lines += [f"  {decode(row.prompt_ids)!r} -> {decode(row.completion_ids)!r}  {row.score:.3f}" for row in rows]
+        lines += [
+            f"  {decode(one.prompt_ids)!r} -> {decode(one.completion_ids)!r}  {one.score:.3f}" for one in rollouts
+        ]
     lines.append(
         f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
         f"last {WINDOW} batches {summary['reward_last']:.3f}"
     )
-    if (probe := summary["probe_max_abs_diff"]) is not None:
+    if (probe := summary["probe_max_abs_diff"]) is not None:  # between the log-probabilities of server and trainer
         lines.append(f"Largest probe difference: {probe:.1e} nats")
     return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
 
 
-# ---------------------------------------------------------------------------------------------------- while it goes on
+# --------------------------------------------------------------------------------------------------- the progress line
 
 # metric -> (label, format)
 COLUMNS = {
@@ -99,7 +100,7 @@ class LineCallback(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            # `disable=None` is tqdm's word for: only on a terminal.
+            # `disable=None` shows the bar only on a terminal.
             self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, bar_format=BAR)
         self.current_step = 0
 
@@ -108,13 +109,13 @@ class LineCallback(ProgressCallback):
             return
         self.training_bar.set_postfix_str(format_postfix(logs), refresh=False)
         self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
-        sys.stdout.flush()  # a file would get it only when there are pages of them
+        sys.stdout.flush()  # into a file, lines would go only by the page
         if args.log_completions:
             self.training_bar.clear()  # TRL prints its table next, which would begin in the middle of the bar
 
 
 def show_lines(handler: CallbackHandler) -> None:
-    """Puts a `LineCallback` in the place of transformers' own bar, if there is one. A notebook keeps its table."""
+    """Puts a `LineCallback` in the place of Transformers' own bar, if there is one. A notebook keeps its table."""
     for index, callback in enumerate(handler.callbacks):
         if type(callback) is ProgressCallback:
             handler.callbacks[index] = LineCallback()
@@ -122,15 +123,15 @@ def show_lines(handler: CallbackHandler) -> None:
 
 def format_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """One line: the step, every column that was logged, and what the run waits for if that is one thing."""
-    told = bottleneck(logs)
+    waits_for = bottleneck(logs)
     cells = "  ".join(_cells(logs, COLUMNS))
-    return f"step {step:>{len(str(max_steps))}}/{max_steps}  {cells}" + (f"  ({told})" if told else "")
+    return f"step {step:>{len(str(max_steps))}}/{max_steps}  {cells}" + (f"  ({waits_for})" if waits_for else "")
 
 
 def format_postfix(logs: dict[str, float]) -> str:
     """What stands behind the bar: the reward, the staleness, and the bottleneck without its share."""
-    told = bottleneck(logs)
-    return ", ".join([*_cells(logs, IN_BAR), *([told.partition(":")[0]] if told else [])])
+    waits_for = (bottleneck(logs) or "").partition(":")[0]
+    return ", ".join([*_cells(logs, IN_BAR), *([waits_for] if waits_for else [])])
 
 
 def _cells(logs: dict[str, float], names: Iterable[str]) -> list[str]:

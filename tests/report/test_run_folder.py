@@ -7,31 +7,19 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from transformers import TrainerState
 
 from tests.report.synthetic_run import make_run
 from tests.rollout_factory import make_trainer, uniform_batch
 from tests.rollouts.test_spool import REGION, append, make_row
-from trl_atropos.report import page_data
+from trl_atropos.report import page
 from trl_atropos.report.page import build, token_texts
-from trl_atropos.report.page_data import TrainerLogprobs as ReportedLogprobs
-from trl_atropos.report.page_data import why_none
-from trl_atropos.report.run_folder import (
-    HEADER,
-    LOG,
-    UNKNOWN,
-    Fate,
-    ReportError,
-    advantages,
-    read_all,
-    read_run,
-    trace,
-)
+from trl_atropos.report.run_folder import LOG, UNKNOWN, Fate, ReportError, advantages, read_run, rollouts_of
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
-from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs, read_rollouts
+from trl_atropos.rollouts.spool import Part, Spool
+from trl_atropos.rollouts.spool import TrainerLogprobs
 
 FIRST = [["a", 0]]
 
@@ -59,9 +47,7 @@ class Folder:
         self.log.write(batch=[step, last or step], rows=spans(indices), version=numbers, **name)
 
     def rows(self):
-        run, rows = read_run(self.path), read_all(self.path / "rollouts")
-        trace(rows, run)
-        return rows
+        return rollouts_of(read_run(self.path))[0]
 
 
 def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path):
@@ -71,19 +57,19 @@ def test_every_row_is_known_by_the_step_that_took_it_and_how_old_it_was(tmp_path
     folder.take(2, 4, 5, 10, 11)  # 6 to 9 were stale, say
     folder.log.write(logs={"loss": 0.5}, step=1)
     rows = folder.rows()
-    assert rows.first_step.tolist() == [1] * 4 + [2] * 2 + [UNKNOWN] * 4 + [2] * 2 + [UNKNOWN] * 4
-    assert rows.fate.tolist() == [Fate.TRAINED] * 4 + [Fate.IN_TRAINING] * 2 + [Fate.PASSED_OVER] * 4 + (
+    assert rows["first_step"].tolist() == [1] * 4 + [2] * 2 + [UNKNOWN] * 4 + [2] * 2 + [UNKNOWN] * 4
+    assert rows["fate"].tolist() == [Fate.TRAINED] * 4 + [Fate.IN_TRAINING] * 2 + [Fate.PASSED_OVER] * 4 + (
         [Fate.IN_TRAINING] * 2 + [Fate.WAITING] * 4
     )
-    assert rows.staleness.tolist() == [0] * 4 + [1] * 2 + [UNKNOWN] * 4 + [0] * 2 + [UNKNOWN] * 4
+    assert rows["stale"].tolist() == [0] * 4 + [1] * 2 + [UNKNOWN] * 4 + [0] * 2 + [UNKNOWN] * 4
 
 
 def test_without_a_log_nothing_is_said_about_steps_or_advantages(tmp_path):
     folder = Folder(tmp_path)
     (tmp_path / LOG).unlink()
     rows = folder.rows()
-    assert set(rows.fate) == {Fate.UNKNOWN}
-    assert set(rows.first_step) == set(rows.staleness) == {UNKNOWN}
+    assert set(rows["fate"]) == {Fate.UNKNOWN}
+    assert set(rows["first_step"]) == set(rows["stale"]) == {UNKNOWN}
     assert np.isnan(advantages(rows, read_run(tmp_path).config.get("scale_rewards"))).all()
 
 
@@ -91,7 +77,7 @@ def test_a_log_that_began_in_the_middle_does_not_say_what_was_passed_over(tmp_pa
     folder = Folder(tmp_path)
     folder.begin(step=5)
     folder.take(6, 8, 9, 10, 11)
-    assert folder.rows().fate.tolist()[:8] == [Fate.UNKNOWN] * 8
+    assert folder.rows()["fate"].tolist()[:8] == [Fate.UNKNOWN] * 8
 
 
 def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
@@ -102,13 +88,13 @@ def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
         folder.log.write(logs={"reward": float(step)}, step=step)
     folder.begin(step=1)
     rows = folder.rows()
-    assert rows.first_step.tolist() == [1] * 4 + [UNKNOWN] * 12
-    assert rows.fate.tolist() == [Fate.TRAINED] * 4 + [Fate.WAITING] * 12
+    assert rows["first_step"].tolist() == [1] * 4 + [UNKNOWN] * 12
+    assert rows["fate"].tolist() == [Fate.TRAINED] * 4 + [Fate.WAITING] * 12
     folder.take(2, 4, 5, 6, 7, path=[*FIRST, ["b", 1]])
     rows, run = folder.rows(), read_run(tmp_path)
-    assert rows.first_step.tolist() == [1] * 4 + [2] * 4 + [UNKNOWN] * 8
+    assert rows["first_step"].tolist() == [1] * 4 + [2] * 4 + [UNKNOWN] * 8
     assert (run.resumed, list(run.logs)) == ([1], [1])
-    assert rows.staleness.tolist()[4:8] == [1] * 4
+    assert rows["stale"].tolist()[4:8] == [1] * 4
 
 
 def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
@@ -117,14 +103,14 @@ def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
     folder.begin()
     folder.begin(step=1)
     folder.take(2, 0, 1, 2, 3, path=[*FIRST, ["b", 1]])
-    assert folder.rows().staleness.tolist() == [2] * 4  # back from 3 to 1, where the run went on
+    assert folder.rows()["stale"].tolist() == [2] * 4  # back from 3 to 1, where the run went on
 
 
 def test_a_run_that_begins_anew_in_the_same_folder_has_a_log_of_its_own(tmp_path):
     folder = Folder(tmp_path)
     folder.begin()
     folder.take(1, 0, 1, 2, 3)
-    folder.log.warning("of the first run")
+    folder.log.write(warning="of the first run", step=1)
     folder.begin()
     run = read_run(tmp_path)
     assert (run.batches, run.warnings, run.steps) == ([], [], 0)
@@ -135,7 +121,7 @@ def test_batches_of_another_spool_say_nothing_about_the_rows_that_are_there(tmp_
     folder.begin()
     folder.spool.name = "another"
     folder.take(1, 0, 1, 2, 3)
-    assert set(folder.rows().fate) == {Fate.UNKNOWN}
+    assert set(folder.rows()["fate"]) == {Fate.UNKNOWN}
 
 
 def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path):
@@ -143,7 +129,7 @@ def test_a_generation_batch_for_several_steps_is_shown_for_all_of_them(tmp_path)
     folder.begin()
     folder.take(1, 0, 1, 2, 3, last=2)
     rows = folder.rows()
-    assert (set(rows.first_step[:4]), set(rows.last_step[:4])) == ({1}, {2})
+    assert (set(rows["first_step"][:4]), set(rows["last_step"][:4])) == ({1}, {2})
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
@@ -160,44 +146,27 @@ def test_advantages_are_those_that_the_trainer_computes(tmp_path, scale_rewards)
 
 def test_rewards_are_of_all_rollouts_and_not_of_the_selection(tmp_path):
     folder = make_run(tmp_path / "run", 4)
-    run, rows = read_run(folder), read_all(folder / "rollouts")
-    trace(rows, run)
-    found = page_data.rewards(rows, limit=100)
+    rows, _ = rollouts_of(read_run(folder))
+    found = page.rewards(rows, limit=100)
     assert [each["environment"] for each in found] == ["environment 0", "tools"]
-    here = (rows["env_id"] == 1) & (rows.first_step == 2)
+    here = (rows["env_id"] == 1) & (rows["first_step"] == 2)
     assert found[1]["count"] == [32] * 4
     assert found[1]["mean"][1] == pytest.approx(rows["score"][here].mean(), abs=1e-5)
-    assert found[1]["std"][1] == pytest.approx(rows["score"][here].std(), abs=1e-5)
-    joined = page_data.rewards(rows, limit=2)[1]
+    assert found[1]["std"][1] == pytest.approx(rows["score"][here].std(ddof=0), abs=1e-5)
+    joined = page.rewards(rows, limit=2)[1]
     assert (joined["steps"], joined["count"]) == ([2, 4], [64, 64])
 
 
-def test_a_run_of_an_earlier_version_whose_rollouts_name_no_environment_is_read(tmp_path):
-    folder = make_run(tmp_path / "run", 2)
-    for path in (folder / "rollouts").glob("*.arrow"):
-        with pa.ipc.open_file(path) as reader:
-            table = reader.read_all().drop_columns(["environment"])
-        header = json.loads(table.schema.metadata[HEADER])
-        del header["crc32"]
-        table = table.replace_schema_metadata({HEADER: json.dumps(header)})
-        with pa.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
-    rows = read_all(folder / "rollouts")
-    assert not rows.unreadable and len(rows) == 3 * 64
-    assert set(rows["environment"]) == {"environment 0", "environment 1"}
-    assert {row.environment for row in read_rollouts(path)} == {None}
-
-
 def test_the_selection_is_of_whole_groups_from_all_over_the_run_within_both_limits(tmp_path):
-    rows = read_all(make_run(tmp_path / "run", 20) / "rollouts")
-    chosen = page_data.select(rows, 200, 10**9)
+    rows, _ = rollouts_of(read_run(make_run(tmp_path / "run", 20)))
+    chosen = page.select(rows, 200, 10**9)
     groups, sizes = np.unique(rows["group"][chosen], return_counts=True)
     assert 150 <= len(chosen) <= 200 and set(sizes) == {8}
     assert (groups[0], groups[-1]) == (rows["group"].min(), rows["group"].max())
     assert np.diff(groups).max() <= 2 * np.diff(groups).min()
-    few = page_data.select(rows, 10**9, 20_000)
-    assert 10_000 < rows.length[few].sum() <= 20_000
-    assert len(page_data.select(rows, 10**9, 10**9)) == len(rows)
+    few = page.select(rows, 10**9, 20_000)
+    assert 10_000 < (rows["prompt_tokens"] + rows["completion_tokens"])[few].sum() <= 20_000
+    assert len(page.select(rows, 10**9, 10**9)) == len(rows)
 
 
 def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
@@ -208,7 +177,7 @@ def test_a_packed_rollout_unfolds_into_the_row_that_was_written(tmp_path):
     append(folder.spool, 0, row, size=1)
     rows = folder.rows()
     TrainerLogprobs(tmp_path / "rollouts").write([row], np.where(mask, [[-0.2, -0.25, 0, 0, -0.65]], np.nan))
-    packed = page_data.pack(rows, np.array([0]), np.array([9.0]), ReportedLogprobs(tmp_path / "rollouts"))
+    packed = page.pack(rows.assign(advantage=9.0), tmp_path / "rollouts")
     assert packed.chunks[0] == {
         "prompts": [[1, 2]],
         "rows": [
@@ -238,7 +207,7 @@ def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path
     folder.take(2, 4, 5, 6, 7)
     folder.begin(step=1)  # what came after row 3 is to be trained again
     rows = folder.rows()
-    packed = page_data.pack(rows, np.arange(16), np.zeros(16), ReportedLogprobs(tmp_path / "rollouts"))
+    packed = page.pack(rows.assign(advantage=0.0), tmp_path / "rollouts")
     assert packed.columns["gap"][:4] == [0.0] * 4 and np.isnan(packed.columns["gap"][4:]).all()
 
 
@@ -252,19 +221,17 @@ def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path
 def test_a_page_without_a_gap_says_why(tmp_path, correction, reason):
     folder = Folder(tmp_path)
     folder.begin(vllm_importance_sampling_correction=correction)
-    rows = folder.rows()
-    assert reason in why_none(read_run(tmp_path), rows, ReportedLogprobs(tmp_path / "rollouts"))
+    assert reason in page.why_no_gap(read_run(tmp_path), folder.rows())
 
 
 def test_a_torn_file_of_the_trainers_log_probabilities_is_named_and_the_others_are_shown(tmp_path):
     folder = make_run(tmp_path / "run", 3)
     torn = sorted((folder / "rollouts").glob("trainer-*"))[1]
     torn.write_bytes(torn.read_bytes()[:500])
-    rows, trainer = read_all(folder / "rollouts"), ReportedLogprobs(folder / "rollouts")
-    trace(rows, read_run(folder))
-    gaps = page_data.pack(rows, np.arange(192), np.zeros(192), trainer).columns["gap"]
-    assert np.isnan(gaps).tolist() == [False] * 64 + [True] * 64 + [False] * 64
-    assert [name.partition(":")[0] for name in trainer.unreadable] == [torn.name]
+    rows, _ = rollouts_of(read_run(folder))
+    packed = page.pack(rows[:192].assign(advantage=0.0), folder / "rollouts")
+    assert np.isnan(packed.columns["gap"]).tolist() == [False] * 64 + [True] * 64 + [False] * 64
+    assert [name.partition(":")[0] for name in packed.unreadable] == [torn.name]
 
 
 def test_tokens_that_are_no_text_by_themselves_are_shown_as_bytes(tmp_path):
@@ -280,8 +247,8 @@ def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):
     folder = make_run(tmp_path / "run", 3)
     torn = sorted((folder / "rollouts").glob("*.arrow"))[1]
     torn.write_bytes(torn.read_bytes()[:500])
-    rows = read_all(folder / "rollouts")
-    assert len(rows) == 192 and rows.unreadable[0].startswith(torn.name)
+    rows, unreadable = rollouts_of(read_run(folder))
+    assert len(rows) == 192 and unreadable[0].startswith(torn.name)
     assert "192 of 192 rollouts" in build(folder)[1]
 
 
@@ -320,14 +287,6 @@ def test_a_full_disk_ends_the_log_with_a_warning_and_not_the_run(tmp_path, caplo
     assert "cannot be written (No space left on device)" in record.getMessage()
 
 
-def test_a_run_without_a_log_of_its_own_is_read_from_its_newest_whole_checkpoint(tmp_path):
-    for step, text in ((2, '{"log_history": [{"step": 2, "reward": 0.5}]}'), (4, '{"log_hist')):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
-    run = read_run(tmp_path)
-    assert (run.source, run.logs[2]["reward"]) == ("checkpoint-2/trainer_state.json", 0.5)
-
-
 def report(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "trl_atropos.cli", "report", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -347,7 +306,7 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path
 def test_a_folder_that_is_no_runs_is_refused_with_what_to_do(tmp_path):
     with pytest.raises(ReportError, match=r"is no folder\. Name a run's `output_dir`"):
         read_run(tmp_path / "missing")
-    with pytest.raises(ReportError, match=r"has no run_log\.jsonl, no rollouts and no checkpoint-N"):
+    with pytest.raises(ReportError, match=r"has no run_log\.jsonl and no rollouts"):
         read_run(tmp_path)
     done = report(str(tmp_path))
     assert done.returncode == 1 and done.stderr.startswith("trl-atropos report: ") and "Traceback" not in done.stderr
