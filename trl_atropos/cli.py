@@ -41,6 +41,9 @@ def _run(words: list[str]) -> None:
         return _print_version()
     if command == "check":
         from trl_atropos.check import main as run
+        from trl_atropos.train import apply_recipe_environment
+
+        apply_recipe_environment(arguments)
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":

@@ -2,7 +2,8 @@
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
 `AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
-one wins over an earlier one, and command-line flags win over all.
+one wins over an earlier one, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call
+`parse`, then `check_files` and `check_reports`.
 
 Of an environment, a recipe needs to say only the script. The run writes the rest into the file that Atropos' own
 `--config` reads (`Recipe.environment_file`).
@@ -14,162 +15,69 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+import tempfile
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from trl import ModelConfig, TrlParser
 
-from trl_atropos.config import REMOVED, AtroposGRPOConfig
+from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
-from trl_atropos.flags import server_flags, stated_flags, values_of
-from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
+from trl_atropos.protocol import (
+    ADAPTER_MODES,
+    LORA_RANKS,
+    environment_token,
+    server_flags,
+    stated_flags,
+    values_of,
+)
 from trl_atropos.rollouts.replay import recorded_files
+from trl_atropos.services.environments import EnvironmentSpec
 
 
 @dataclass
+@with_help
 class ServicesConfig:
     """
     Which services the run starts and stops. Those it does not start are used by their URL and never touched.
 
     Parameters:
+        > Services
+
         start_atropos (`bool`, *optional*, defaults to `False`):
-            Start the Atropos API at `atropos_url`.
+            Whether to start the Atropos API at `atropos_url`.
         start_vllm (`bool`, *optional*, defaults to `False`):
-            Start the vLLM server at `vllm_server_base_url` on the model of the run.
+            Whether to start the vLLM server at `vllm_server_base_url` on the model of the run.
         vllm_args (`list[str]`, *optional*):
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
-        environments (`list`, *optional*):
-            Environments to start, each the path of a script, or a mapping with the fields of `EnvironmentSpec`.
+        environments (`list[dict]`, *optional*):
+            Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
+            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. {python},
+            {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and {output_dir} in a command are
+            filled in.
         restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends is started again, and likewise the Atropos API if the
-            run started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends
-            the run at the first end.
+            How often within an hour an environment that ends is started again, and likewise the Atropos API if the run
+            started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends the
+            run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
 
-    start_atropos: bool = field(default=False, metadata={"help": "Start the Atropos API at `atropos_url`."})
-    start_vllm: bool = field(
-        default=False,
-        metadata={"help": "Start the vLLM server at `vllm_server_base_url` on the model of the run."},
-    )
-    vllm_args: list[str] | None = field(
-        default=None, metadata={"help": "Further flags for the vLLM server, as `trl-atropos serve` takes them."}
-    )
-    environments: list[dict] | None = field(
-        default=None,
-        metadata={
-            "help": "Environments to start (in the recipe file only): each the path of its script, or a mapping with "
-            "`path` or `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and "
-            "`servers`. {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and "
-            "{output_dir} in a command are filled in."
-        },
-    )
-    restart_environments: int = field(
-        default=3,
-        metadata={
-            "help": "How often within an hour an environment, or the Atropos API of this run, is started again when "
-            "it ends. One that ends within 30 seconds of its start is not. 0 ends the run at the first end."
-        },
-    )
-    service_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds that a service may take to become healthy."}
-    )
+    start_atropos: bool = False
+    start_vllm: bool = False
+    vllm_args: list[str] | None = None
+    environments: list[dict] | None = None
+    restart_environments: int = 3
+    service_timeout: float = 300.0
 
 
-class EnvironmentSpec(BaseModel):
-    """
-    One entry of `environments`. A text alone is the `path`.
-
-    Attributes:
-        path: The environment's script, as seen from `cwd`. It is started as `{python} PATH serve --config FILE`, with
-            a file that the run writes.
-        config: Settings of the environment's configuration, which go into that file over those that the run knows.
-        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
-        name: Names the service and its log file. Defaults to that of the script, or of its folder if the script is
-            called `environment.py`.
-        env: Environment variables.
-        cwd: Working directory.
-        python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs; by default those of the run. What an entry leaves out
-            is filled in: `base_url` `{vllm_url}/v1`, `model_name` `{model}`, `server_type` `vllm`. With a `command`,
-            they are written to a file that it is given as `--config`.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str | None = Field(default=None, min_length=1)
-    config: dict[str, Any] = {}
-    command: str | list[str] | None = Field(default=None, min_length=1)
-    name: str = Field(default="", pattern=r"^[\w.-]*$")
-    env: dict[str, str | int | float] = {}
-    cwd: str | None = None
-    python: str | None = Field(default=None, min_length=1)
-    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, entry: Any) -> Any:
-        return {"path": entry} if isinstance(entry, str) else entry
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> "EnvironmentSpec":
-        if (self.path is None) == (self.command is None):
-            raise ValueError("it needs either `path` or `command`")
-        if self.path is None and not self.name:
-            raise ValueError("an entry with a `command` needs a `name`")
-        if self.path is None and self.config:
-            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
-        if not self.name:
-            script = Path(self.cwd or "", self.path).absolute()
-            self.name = re.sub(r"[^\w.-]", "_", script.parent.name if script.stem == "environment" else script.stem)
-        return self
-
-    @property
-    def line(self) -> str:
-        """The command as a person would type it, without what the run fills in."""
-        if self.path is not None:
-            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
-            return " ".join([f"python {self.path} serve", *flags])
-        return self.command if isinstance(self.command, str) else " ".join(self.command)
-
-    def words(self) -> list[str]:
-        """The command as words, with its placeholders."""
-        if self.path is not None:
-            return ["{python}", self.path.replace("{", "{{").replace("}", "}}"), "serve"]
-        try:
-            return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
-        except ValueError as error:
-            raise RecipeError(
-                f"The command of environment {self.name!r} is cut short: {error}",
-                seen=str(self.command),
-                fix="Correct its quotes.",
-                code="environment-command",
-            ) from error
-
-    def fill_in(self, word: str, values: dict[str, str]) -> str:
-        if self.python is not None:
-            python = os.path.expanduser(self.python)
-            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
-        try:
-            return word.format_map(values)
-        except (KeyError, IndexError, ValueError) as error:
-            raise RecipeError(
-                f"The entry of environment {self.name!r} has an unknown placeholder ({error})",
-                seen=f"{error} in {word}",
-                fix=f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice.",
-                code="environment-command",
-            ) from error
-
-
-ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by their type, but `false` is understood
-ALSO_LISTS = ("vllm_server_base_url",)  # one word by its type, but several servers are understood
-NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
+ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
+ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
+NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 HOW_TO_QUOTE = (
     "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
     '"--max-model-len 512 --dtype bfloat16"`.'
@@ -178,6 +86,7 @@ HOW_TO_ENTER = (
     "An entry is the path of a script, or has `path` or `command`, and optionally `name`, `config`, `env`, `cwd`, "
     "`python` and `servers`."
 )
+HELP = "See `python -m trl_atropos.train --help`."
 
 
 @dataclass
@@ -233,7 +142,7 @@ class Recipe:
             }
             for server in stated
         ]
-        # Of a single one, Atropos ignores the URL unless the environment has a list itself; of two it never does.
+        # Atropos ignores the URL of a single server unless the environment has a list itself. It heeds those of two.
         servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
         if spec.path is None:
             return {"openai": servers}
@@ -271,26 +180,28 @@ class Recipe:
         return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
 
 
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
 class _Parser(TrlParser):
     """Says what is wrong in one line, without the usage of several hundred flags."""
 
     def __init__(self, parts: tuple[type, ...]) -> None:
         super().__init__(parts)
-        self.overlaid: dict[str, Any] = {}  # settings that come over those of the recipe
+        self.overlaid: dict[str, Any] = {}  # settings that win over those of the recipe
 
     def set_defaults_with_config(self, **recipe: Any) -> list[str]:
         return super().set_defaults_with_config(**(recipe | self.overlaid))
 
     def error(self, message: str) -> None:
         message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
-        raise RecipeError(message.rstrip("."), fix="See `python -m trl_atropos.train --help`.")
+        raise RecipeError(message.rstrip("."), fix=HELP)
 
 
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
     overlays, argv = values_of("--overlay", argv)
-    paths, _ = values_of("--config", argv)
-    path = paths[0] if paths else None
+    path = next(iter(values_of("--config", argv)[0]), None)
     if path is None:
         stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
         if not argv or argv[-1] == "--config" or stray in argv:
@@ -320,9 +231,13 @@ def parse(argv: list[str]) -> Recipe:
 
 
 def _vllm_args(given: list[str] | str | None) -> list[str]:
+    """
+    The flags for vLLM as words. On the command line they come quoted, `"--max-num-seqs 8"`, or they would be taken for
+    the run's own. The value in `--flag={"a": 1}` may have blanks.
+    """
     try:
-        given = shlex.split(given) if isinstance(given, str) else given or []
-        flags = [flag for word in given for flag in _flags_in(str(word))]
+        given = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
+        flags = [flag for word in given for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])]
     except ValueError as error:
         what, seen = f"`vllm_args` cannot be split into flags: {error}", f"vllm_args: {given}"
         raise RecipeError(what, seen=seen, fix="Correct its quotes.") from error
@@ -330,12 +245,6 @@ def _vllm_args(given: list[str] | str | None) -> list[str]:
         what = f"`vllm_args` begins with {flags[0]!r}, which is no flag"
         raise RecipeError(what, seen=f"vllm_args: {given}", fix=HOW_TO_QUOTE)
     return flags
-
-
-def _flags_in(word: str) -> list[str]:
-    """Of one of `vllm_args`. On the command line flags come quoted, `"--max-num-seqs 8"`, or they would be taken for
-    the run's; a value, `--flag={"a": 1}` too, may hold blanks."""
-    return shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word]
 
 
 def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
@@ -362,32 +271,30 @@ def read_yaml(path: str) -> Any:
 
 
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
-    """What a recipe says, or an overlay, after a look at its keys and the types of their values."""
-    what, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
+    """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are wrong."""
+    kind, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
     if not os.path.isfile(path):
-        told = f"The {what} {path!r} does not exist (looked in {os.getcwd()})"
-        raise RecipeError(told, seen=path, fix=fix, code="no-recipe")
+        what = f"The {kind} {path!r} does not exist (looked in {os.getcwd()})"
+        raise RecipeError(what, seen=path, fix=fix, code="no-recipe")
     try:
         content = read_yaml(path)
     except yaml.YAMLError as error:
-        told = f"{path} is not valid YAML: {' '.join(str(error).split())}"
-        raise RecipeError(told, seen=path, fix="Correct it there.", code="recipe-format") from error
+        what = f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        raise RecipeError(what, seen=path, fix="Correct it there.", code="recipe-format") from error
     except (OSError, UnicodeError) as error:
-        told = f"The {what} {path} cannot be read: {error}"
-        raise RecipeError(told, seen=path, fix=fix, code="no-recipe") from error
+        raise RecipeError(f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe") from error
     if not isinstance(content, dict):
-        told = f"{path} must hold `key: value` lines at its top level"
-        raise RecipeError(told, seen=f"{path}: {type(content).__name__}", fix="Correct it.", code="recipe-format")
+        what = f"{path} must hold `key: value` lines at its top level"
+        raise RecipeError(what, seen=f"{path}: {type(content).__name__}", fix="Correct it.", code="recipe-format")
     for key in content:
         if key not in known | {"env"}:
-            told, seen = f"{path}: unknown key `{key}`", f"{key}: {content[key]}"
-            raise RecipeError(told, seen=seen, fix=_suggest(str(key), known), code="unknown-key")
+            what, seen = f"{path}: unknown key `{key}`", f"{key}: {content[key]}"
+            raise RecipeError(what, seen=seen, fix=_suggest(str(key), known), code="unknown-key")
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
-        wanted = _wanted(value, hints.get(key, Any))
-        if key in ALSO_LISTS and isinstance(value, list):
-            continue  # of what, is checked with the other settings
-        if wanted and not (value is False and key in ALSO_FALSE):
+        if (key in ALSO_LISTS and isinstance(value, list)) or (key in ALSO_FALSE and value is False):
+            continue
+        if wanted := _wanted(value, hints.get(key, Any)):
             raise RecipeError(f"{path}: `{key}` is {value!r}", seen=f"{key}: {value}", fix=f"Write {wanted}.")
     return content
 
@@ -417,7 +324,7 @@ def _suggest(key: str, known: set[str]) -> str:
     if key in REMOVED:
         return f"It is no setting any more. {REMOVED[key]}"
     close = difflib.get_close_matches(key, known, n=1)
-    return f"Did you mean `{close[0]}`?" if close else "See `python -m trl_atropos.train --help`."
+    return f"Did you mean `{close[0]}`?" if close else HELP
 
 
 def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
@@ -430,14 +337,17 @@ def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
             parsed.append(EnvironmentSpec.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
-            what = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
-            told = f"`environments` entry {number}: {what}"
-            raise RecipeError(told, seen=str(entry), fix=HOW_TO_ENTER, code=code) from error
+            wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
+            what = f"`environments` entry {number}: {wrong}"
+            raise RecipeError(what, seen=str(entry), fix=HOW_TO_ENTER, code=code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         what = f"`environments` names must differ, but they are: {', '.join(names)}"
         raise RecipeError(what, seen=", ".join(names), fix="Give each entry a `name`.", code=code)
     return parsed
+
+
+# ------------------------------------------------------------------------------------ checks of settings between parts
 
 
 def _check(recipe: Recipe) -> None:
@@ -496,12 +406,11 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
     if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
+        by_command = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
         raise RecipeError(
             f"{name}: there is no program {program!r} to run",
             seen=program,
-            fix="Correct its `python`."
-            if spec.path is not None
-            else "Correct its `command`; a Python script is run by `{python} path/to/script.py`.",
+            fix=by_command if spec.path is None else "Correct its `python`.",
             code="environment-program",
         )
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
@@ -523,34 +432,26 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
     for setting, value in stated.items():
         if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
+            written = f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
             raise RecipeError(
-                f"{name} samples at temperature {value} ({_written(spec, setting)}), but `temperature` is "
-                f"{training.temperature}. The trainer scores every token at `temperature`",
-                seen=f"temperature {value} ({_written(spec, setting)}), temperature: {training.temperature}",
+                f"{name} samples at temperature {value} ({written}), but `temperature` is {training.temperature}. The "
+                "trainer scores every token at `temperature`",
+                seen=f"temperature {value} ({written}), temperature: {training.temperature}",
                 fix="Make the two equal.",
                 code="temperature",
             )
     size, batch = _number(stated.get("group_size")), training.generation_batch_size
-    if size is not None and size > batch:
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, but a generation batch has only {batch} rows",
-            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
-            fix="Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size.",
-            code="group-size",
-        )
     if size and batch % size:
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, which do not fill a generation batch of {batch} rows: the "
-            "Atropos API would never deliver one",
-            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
-            fix="Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a "
-            "multiple of the group size.",
-            code="group-size",
+        what = f"which do not fill a generation batch of {batch} rollouts: the Atropos API would never deliver one"
+        fix = (
+            "Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of "
+            "the group size."
         )
-
-
-def _written(spec: EnvironmentSpec, setting: str) -> str:
-    return f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+        if size > batch:
+            what = f"but a generation batch has only {batch} rollouts"
+            fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
+        seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
+        raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
 
 
 def _number(value: Any) -> float | None:
@@ -558,3 +459,59 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+# ------------------------------------------------------------------------------------------ checks of what is not ours
+
+
+def check_files(recipe: Recipe) -> None:
+    """
+    Checks what a run reads and writes, before it starts anything that takes long. All ranks call this; what one of
+    them lacks ends all. Sets `resume_from_checkpoint` to the folder of the checkpoint, or to `None`.
+    """
+    from trl_atropos import distributed as ranks
+    from trl_atropos.weights.checkpoint import (
+        checkpoint_of,
+        require_same_weights,
+        require_trainable,
+        require_whole,
+    )
+
+    training = recipe.training
+    environment_token()  # raises if no header can carry it
+    ranks.together(lambda: _check_folder(training.output_dir))
+    ranks.together(lambda: require_trainable(recipe.model, training.trust_remote_code))
+    training.resume_from_checkpoint = checkpoint = checkpoint_of(training.resume_from_checkpoint, training.output_dir)
+    if checkpoint is not None:
+        ranks.together(lambda: require_whole(checkpoint))
+        ranks.together(lambda: require_same_weights(checkpoint, recipe.model.use_peft))
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecipeError(
+            f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})",
+            seen=f"output_dir: {folder}",
+            fix="Set it to another folder.",
+            code="output-dir",
+        ) from error
+
+
+def check_reports(training: AtroposGRPOConfig) -> None:
+    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when the server is up."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for callback in get_reporting_integration_callbacks(training.report_to):
+            callback()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise RecipeError(
+            f"`report_to` is {training.report_to}: {error}",
+            seen=f"report_to: {', '.join(training.report_to)}",
+            fix="Or set `report_to: none`.",
+            code="report-to",
+        ) from error

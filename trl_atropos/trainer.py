@@ -51,7 +51,6 @@ from trl_atropos.metrics.batch_metrics import (
 )
 from trl_atropos.metrics.health import Health
 from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
-from trl_atropos.output_lock import locked
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.card import model_only, repository_made
 from trl_atropos.report.run_log import RunLog
@@ -68,6 +67,7 @@ from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSour
 from trl_atropos.rollouts.spool import source_state
 from trl_atropos.rollouts.trainer_logprobs import TrainerLogprobs
 from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.services.output_lock import locked
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,

@@ -17,8 +17,7 @@ from trl_atropos.check.memory import Case
 from trl_atropos.check.settings import requirement
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import server_flags, stated_flags
-from trl_atropos.protocol import tokenizer_fingerprint
+from trl_atropos.protocol import server_flags, stated_flags, tokenizer_fingerprint
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 
 PYTHON_DEADLINE = 60.0  # seconds; a cold start from a network disk takes some

@@ -17,8 +17,7 @@ import yaml
 
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.errors import RolloutError, ServerError, ServiceError
-from trl_atropos.flags import parallel, server_flags
-from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.protocol import ADAPTER_MODES, parallel, server_flags
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
 from trl_atropos.server_client import ServerClient

@@ -13,7 +13,7 @@ from trl import get_peft_config
 
 from trl_atropos.check.activations import GRADIENTS, Setup, shadow_model, trace_backward, trace_forward
 from trl_atropos.check.launch import GIB, UTILIZATION, Plan
-from trl_atropos.flags import server_flags
+from trl_atropos.protocol import server_flags
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.weights.probe import drops_soft_cap

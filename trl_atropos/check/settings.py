@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from trl_atropos.check.launch import Launch
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import stated_flags, values_of
+from trl_atropos.protocol import stated_flags, values_of
 from trl_atropos.recipe import Recipe, parse, read_yaml
 
 NO_EFFECT = "These settings have no effect"  # how the configuration's own warning begins

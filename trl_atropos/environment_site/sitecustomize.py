@@ -2,7 +2,7 @@
 
 Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")` that is `'weight'`.
 Here its log lines get the kind of the exception and its place in the environment's code, and the first one of each
-place the traceback. `trl_atropos.environment_log` reads them.
+place the traceback. `trl_atropos.services.environments` reads them.
 
 The environment may have a Python of its own: standard library only, and nothing newer than Python 3.10.
 """

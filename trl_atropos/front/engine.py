@@ -15,8 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.flags import server_flags
-from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
+from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE, server_flags
 from trl_atropos.server.launch import READY_VARIABLE
 from trl_atropos.services.manager import Services, free_port, tail
 

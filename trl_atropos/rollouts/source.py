@@ -84,7 +84,7 @@ class RolloutSource(Protocol):
 
 
 class Environments(Protocol):
-    """What the run knows of the environments that it started: `supervision.Supervisor`."""
+    """What the run knows of the environments that it started: `services.environments.Supervisor`."""
 
     def start(self) -> None: ...
 
