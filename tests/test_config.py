@@ -106,7 +106,8 @@ REFUSED = {
     ),
     "odd batch": (
         {"per_device_train_batch_size": 3},
-        r"A generation batch has 3 rollouts \(per_device_train_batch_size 3 x 1 processes x .*must be even.*Change `per",
+        r"A generation batch has 3 rollouts \(per_device_train_batch_size 3 x 1 processes x 1 .*must be even.*"
+        r"Change `per",
     ),
     "no URL": ({"atropos_url": "localhost:8000"}, r"`atropos_url` is 'localhost:8000'.*Write it as `http://host:port`"),
     "no URL of the server": ({"vllm_server_base_url": "http://"}, r"`vllm_server_base_url` is 'http://'.*Write it as"),

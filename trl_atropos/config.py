@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -44,10 +44,7 @@ LEAST = {
     "prefetch_batches": (0, "0 or more"),
     "max_staleness": (0, "0 or more"),
     "sync_every_n_steps": (1, "1 or more"),
-    "max_sequence_length": (
-        2,
-        "the longest prompt plus completion in tokens, or leave it out to take the server's limit",
-    ),
+    "max_sequence_length": (2, "the longest prompt plus completion in tokens, or leave it out for the server's limit"),
 }
 REMOVED = {
     "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
@@ -273,12 +270,11 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_warnings()
         self._check_correction()
 
-    def _wrong(self, what: str, fix: str, *names: str, code: str = "setting") -> RecipeError:
-        """The error about the settings of these names."""
-        return RecipeError(what, ", ".join(f"{name}: {getattr(self, name)}" for name in names), fix, code)
-
-    def _is(self, name: str, wanted: str) -> RecipeError:
-        return self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {wanted}.", name)
+    def _wrong(self, what: str, fix: str, code: str = "setting") -> RecipeError:
+        """The error about the settings that `what` and `fix` name."""
+        words = dict.fromkeys(re.findall(r"\w+", f"{what} {fix}"))
+        seen = [f"{name}: {getattr(self, name)}" for name in words if name in self.__dataclass_fields__]
+        return RecipeError(what, ", ".join(seen), fix, code)
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
@@ -286,41 +282,40 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`max_steps` is {self.max_steps}, but rollouts come from environments and have no end, so a run "
                 "needs a length",
                 "Set `max_steps` to the number of optimizer steps.",
-                "max_steps",
             )
         if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" or self.eval_on_start:
             raise self._wrong(
-                "Evaluation inside the trainer is not supported, because an evaluation step would take a training "
-                "batch from the environments",
+                "Evaluation inside the trainer (`eval_strategy`, `eval_on_start`) is not supported, because an "
+                "evaluation step would take a training batch from the environments",
                 "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
                 "saved checkpoints.",
-                "eval_strategy",
-                "eval_on_start",
             )
         if self.load_best_model_at_end:
-            what = "`load_best_model_at_end` needs evaluation, which is not supported"
-            raise self._wrong(what, "Remove it.", "load_best_model_at_end")
+            raise self._wrong("`load_best_model_at_end` needs evaluation, which is not supported", "Remove it.")
 
     def _check_values(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
         for name in ("replay_paths", "stop_on_warnings"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])  # YAML gives a scalar where a list has one entry
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise self._is(name, f"one of: {', '.join(map(str, allowed))}")
-        for name, (least, wanted) in LEAST.items():
+        wanted = {
+            name: f"one of: {', '.join(map(str, allowed))}"
+            for name, allowed in CHOICES.items()
+            if getattr(self, name) not in allowed
+        }
+        for name, (least, told) in LEAST.items():
             value = getattr(self, name)
             if value != self.__dataclass_fields__[name].default and not (value is not None and value >= least):
-                raise self._is(name, wanted)
+                wanted[name] = told
         if math.isinf(self.distillation_coef):
-            raise self._is("distillation_coef", LEAST["distillation_coef"][1])
+            wanted["distillation_coef"] = LEAST["distillation_coef"][1]
+        for name, told in wanted.items():
+            raise self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {told}.")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
             raise self._wrong(
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "
                 "samples from the trainer's own weights, which every step changes",
                 "Leave it at 1.",
-                "sync_every_n_steps",
             )
 
     def _check_batch(self) -> None:
@@ -333,9 +328,7 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation), but it "
                 "must be even, and a multiple of every environment's group size",
                 "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
-                "per_device_train_batch_size",
-                "gradient_accumulation_steps",
-                code="batch-size",
+                "batch-size",
             )
 
     def _check_urls(self) -> None:
@@ -345,16 +338,15 @@ class AtroposGRPOConfig(GRPOConfig):
         servers = [_plain_url("vllm_server_base_url", url) for url in servers]
         self.vllm_server_base_url = ",".join(servers)
         self.atropos_url = _plain_url("atropos_url", self.atropos_url)
-        for twice in {url for url in servers if servers.count(url) > 1}:
-            what = f"`vllm_server_base_url` lists {twice} twice"
-            raise self._wrong(what, "List each server once.", "vllm_server_base_url")
+        for url in servers:
+            if servers.count(url) > 1:
+                raise self._wrong(f"`vllm_server_base_url` lists {url} twice", "List each server once.")
         if self.atropos_url in servers:
             what = f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers"
-            raise self._wrong(what, "Give each its own port.", "atropos_url", "vllm_server_base_url")
+            raise self._wrong(what, "Give each its own port.")
 
     def _warn_unused(self) -> None:
-        defaults = {f.name: f.default for f in fields(GRPOConfig)}
-        changed = [name for name in UNUSED_FIELDS if getattr(self, name) != defaults[name]]
+        changed = [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
         if changed:
             warnings.warn(
                 f"These settings have no effect, because the environments generate: {', '.join(changed)}. Set what "
@@ -363,18 +355,14 @@ class AtroposGRPOConfig(GRPOConfig):
             )
 
     def _check_sharding(self) -> None:
-        if self.replay_paths is not None or self.vllm_mode != "colocate":
-            return
         for name in ("deepspeed", "fsdp"):
             launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
-            if getattr(self, name) or launched:
+            if self.replay_paths is None and self.vllm_mode == "colocate" and (getattr(self, name) or launched):
                 place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
                 raise self._wrong(
                     "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded",
                     f"Remove `{name}`{place}, or use `vllm_mode: server`.",
-                    "vllm_mode",
-                    name,
-                    code="sharded-colocate",
+                    "sharded-colocate",
                 )
 
     def _check_sleep(self) -> None:
@@ -382,15 +370,12 @@ class AtroposGRPOConfig(GRPOConfig):
             return
         if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
             raise self._wrong(
-                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which forgets the server's weights, but `vllm_mode: "
+                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which discards the server's weights, but `vllm_mode: "
                 f"{self.vllm_mode}` does not send all of them again",
                 "Set `vllm_sleep_level: 1`.",
-                "vllm_sleep_level",
-                "vllm_mode",
             )
         if self.vllm_mode == "restart":
-            what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
-            raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
+            raise self._wrong("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`", "Remove it.")
         # A server that sleeps until the next publish must not be waited for before it.
         per_batch = self.steps_per_generation * self.num_iterations
         if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
@@ -400,8 +385,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps})",
                 "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
-                "vllm_enable_sleep_mode",
-                "sync_every_n_steps",
             )
 
     def _check_token_budget(self) -> None:
@@ -413,8 +396,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have `max_sequence_length` "
                 f"({self.max_sequence_length}) tokens and cannot be divided",
                 "Set it to that or more.",
-                "max_tokens_per_micro_batch",
-                "max_sequence_length",
             )
         if self.gradient_accumulation_steps != 1:
             raise self._wrong(
@@ -422,8 +403,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens",
                 "Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
                 f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`.",
-                "gradient_accumulation_steps",
-                "max_tokens_per_micro_batch",
             )
         if self.loss_depends_on_micro_batches or not self.group_by_length:
             raise self._wrong(
@@ -431,21 +410,19 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each",
                 "Use another `loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
                 "`group_by_length` on.",
-                "max_tokens_per_micro_batch",
-                "loss_type",
             )
 
     def _check_warnings(self) -> None:
         self.warning_thresholds = self.warning_thresholds or {}
         self.stop_on_warnings = self.stop_on_warnings or []
         if not isinstance(self.warning_thresholds, dict):
-            raise self._is("warning_thresholds", "names and values, such as '{\"truncated\": 0.5}'")
+            what = f"`warning_thresholds` is {self.warning_thresholds!r}"
+            raise self._wrong(what, "Set it to names and values, such as '{\"truncated\": 0.5}'.")
         check_names("warning_thresholds", list(self.warning_thresholds))
         check_names("stop_on_warnings", self.stop_on_warnings)
         for name, value in self.warning_thresholds.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                what = f"`warning_thresholds` sets {name!r} to {value!r}"
-                raise self._wrong(what, "Set it to a number.", "warning_thresholds")
+                raise self._wrong(f"`warning_thresholds` sets {name!r} to {value!r}", "Set it to a number.")
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
@@ -453,7 +430,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected",
                 "Set it to the temperature above 0 that the environments sample at.",
                 "temperature",
-                code="temperature",
             )
         generation = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
         for name, value in (
@@ -465,9 +441,7 @@ class AtroposGRPOConfig(GRPOConfig):
                     f"`{name}` is {value} but `temperature` is {self.temperature}. The trainer scores every token at "
                     "`temperature`, so the two must agree",
                     f"Set `temperature: {value}`, or let the environments sample at {self.temperature}.",
-                    name.partition("[")[0],
                     "temperature",
-                    code="temperature",
                 )
         token_level = self.vllm_importance_sampling_mode.startswith("token")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and not token_level:
@@ -475,7 +449,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`loss_type='vespo'` needs a token-level correction, but `vllm_importance_sampling_mode` is "
                 f"{self.vllm_importance_sampling_mode!r}",
                 "Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: false`.",
-                "vllm_importance_sampling_mode",
             )
 
     @property

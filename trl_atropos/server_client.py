@@ -1,12 +1,12 @@
 """The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
 
 `ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
-`ServerError` that names the server, what was being done, and the way out.
+`ServerError` that names the server, what was being done, and the way out. `rollouts/versions.py` asks for itself,
+because there a server that does not answer is no failure.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import requests
 import urllib3
 from accelerate import PartialState
-from pydantic import ValidationError
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError, ServerTimeout
@@ -24,12 +23,8 @@ from trl_atropos.protocol import (
     TOKEN_VARIABLE,
     Attachment,
     LoadReply,
-    Note,
     ParameterSpec,
-    RefusalsReply,
     ServerInfo,
-    VersionsQuery,
-    VersionsReply,
     environment_token,
     reason_in,
 )
@@ -70,21 +65,6 @@ class ServerClient:
             )
         return ServerInfo.model_validate(reply)
 
-    def versions(self, keys: Sequence[bytes]) -> list[Note | None]:
-        """What the server noted about each completion, by `completion_key`; `None` for one that it does not know."""
-        query = VersionsQuery(keys=[key.hex() for key in keys])
-        reply = self._call("POST", "/versions", "asking which policy versions sampled", query.model_dump())
-        notes = []
-        with contextlib.suppress(ValidationError):
-            notes = VersionsReply.model_validate(reply).notes()
-        if len(notes) != len(keys):
-            raise self._stranger(f"to a question about {len(keys)} completions, it answered {str(reply)[:80]}")
-        return notes
-
-    def refusals(self) -> RefusalsReply:
-        """The requests that the server has answered with an error."""
-        return RefusalsReply.model_validate(self._call("GET", "/refusals", "asking what the server has refused"))
-
     def sample(
         self,
         prompt_ids: list[int],
@@ -93,7 +73,7 @@ class ServerClient:
         num_samples: int = 1,
         phase: str = "sampling the probe",
     ) -> list[tuple[list[int], list[float]]]:
-        """Samples continuations. Returns the ids and the log-probabilities of each, `num_tokens` of both."""
+        """Samples continuations. Returns the token ids and the log-probabilities of each, `num_tokens` of both."""
         body = {
             "prompt": {"prompt_token_ids": prompt_ids},
             "n": num_samples,
@@ -109,7 +89,7 @@ class ServerClient:
         ]
 
     def why_silent(self) -> str:
-        """Asks for one token. Returns what is wrong if none comes, and an empty string if one does."""
+        """Asks for one token. Returns what is wrong if none comes, and an empty text if one does."""
         try:
             self.sample([0], 1, temperature=1.0, phase="sampling one token")
         except ServerTimeout:
@@ -175,9 +155,30 @@ class ServerClient:
     def swap_adapter(self, name: str, path: str) -> float:
         """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
         started = time.monotonic()
-        phase = f"loading the adapter in {path}"
-        self._vllm("/v1/unload_lora_adapter", phase, {"lora_name": name}, may_be_absent=True)
-        self._vllm("/v1/load_lora_adapter", phase, {"lora_name": name, "lora_path": path})
+        for route, body in (
+            ("/v1/unload_lora_adapter", {"lora_name": name}),
+            ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
+        ):
+            phase = f"loading the adapter in {path}"
+            response = self._send("POST", route, phase, body)
+            # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
+            absent = response.status_code == 404 and "NotFoundError" in response.text
+            if response.status_code == 200 or (absent and "lora_path" not in body):
+                continue
+            if absent:
+                raise ServerError(
+                    f"The server at {self.url} cannot read {path}: the trainer's `output_dir` must be readable where "
+                    "the server runs, under the same path."
+                )
+            if response.status_code == 404:
+                raise ServerError(
+                    f"The server at {self.url} has no route {route}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                    "in its environment, or by `trl-atropos serve --vllm_mode lora`."
+                )
+            raise ServerError(
+                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
+                "`vllm_mode: server`, which sends merged weights."
+            )
         return time.monotonic() - started
 
     def drain(self) -> None:
@@ -194,16 +195,15 @@ class ServerClient:
 
     def hold_lease(self) -> None:
         """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
-        if self._lease is not None:
-            return
-        phase = "taking the lease"
-        response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
-        if response.status_code != 200:
-            raise self._refused(phase, response)
-        self._lease = response
+        if self._lease is None:
+            phase = "taking the lease"
+            response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
+            if response.status_code != 200:
+                raise self._refused(phase, response)
+            self._lease = response
 
     def release_lease(self) -> None:
-        """Closes the lease. If the server is paused at this moment, it takes its weights for torn and leaves."""
+        """Closes the lease. A server that is paused at this moment ends, because its weights may be torn."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
@@ -229,29 +229,6 @@ class ServerClient:
         except ValueError as error:
             raise self._stranger(f"{method} {path} gave {response.text[:80]!r}") from error
 
-    def _vllm(self, path: str, phase: str, body: dict, may_be_absent: bool = False) -> None:
-        """One of vLLM's own routes for adapters, which answer in plain text."""
-        response = self._send("POST", path, phase, body)
-        # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
-        absent = response.status_code == 404 and "NotFoundError" in response.text
-        if absent and may_be_absent:
-            return
-        if absent:
-            raise ServerError(
-                f"The server at {self.url} cannot read {body['lora_path']}: the trainer's `output_dir` must be "
-                "readable where the server runs, under the same path."
-            )
-        if response.status_code == 404:
-            raise ServerError(
-                f"The server at {self.url} has no route {path}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in "
-                "its environment, or by `trl-atropos serve --vllm_mode lora`."
-            )
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
-                "`vllm_mode: server`, which sends merged weights."
-            )
-
     def _send(
         self,
         method: str,
@@ -261,7 +238,7 @@ class ServerClient:
         timeout: float | None = None,
         stays_open: bool = False,
     ) -> requests.Response:
-        """`stays_open`: of the answer, only the beginning is read."""
+        """The response; with `stays_open`, only its beginning is read."""
         timeout = timeout or self.timeout
         try:
             response = self.session.request(method, self.url + path, json=body, timeout=timeout, stream=stays_open)
