@@ -26,14 +26,7 @@ from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    LORA_RANKS,
-    environment_token,
-    server_flags,
-    stated_flags,
-    values_of,
-)
+from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, environment_token, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.services.environments import EnvironmentSpec
 
@@ -77,7 +70,7 @@ class ServicesConfig:
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
 ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
-NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
+NOT_IN_OVERLAYS = {"env", "environments"}  # one overlay is for many recipes, which differ in these
 HOW_TO_QUOTE = (
     "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
     '"--max-model-len 512 --dtype bfloat16"`.'
@@ -250,22 +243,16 @@ def _vllm_args(given: list[str] | str | None) -> list[str]:
 def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
     if recipe is None:
         what = f"`--overlay {path}` changes a recipe, and there is none"
-        raise RecipeError(what, seen=path, fix="Name one with `--config`.", code="no-recipe")
+        raise RecipeError(what, path, "Name one with `--config`.", "no-recipe")
     settings = _check_keys(path, known, "--overlay")
-    for key in NOT_IN_OVERLAYS:
-        if key in settings:
-            what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
-            raise RecipeError(what, seen=f"{key} in {path}", fix=f"Set it in the recipe, {recipe}.")
+    for key in settings.keys() & NOT_IN_OVERLAYS:
+        what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
+        raise RecipeError(what, f"{key} in {path}", f"Set it in the recipe, {recipe}.")
     return settings
 
 
 def read_yaml(path: str) -> Any:
-    """
-    The content of a recipe or an overlay.
-
-    Raises:
-        OSError, UnicodeError, yaml.YAMLError: It cannot be read.
-    """
+    """The content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or `yaml.YAMLError`."""
     with open(path, encoding="utf-8") as file:
         return yaml.safe_load(file)
 
@@ -274,28 +261,27 @@ def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str,
     """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are wrong."""
     kind, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
     if not os.path.isfile(path):
-        what = f"The {kind} {path!r} does not exist (looked in {os.getcwd()})"
-        raise RecipeError(what, seen=path, fix=fix, code="no-recipe")
+        raise RecipeError(f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe")
     try:
         content = read_yaml(path)
     except yaml.YAMLError as error:
         what = f"{path} is not valid YAML: {' '.join(str(error).split())}"
-        raise RecipeError(what, seen=path, fix="Correct it there.", code="recipe-format") from error
+        raise RecipeError(what, path, "Correct it there.", "recipe-format") from error
     except (OSError, UnicodeError) as error:
         raise RecipeError(f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe") from error
     if not isinstance(content, dict):
         what = f"{path} must hold `key: value` lines at its top level"
-        raise RecipeError(what, seen=f"{path}: {type(content).__name__}", fix="Correct it.", code="recipe-format")
+        raise RecipeError(what, f"{path}: {type(content).__name__}", "Correct it.", "recipe-format")
     for key in content:
         if key not in known | {"env"}:
-            what, seen = f"{path}: unknown key `{key}`", f"{key}: {content[key]}"
-            raise RecipeError(what, seen=seen, fix=_suggest(str(key), known), code="unknown-key")
+            what, fix = f"{path}: unknown key `{key}`", _suggest(str(key), known)
+            raise RecipeError(what, f"{key}: {content[key]}", fix, "unknown-key")
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
         if (key in ALSO_LISTS and isinstance(value, list)) or (key in ALSO_FALSE and value is False):
             continue
         if wanted := _wanted(value, hints.get(key, Any)):
-            raise RecipeError(f"{path}: `{key}` is {value!r}", seen=f"{key}: {value}", fix=f"Write {wanted}.")
+            raise RecipeError(f"{path}: `{key}` is {value!r}", f"{key}: {value}", f"Write {wanted}.")
     return content
 
 
@@ -328,22 +314,21 @@ def _suggest(key: str, known: set[str]) -> str:
 
 
 def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
-    parsed, code = [], "environment-entry"
-    if isinstance(services.environments, dict):
+    entries, parsed, code = services.environments or [], [], "environment-entry"
+    if isinstance(entries, dict):
         what, fix = "`environments` is one mapping, not a list", "Begin each entry with `- path: ...`."
-        raise RecipeError(what, seen=str(services.environments), fix=fix, code=code)
-    for number, entry in enumerate(services.environments or [], start=1):
+        raise RecipeError(what, str(entries), fix, code)
+    for number, entry in enumerate(entries, start=1):
         try:
             parsed.append(EnvironmentSpec.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
             wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
-            what = f"`environments` entry {number}: {wrong}"
-            raise RecipeError(what, seen=str(entry), fix=HOW_TO_ENTER, code=code) from error
+            raise RecipeError(f"`environments` entry {number}: {wrong}", str(entry), HOW_TO_ENTER, code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         what = f"`environments` names must differ, but they are: {', '.join(names)}"
-        raise RecipeError(what, seen=", ".join(names), fix="Give each entry a `name`.", code=code)
+        raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
     return parsed
 
 
@@ -352,79 +337,72 @@ def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
 
 def _check(recipe: Recipe) -> None:
     """Checks that need more than one of the three parts."""
-    training, model = recipe.training, recipe.model.model_name_or_path
+    training, model, mode = recipe.training, recipe.model.model_name_or_path, recipe.training.vllm_mode
     if not model:
         fix = "Set `model_name_or_path` to a Hub name or a folder."
-        raise RecipeError("No model", seen=f"model_name_or_path: {model}", fix=fix, code="model")
+        raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
         raise RecipeError(
             f"The model folder {model!r} does not exist (looked in {os.getcwd()})",
-            seen=f"model_name_or_path: {model}",
-            fix="Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made "
-            "by `python recipes/quickstart/make_model.py FOLDER`.",
-            code="model",
+            f"model_name_or_path: {model}",
+            "Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made by "
+            "`python recipes/quickstart/make_model.py FOLDER`.",
+            "model",
         )
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
-    elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
+    elif mode in ADAPTER_MODES and not recipe.model.use_peft:
         raise RecipeError(
-            f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none",
-            seen=f"vllm_mode: {training.vllm_mode}",
-            fix="Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: "
-            "colocate` or `server`.",
-            code="no-adapter",
+            f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none",
+            f"vllm_mode: {mode}",
+            "Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: colocate` "
+            "or `server`.",
+            "no-adapter",
         )
-    _check_patience(recipe)
     again = recipe.services.restart_environments
     if again < 0:
-        what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
-        raise RecipeError(what, seen=seen, fix="Set it to 0 (never) or more.")
+        seen = f"restart_environments: {again}"
+        raise RecipeError(f"`restart_environments` is {again}", seen, "Set it to 0 (never) or more.")
+    _check_patience(recipe.services, training)
     for spec in recipe.environments:
         _check_program(recipe, spec)
         _check_environment(recipe, spec)
 
 
-def _check_patience(recipe: Recipe) -> None:
+def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
     """The other processes wait for the first one, which waits for one service after the other."""
-    services, training = recipe.services, recipe.training
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
-    if training.world_size > 1 and waits * services.service_timeout >= training.ddp_timeout:
+    seconds = services.service_timeout
+    if training.world_size > 1 and waits * seconds >= training.ddp_timeout:
         raise RecipeError(
-            f"{waits} services may take {services.service_timeout:g} s each to become healthy (`service_timeout`), "
-            f"but the trainer's processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
-            seen=f"service_timeout: {services.service_timeout:g}, ddp_timeout: {training.ddp_timeout}",
-            fix="Raise `ddp_timeout`, or lower `service_timeout`.",
+            f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the trainer's "
+            f"processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
+            f"service_timeout: {seconds:g}, ddp_timeout: {training.ddp_timeout}",
+            "Raise `ddp_timeout`, or lower `service_timeout`.",
         )
 
 
 def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     """Whether what starts an environment is there."""
     command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
-    if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        what = f"{name}: its `cwd`, {spec.cwd!r}, is no folder"
-        raise RecipeError(what, seen=f"cwd: {spec.cwd}", fix="Correct it.", code="environment-program")
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
-        by_command = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
-        raise RecipeError(
-            f"{name}: there is no program {program!r} to run",
-            seen=program,
-            fix=by_command if spec.path is None else "Correct its `python`.",
-            code="environment-program",
-        )
+    path = str(spec.env["PATH"]) if "PATH" in spec.env else None
+    given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
+        raise RecipeError(what, seen, "Correct it.", "environment-program")
+    if not shutil.which(place, path=path):
+        fix = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
+        fix = fix if spec.path is None else "Correct its `python`."
+        raise RecipeError(f"{name}: there is no program {program!r} to run", program, fix, "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
         what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
-        raise RecipeError(what, seen=f"path: {spec.path}", fix=fix, code="environment-script")
-    if spec.path is None and spec.servers is not None:
-        given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
-        if given:
-            raise RecipeError(
-                f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them",
-                seen=given[0],
-                fix="Remove one; `servers` may have every setting that `--openai.` flags have.",
-                code="environment-command",
-            )
+        raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
+    if spec.path is None and spec.servers is not None and given:
+        what = f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them"
+        fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
+        raise RecipeError(what, given[0], fix, "environment-command")
 
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
@@ -432,13 +410,13 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
     for setting, value in stated.items():
         if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
-            written = f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+            written = f"{value} (`config: {setting}`)" if setting in spec.config else f"{value} (--env.{setting})"
             raise RecipeError(
-                f"{name} samples at temperature {value} ({written}), but `temperature` is {training.temperature}. The "
-                "trainer scores every token at `temperature`",
-                seen=f"temperature {value} ({written}), temperature: {training.temperature}",
-                fix="Make the two equal.",
-                code="temperature",
+                f"{name} samples at temperature {written}, but `temperature` is {training.temperature}. The trainer "
+                "scores every token at `temperature`",
+                f"temperature {written}, temperature: {training.temperature}",
+                "Make the two equal.",
+                "temperature",
             )
     size, batch = _number(stated.get("group_size")), training.generation_batch_size
     if size and batch % size:
@@ -493,12 +471,8 @@ def _check_folder(folder: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RecipeError(
-            f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})",
-            seen=f"output_dir: {folder}",
-            fix="Set it to another folder.",
-            code="output-dir",
-        ) from error
+        what = f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})"
+        raise RecipeError(what, f"output_dir: {folder}", "Set it to another folder.", "output-dir") from error
 
 
 def check_reports(training: AtroposGRPOConfig) -> None:
@@ -509,9 +483,6 @@ def check_reports(training: AtroposGRPOConfig) -> None:
         for callback in get_reporting_integration_callbacks(training.report_to):
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
-        raise RecipeError(
-            f"`report_to` is {training.report_to}: {error}",
-            seen=f"report_to: {', '.join(training.report_to)}",
-            fix="Or set `report_to: none`.",
-            code="report-to",
-        ) from error
+        seen = f"report_to: {', '.join(training.report_to)}"
+        what, fix = f"`report_to` is {training.report_to}: {error}", "Or set `report_to: none`."
+        raise RecipeError(what, seen, fix, "report-to") from error

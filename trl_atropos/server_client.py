@@ -56,7 +56,7 @@ class ServerClient:
     # ------------------------------------------------------------------------------------------------ what it is, does
 
     def info(self) -> ServerInfo:
-        reply = self._call("GET", "/info", "asking the server what it is")
+        reply = self._call("/info", "asking the server what it is")
         if reply.get("protocol") != PROTOCOL_VERSION:
             raise ServerError(
                 f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}",
@@ -82,7 +82,7 @@ class ServerClient:
             "ignore_eos": True,
             "logprobs": 0,
         }
-        reply = self._call("POST", "/generate", phase, body, prefix="")
+        reply = self._call("/generate", phase, body)
         return [
             (tokens, [next(iter(entry[0].values())) for entry in entries])
             for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
@@ -114,43 +114,43 @@ class ServerClient:
                 weights torn.
         """
         body = {"clear_cache": clear_cache, "in_place": in_place}
-        self._call("POST", "/pause", "pausing the server", body)
+        self._call("/pause", "pausing the server", body)
 
     def resume(self, policy_version: int) -> None:
-        self._call("POST", "/resume", "resuming the server", {"policy_version": policy_version})
+        self._call("/resume", "resuming the server", {"policy_version": policy_version})
 
     def sleep(self, level: int) -> None:
-        self._call("POST", "/sleep", "putting the server to sleep", {"level": level})
+        self._call("/sleep", "putting the server to sleep", {"level": level})
 
     def wake(self, tag: str) -> None:
         """Takes memory again: first `"weights"`, then `"kv_cache"`."""
-        self._call("POST", "/wake", f"waking the server ({tag})", {"tags": [tag]})
+        self._call("/wake", f"waking the server ({tag})", {"tags": [tag]})
 
     def attach(self, specs: list[ParameterSpec]) -> Attachment:
         body = {"parameters": [spec.model_dump() for spec in specs]}
-        return Attachment.model_validate(self._call("POST", "/attach", "attaching to the server's memory", body))
+        return Attachment.model_validate(self._call("/attach", "attaching to the server's memory", body))
 
     def open_channel(self, specification: dict) -> None:
         """Lets the server's workers join a channel of `trl_atropos.tensors.channel`."""
-        self._call("POST", "/channel", "opening a channel to the server's workers", specification)
+        self._call("/channel", "opening a channel to the server's workers", specification)
 
     def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
         """Lets the server receive one message and load it. Returns when it has."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors]}
-        return LoadReply.model_validate(self._call("POST", "/weights/load", "loading weights into the server", body))
+        return LoadReply.model_validate(self._call("/weights/load", "loading weights into the server", body))
 
     def finish_weights(self) -> list[str]:
         """Ends a transfer of weights. Returns vLLM's names of the parameters that nothing was loaded into."""
-        return self._call("POST", "/weights/finish", "finishing the server's weights", {})["missing"]
+        return self._call("/weights/finish", "finishing the server's weights", {})["missing"]
 
     def set_up_adapter(self, tensors: list[ParameterSpec], config: dict) -> str | None:
         """Announces an adapter. Returns why the server cannot serve it, or `None` if it can."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors], "config": config}
-        return self._call("POST", "/adapter/setup", "setting up the adapter", body)["refused"]
+        return self._call("/adapter/setup", "setting up the adapter", body)["refused"]
 
     def load_adapter(self) -> LoadReply:
         """Lets the server receive the adapter's next version. Returns when it has."""
-        return LoadReply.model_validate(self._call("POST", "/adapter/load", "loading the adapter", {}))
+        return LoadReply.model_validate(self._call("/adapter/load", "loading the adapter", {}))
 
     def swap_adapter(self, name: str, path: str) -> float:
         """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
@@ -184,12 +184,12 @@ class ServerClient:
     def drain(self) -> None:
         """Pauses a front, which first lets the requests in flight end."""
         phase = "waiting for the requests in flight to end"
-        self._call("POST", "/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
+        self._call("/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
 
     def restart(self, path: str) -> float:
         """Lets a front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
         timeout = max(self.timeout, RESTART_TIMEOUT)
-        return self._call("POST", "/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
+        return self._call("/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
 
     # ----------------------------------------------------------------------------------------------------------- lease
 
@@ -210,17 +210,9 @@ class ServerClient:
 
     # ------------------------------------------------------------------------------------------------ requests, errors
 
-    def _call(
-        self,
-        method: str,
-        route: str,
-        phase: str,
-        body: dict | None = None,
-        timeout: float | None = None,
-        prefix: str = ROUTE_PREFIX,
-    ) -> dict:
-        """The JSON that the server answers. `phase` says in messages what is being done."""
-        path = prefix + route
+    def _call(self, route: str, phase: str, body: dict | None = None, timeout: float | None = None) -> dict:
+        """The JSON that the server answers to a POST of `body`, or to a GET. `phase` says in messages what is done."""
+        method, path = "GET" if body is None else "POST", route if route == "/generate" else ROUTE_PREFIX + route
         response = self._send(method, path, phase, body, timeout)
         if response.status_code != 200:
             raise self._refused(phase, response)

@@ -194,7 +194,7 @@ def trainer_memory(case: Case, traces: dict) -> Process:
     """`traces` keeps what was traced, because most changes to a recipe leave that as it is."""
     args, plan = case.training, case.plan
     half = case.dtype in (torch.bfloat16, torch.float16)
-    # As `AtroposGRPOTrainer._set_up_masters`; PEFT keeps adapters in float32.
+    # As `AtroposGRPOTrainer` does; PEFT keeps adapters in float32.
     exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
     setup = _setup(case, exact)
     key = (setup, repr(case.peft_config))

@@ -35,28 +35,25 @@ HOPELESS = 32  # failed groups of an environment that has collected none: a mist
 SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
 
 # Parts of the lines that Atropos writes, and what each means.
-CONSTANT_SCORES = "Scores are the same in a group, skipping"
-TOO_LONG = "Token length is too long in a group, skipping"
-WRONG_SIZE = "Group structure invalid, or token count mismatch"
-SEND_FAILED = "Failed to send"
-COLLECT_FAILED = "Error in collect_trajectories"
-POSTPROCESS_FAILED = "Scoring exception"
-DELIVERY_FAILED = "Error in handle_send_to_api"
+COLLECT_FAILED, POSTPROCESS_FAILED = "Error in collect_trajectories", "Scoring exception"
 NOTHING = "handle_env: No trajectories collected"  # after each exception, too
-FAILURES = (COLLECT_FAILED, POSTPROCESS_FAILED, DELIVERY_FAILED)
-MEANINGS = {
+FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
     POSTPROCESS_FAILED: "failed in `postprocess_histories`",
-    DELIVERY_FAILED: "failed to deliver a group that it had collected, because something in it is missing or wrong",
+    "Error in handle_send_to_api": "failed to deliver a group that it had collected, because something in it is "
+    "missing or wrong",
+}
+MEANINGS = FAILURES | {
     NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Give the "
     "model easier or harder prompts or a finer reward, or let its code return such groups, too, which the trainer "
     "counts",
-    CONSTANT_SCORES: "dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same false`, "
-    "or give the model easier or harder prompts",
-    TOO_LONG: "dropped a group that has a rollout over the length limit: let it sample fewer tokens, or raise "
-    "`max_sequence_length`",
-    WRONG_SIZE: "dropped a group that is not of its `group_size`: correct what it collects",
-    SEND_FAILED: "could not deliver a group: the API refused it or did not answer",
+    "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
+    "`--env.ensure_scores_are_not_same false`, or give the model easier or harder prompts",
+    "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
+    "it sample fewer tokens, or raise `max_sequence_length`",
+    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct "
+    "what it collects",
+    "Failed to send": "could not deliver a group: the API refused it or did not answer",
 }
 SIGN = re.compile("|".join(map(re.escape, MEANINGS)))
 EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was collected before)?\]$")
@@ -158,32 +155,21 @@ def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
 
 
 class EnvironmentLog:
-    """
-    Follows the log of an environment that the run started.
-
-    Args:
-        path (`str`): Of the log.
-        start (`int`): Where the part of this run begins in it, in bytes.
-
-    Attributes:
-        counts (`Counter`): How often each of `MEANINGS` has happened since the environment was last started.
-        failures (`int`): How often an exception of its own was among them.
-        error (`str`): The last exception: kind, text and place, as far as they are known.
-        place (`str`): File, line and function of that exception; empty if not known.
-        never_succeeded (`bool`): For certain, no group had been collected before that exception.
-        number (`int`, *optional*): Number of the environment at the API.
-        former_number (`int`, *optional*): Its number there before it was last started again.
-    """
+    """Follows the log of an environment that the run started; the part of this run begins at byte `start`."""
 
     def __init__(self, path: str, start: int = 0):
         self._path, self._read_to = path, start
         self._reading = threading.Lock()
-        self.number: int | None = None
+        self.number: int | None = None  # of the environment at the API
         self._begin()
 
     def _begin(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failures, self.error, self.place, self.never_succeeded = 0, "", "", False
+        """The environment was started, or started again."""
+        self.counts: Counter[str] = Counter()  # how often each of `MEANINGS` has happened
+        self.failures = 0  # exceptions of its own among them
+        self.error = ""  # the last exception: kind, text and place, as far as they are known
+        self.place = ""  # its file, line and function, if they are known
+        self.never_succeeded = False  # for certain, no group had been collected before it
         self.former_number, self.number = self.number, None
 
     def read(self) -> "EnvironmentLog":
