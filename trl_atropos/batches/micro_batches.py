@@ -13,12 +13,15 @@ import math
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.rollouts.row import Row
+
+if TYPE_CHECKING:
+    from trl_atropos.config import AtroposGRPOConfig
 
 # What a further micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16
@@ -45,12 +48,12 @@ class Plan:
         column.extend(arrived[index] for index in range(len(planned)))
 
 
-def regroups(args: AtroposGRPOConfig, has_auxiliary_loss: bool) -> bool:
+def regroups(args: "AtroposGRPOConfig", has_auxiliary_loss: bool) -> bool:
     """Whether rows may be put into other micro-batches than TRL draws. If not, only the padding goes."""
     return args.group_by_length and not (args.loss_depends_on_micro_batches or has_auxiliary_loss)
 
 
-def row_share(args: AtroposGRPOConfig, num_rows: int) -> float:
+def row_share(args: "AtroposGRPOConfig", num_rows: int) -> float:
     """
     What TRL's loss of a micro-batch of `num_rows` is multiplied by, so that all of an optimizer step's add up to the
     loss with `per_device_train_batch_size` rows in each.
@@ -67,7 +70,7 @@ def chunks(num_rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def plan_rows(rows: Sequence[Row], args: AtroposGRPOConfig, ranks: int, seed: int) -> Plan:
+def plan_rows(rows: Sequence[Row], args: "AtroposGRPOConfig", ranks: int, seed: int) -> Plan:
     """The plan for a generation batch, from the settings of the run. `seed` draws which optimizer step takes a row."""
     lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
     together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
