@@ -1,6 +1,6 @@
-"""What is used of TRL, Transformers and torch without a promise. A failure here means that a library moved it: read its
-new source (for TRL, `grpo_trainer.py`), adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py` tells
-whether it still fits.
+"""What is used of TRL, Transformers and torch without a promise. A failure here means that a library moved it: read
+its new source (for TRL, `grpo_trainer.py`), adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py`
+tells whether it still fits.
 """
 
 import inspect

@@ -303,14 +303,14 @@ class AtroposGRPOConfig(GRPOConfig):
             for name, allowed in CHOICES.items()
             if getattr(self, name) not in allowed
         }
-        for name, (least, told) in LEAST.items():
+        for name, (least, text) in LEAST.items():
             value = getattr(self, name)
             if value != self.__dataclass_fields__[name].default and not (value is not None and value >= least):
-                wanted[name] = told
+                wanted[name] = text
         if math.isinf(self.distillation_coef):
             wanted["distillation_coef"] = LEAST["distillation_coef"][1]
-        for name, told in wanted.items():
-            raise self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {told}.")
+        for name, text in wanted.items():
+            raise self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {text}.")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
             raise self._wrong(
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "

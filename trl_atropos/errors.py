@@ -24,8 +24,8 @@ class AtroposTrainingError(RuntimeError):
 
     def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR) -> None:
         self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code or self.usual_code, level
-        told = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
-        super().__init__(f"{what.rstrip('.')}{told}. {fix}" if fix else what)
+        addition = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
+        super().__init__(f"{what.rstrip('.')}{addition}. {fix}" if fix else what)
 
 
 class RecipeError(AtroposTrainingError, ValueError):

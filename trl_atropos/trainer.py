@@ -265,7 +265,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             when_wanted_soon=self._when_wanted_soon,
             state=source,
             unfinished_rows=unfinished_rows,
-            explain=lambda told: f"{self.policy_publisher.why_silent()} {told}".lstrip(),
+            explain=lambda reason: f"{self.policy_publisher.why_silent()} {reason}".lstrip(),
         )
         self._source_started = True
         ranks.on_main(lambda: self.rollout_source.start(run))

@@ -86,15 +86,15 @@ def _take(file: int, path: Path) -> None:
         return
     last_beat, silent = _last_beat(path), _silence(path)
     if silent < DEAD:
-        told = "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead."
-        logger.warning(told, path.parent, _named(holder), silent, DEAD - silent)
+        message = "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead."
+        logger.warning(message, path.parent, _named(holder), silent, DEAD - silent)
     while silent < DEAD:
         time.sleep(POLL)
         if _last_beat(path) != last_beat:
             raise _taken(path, holder)
         silent = _silence(path)
-    told = "%s was used by %s, which is dead: it wrote nothing for %.0f s."
-    logger.warning(told, path.parent, _named(holder), silent)
+    message = "%s was used by %s, which is dead: it wrote nothing for %.0f s."
+    logger.warning(message, path.parent, _named(holder), silent)
 
 
 def _taken(path: Path, holder: dict[str, str]) -> OutputLockError:
