@@ -447,22 +447,18 @@ def check_files(recipe: Recipe) -> None:
     Checks what a run reads and writes, before it starts anything that takes long. All ranks call this; what one of
     them lacks ends all. Sets `resume_from_checkpoint` to the folder of the checkpoint, or to `None`.
     """
-    from trl_atropos import distributed as ranks
-    from trl_atropos.weights.checkpoint import (
-        checkpoint_of,
-        require_same_weights,
-        require_trainable,
-        require_whole,
-    )
+    from trl_atropos.distributed import together
+    from trl_atropos.weights import checkpoint as checkpoints
 
-    training = recipe.training
+    training, model = recipe.training, recipe.model
     environment_token()  # raises if no header can carry it
-    ranks.together(lambda: _check_folder(training.output_dir))
-    ranks.together(lambda: require_trainable(recipe.model, training.trust_remote_code))
-    training.resume_from_checkpoint = checkpoint = checkpoint_of(training.resume_from_checkpoint, training.output_dir)
-    if checkpoint is not None:
-        ranks.together(lambda: require_whole(checkpoint))
-        ranks.together(lambda: require_same_weights(checkpoint, recipe.model.use_peft))
+    together(lambda: _check_folder(training.output_dir))
+    together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
+    folder = checkpoints.checkpoint_of(training.resume_from_checkpoint, training.output_dir)
+    training.resume_from_checkpoint = folder
+    if folder is not None:
+        together(lambda: checkpoints.require_whole(folder))
+        together(lambda: checkpoints.require_same_weights(folder, model.use_peft))
 
 
 def _check_folder(folder: str) -> None:

@@ -8,6 +8,7 @@ because there a server that does not answer is no failure.
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +37,8 @@ HELD = b"held\n"  # what the response of a lease begins with
 
 class ServerClient:
     """
+    One server.
+
     Args:
         url (`str`): Base URL of the server, without `/v1`.
         timeout (`float`): Seconds that any one call may take.
@@ -272,6 +275,7 @@ class ServerClient:
         return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {reason}")
 
 
+@dataclass(eq=False)
 class Servers:
     """
     The servers of a run as one: the same call to each of them, and an outcome that all ranks share.
@@ -281,25 +285,16 @@ class Servers:
         timeout (`float`): Seconds that a server may take for any one step of a publish.
         token (`str`, *optional*): Control token; defaults to `TRL_ATROPOS_TOKEN`.
         client (`type`): What talks to each of them.
-
-    Attributes:
-        clients (`list[ServerClient]`): Those that this rank talks to: rank 0 to all, or with `one_per_rank` each rank
-            to one of its own.
-        infos (`list[ServerInfo]`): What each of `clients` is.
-        info (`ServerInfo`): What the first server is, on every rank.
     """
 
-    def __init__(
-        self, urls: list[str], timeout: float, token: str | None = None, client: type[ServerClient] = ServerClient
-    ):
-        self.urls = urls
-        self.timeout = timeout
-        self._token = token
-        self._client = client
-        self.one_per_rank = False
-        self.clients: list[ServerClient] = []
-        self.infos: list[ServerInfo] = []
-        self.info: ServerInfo | None = None
+    urls: list[str]
+    timeout: float
+    token: str | None = None
+    client: type[ServerClient] = ServerClient
+    one_per_rank: bool = field(default=False, init=False)  # each rank talks to a server of its own, not rank 0 to all
+    clients: list[ServerClient] = field(default_factory=list, init=False)  # those that this rank talks to
+    infos: list[ServerInfo] = field(default_factory=list, init=False)  # what each of `clients` is
+    info: ServerInfo | None = field(default=None, init=False)  # what the first server is, on every rank
 
     def connect(self, one_per_rank: bool = False) -> None:
         """Asks every server what it is. Raises `AttachError` if there are not as many servers as needed."""
@@ -311,10 +306,8 @@ class Servers:
                 f"processes and {len(self.urls)} servers: list one URL per process in `vllm_server_base_url`, or "
                 f"start `--num_processes {len(self.urls)}`."
             )
-        urls = self.urls if state.is_main_process else []
-        if one_per_rank:
-            urls = [self.urls[state.process_index]]
-        self.clients = [self._client(url, self.timeout, self._token) for url in urls]
+        urls = [self.urls[state.process_index]] if one_per_rank else self.urls if state.is_main_process else []
+        self.clients = [self.client(url, self.timeout, self.token) for url in urls]
         self.infos = self.each(lambda client: client.info())
         self.info = on_main(lambda: self.infos[0])
 
@@ -332,7 +325,7 @@ class Servers:
 
     def silence(self) -> list[str]:
         """Asks every server of the run for one token. Returns what is wrong with those that give none."""
-        clients = [self._client(url, min(self.timeout, TOKEN_TIMEOUT), self._token) for url in self.urls]
+        clients = [self.client(url, min(self.timeout, TOKEN_TIMEOUT), self.token) for url in self.urls]
         with ThreadPoolExecutor(len(clients)) as pool:
             return [wrong for wrong in pool.map(lambda client: client.why_silent(), clients) if wrong]
 
