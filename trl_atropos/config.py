@@ -285,8 +285,8 @@ class AtroposGRPOConfig(GRPOConfig):
             )
         if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" or self.eval_on_start:
             raise self._wrong(
-                "Evaluation inside the trainer (`eval_strategy`, `eval_on_start`) is not supported, because an "
-                "evaluation step would take a training batch from the environments",
+                "Evaluation inside the trainer is not supported, because an evaluation step would take a training "
+                "batch from the environments",
                 "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
                 "saved checkpoints.",
             )
