@@ -226,7 +226,7 @@ def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says
 def test_a_group_that_failed_is_not_counted_as_one_that_its_environment_dropped(log_of):
     nothing = "DEBUG:atroposlib.envs.base:handle_env: No trajectories collected\n"
     log = log_of(3 * nothing + "ERROR:root:Error in collect_trajectories: 'x'\n" + nothing)
-    assert [told[:40] for told in log.undelivered()] == [
+    assert [reason[:40] for reason in log.undelivered()] == [
         "1 times it failed to collect a group; th",
         "3 times it sampled a group and returned ",
     ]
@@ -249,7 +249,7 @@ def test_a_log_is_followed_from_where_the_run_began_and_anew_after_a_restart(tmp
 
 
 def test_a_log_without_a_sign_tells_nothing(log_of):
-    assert log_of("all is well\n").told() == []
+    assert log_of("all is well\n").undelivered() == []
 
 
 def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):
