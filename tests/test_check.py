@@ -72,7 +72,7 @@ def test_a_batch_has_the_rows_of_all_processes(desk):
     argv = desk.recipe({"config": {"group_size": 8}}, per_device_train_batch_size=4, vllm_mode="server")
     assert check([*argv, "--num_processes", "2"]) == []
     [found] = examine([*argv, "--num_processes", "3"]).findings
-    assert (found.code, found.seen) == ("group-size", "group_size: 8, a generation batch of 12 rows")
+    assert (found.code, found.seen) == ("group-size", "group_size: 8, a generation batch of 12 rollouts")
 
 
 @pytest.mark.parametrize(

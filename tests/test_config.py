@@ -1,5 +1,6 @@
 """`AtroposGRPOConfig`: what it refuses and says, what it warns of, what it understands."""
 
+import json
 import re
 import warnings
 from dataclasses import fields
@@ -10,8 +11,15 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, REMOVED, UNUSED_FIELDS, VLLM_MODES
-from trl_atropos.recipe import RecipeError, parse
+from trl_atropos.config import (
+    IMPORTANCE_SAMPLING_MODES,
+    LOSS_TYPES,
+    REMOVED,
+    UNUSED_FIELDS,
+    VLLM_MODES,
+    described,
+)
+from trl_atropos.recipe import RecipeError, ServicesConfig, parse
 
 USUAL = {"output_dir": "unused", "max_steps": 10, "use_cpu": True}
 OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig)]
@@ -98,7 +106,8 @@ REFUSED = {
     ),
     "odd batch": (
         {"per_device_train_batch_size": 3},
-        r"A generation batch has 3 rows \(per_device_train_batch_size 3 x 1 processes x 1 .*must be even.*Change `per",
+        r"A generation batch has 3 rollouts \(per_device_train_batch_size 3 x 1 processes x 1 .*must be even.*"
+        r"Change `per",
     ),
     "no URL": ({"atropos_url": "localhost:8000"}, r"`atropos_url` is 'localhost:8000'.*Write it as `http://host:port`"),
     "no URL of the server": ({"vllm_server_base_url": "http://"}, r"`vllm_server_base_url` is 'http://'.*Write it as"),
@@ -189,7 +198,7 @@ def test_sharding_that_only_the_launcher_knows_of_is_refused(monkeypatch, name):
 
 def test_an_odd_batch_is_counted_over_all_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"has 15 rows .*per_device_train_batch_size 1 x 3 processes x 5 steps"):
+    with pytest.raises(ValueError, match=r"has 15 rollouts .*per_device_train_batch_size 1 x 3 processes x 5 steps"):
         configure(per_device_train_batch_size=1, gradient_accumulation_steps=5)
 
 
@@ -320,13 +329,17 @@ def test_the_parser_takes_every_field_of_ours_as_a_flag(tmp_path):
     assert {f"--{f.name}" for f in OWN_FIELDS} <= options
 
 
-@pytest.mark.parametrize("name", [f.name for f in OWN_FIELDS])
-def test_every_field_of_ours_has_help_and_a_place_in_the_docstring(name):
-    field = next(f for f in OWN_FIELDS if f.name == name)
-    assert len(field.metadata["help"]) > 20
-    assert field.metadata["help"].endswith(".")
-    if name not in {f.name for f in fields(GRPOConfig)}:
-        assert f"        {name} (`" in AtroposGRPOConfig.__doc__
+@pytest.mark.parametrize("config", [ServicesConfig, AtroposGRPOConfig])
+def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config):
+    explained = {name: text for _, name, text in described(config)}
+    assert explained.keys() == config.__annotations__.keys()
+    for one in fields(config):
+        if one.name in explained:
+            assert one.metadata["help"] == explained[one.name]
+            assert len(explained[one.name]) > 20 and explained[one.name].endswith(".")
+            default = "" if one.default is None else f", defaults to `{json.dumps(one.default)}`".replace("`t", "`T")
+            header = re.search(rf"^        {one.name} \(`.*`, \*optional\*(.*)\):$", config.__doc__, re.MULTILINE)
+            assert header[1] == default.replace("`f", "`F")
 
 
 def test_every_field_of_trl_is_still_there():

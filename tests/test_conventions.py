@@ -16,10 +16,9 @@ from tests.rollout_factory import arguments
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos import logging as verbosity
 from trl_atropos.errors import ServerError, ServerTimeout, ServiceError
-from trl_atropos.recipe import PARTS, ServicesConfig
+from trl_atropos.recipe import PARTS, ServicesConfig, _Parser
 from trl_atropos.services.manager import Services
-from trl_atropos.train import _message, _set_up_logging, _show_warning
-from trl_atropos.train_help import print_help
+from trl_atropos.train import _message, _set_up_logging, _show_warning, print_help
 
 SPEAK = """
 import logging
@@ -163,6 +162,11 @@ def test_the_main_jobs_help_has_every_setting_of_this_package_and_names_those_of
     listed = told.partition("Those that most runs set: ")[2].partition(". `--help_all`")[0]
     names = {field.name for part in PARTS for field in fields(part)}
     assert set(listed.replace("\n", " ").replace(",", " ").split()) <= names
+
+
+def test_the_help_of_every_setting_can_be_formatted():
+    told = " ".join(_Parser(PARTS).format_help().split())
+    assert "--adam_beta1" in told and "at most 2 percent of the run's time" in told
 
 
 def test_warnings_of_libraries_are_shown_in_plain_words(capsys):

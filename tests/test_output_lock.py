@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos import output_lock
 from trl_atropos.errors import OutputLockError
-from trl_atropos.output_lock import NAME, locked
+from trl_atropos.services import output_lock
+from trl_atropos.services.output_lock import NAME, locked
 
 HOLD = """
 import sys, time
-from trl_atropos.output_lock import locked
+from trl_atropos.services.output_lock import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

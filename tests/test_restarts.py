@@ -18,10 +18,10 @@ from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.services.environments import HOPELESS, Disconnector, Supervisor, variables_of_environment
 from trl_atropos.services.guard import members
 from trl_atropos.services.manager import ATROPOS, Services
 from trl_atropos.services.manager import SETTLED as SETTLED_BY_DEFAULT
-from trl_atropos.supervision import HOPELESS, Disconnector, Supervisor, variables_of_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -14,7 +14,7 @@ from tests.launching import launch_two
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import SaveError
-from trl_atropos.train import whole_checkpoints
+from trl_atropos.weights.checkpoint import whole_checkpoints
 
 ROWS = 16
 

@@ -1,5 +1,6 @@
-"""What `trainer.py` touches of TRL without a promise. A failure here means that TRL moved it: read the new
-`grpo_trainer.py`, adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py` tells whether it still fits.
+"""What is used of TRL, Transformers and torch without a promise. A failure here means that a library moved it: read
+its new source (for TRL, `grpo_trainer.py`), adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py`
+tells whether it still fits.
 """
 
 import importlib
@@ -15,8 +16,11 @@ from importlib.metadata import version
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer
-from trl import GRPOConfig, GRPOTrainer
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.trainer.utils import nanstd
 
 from tests.rollout_factory import arguments, make_trainer, mixed_batch, uniform_batch
@@ -149,6 +153,43 @@ OVERRIDDEN = [
 def test_what_is_overridden_takes_what_trl_gives(name):
     theirs, ours = (parameters(getattr(cls, name)) for cls in (GRPOTrainer, AtroposGRPOTrainer))
     assert ours in (theirs, ["self", "args", "kwargs"])
+
+
+# Everything without a promise that `trainer.py`, `train.py`, `recipe.py` and `config.py` reach into, by owner. What a
+# constructor sets is looked for in its source.
+PRIVATE = {
+    GRPOTrainer: ["_generate_and_score_completions", "_prepare_inputs", "_get_per_token_logps_and_entropies", "_name",
+                  "_tag_names", "_save_checkpoint"],
+    Trainer: ["_get_output_dir", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+              "_push_from_checkpoint"],
+    TrainerState: ["compute_steps"],
+    PreTrainedModel: ["should_save_on_this_rank"],
+    GRPOConfig: ["_VALID_DICT_FIELDS"],
+    TrlParser: ["set_defaults_with_config", "parse_args_and_config", "error"],
+    torch.distributed.distributed_c10d: ["_set_pg_timeout"],
+    tqdm: ["_instances"],
+}  # fmt: skip
+SET = {
+    GRPOTrainer: ["_buffered_inputs", "_step", "_metrics", "_logs", "aux_loss_enabled", "num_generations", "use_vllm",
+                  "rollout_func", "_last_loaded_step"],
+    Trainer: ["push_in_progress"],
+    TrainerState: ["stateful_callbacks"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names])
+def test_a_name_without_a_promise_is_still_there(owner, name):
+    assert hasattr(owner, name), f"{owner.__name__} has no {name} any more"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in SET.items() for name in names])
+def test_an_attribute_without_a_promise_is_still_set(owner, name):
+    assert f"self.{name} = " in inspect.getsource(owner), f"{owner.__name__} sets no {name} any more"
+
+
+def test_models_of_every_kind_are_found_where_they_are_looked_for():
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["qwen3"] == "Qwen3ForCausalLM"
+    assert parameters(get_class_from_dynamic_module)[:2] == ["class_reference", "pretrained_model_name_or_path"]
 
 
 def test_rows_are_scored_in_chunks_of_a_stated_size_before_training_and_as_a_whole_in_it():

@@ -33,8 +33,7 @@ from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.recipe import PARTS, RecipeError, _check_keys, parse
-from trl_atropos.train import check_files
+from trl_atropos.recipe import PARTS, RecipeError, _check_keys, check_files, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
@@ -360,7 +359,7 @@ IN_THE_RECIPE = {
         "lists http://127.0.0.1:9001 twice",
         "List each server once",
     ),
-    "odd_batch": ({"per_device_train_batch_size": 3}, "has 3 rows", "must be even", "Change `per_device"),
+    "odd_batch": ({"per_device_train_batch_size": 3}, "has 3 rollouts", "must be even", "Change `per_device"),
     "evaluation": ({"eval_strategy": "steps"}, "Evaluation inside the trainer is not supported", "Remove `eval_str"),
     "bare_no": ({"save_strategy": False}, "`save_strategy` is False", "quotes"),
     "url_without_scheme": (
@@ -403,7 +402,7 @@ IN_THE_RECIPE = {
     "group_larger_than_batch": (
         one_environment(f"{ENVIRONMENT} --env.group_size 16"),
         "groups of 16 rollouts",
-        "only 8 rows",
+        "only 8 rollouts",
         "Raise `per_device_train_batch_size`",
     ),
     "group_does_not_fill_batch": (

@@ -31,7 +31,7 @@ from tests.rollouts.source_faults import (
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, AtroposSource
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.spool import source_state
-from trl_atropos.train import whole_checkpoints
+from trl_atropos.weights.checkpoint import whole_checkpoints
 from trl_atropos.weights.publisher import NullPublisher
 
 context.set_forkserver_preload([source_faults.__name__, __name__])
@@ -99,7 +99,7 @@ class TrainedRows(TrainerCallback, ExportableState):
         state.stateful_callbacks["TrainedRows"] = self.state()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ids += ids_of(self.trainer._rows)
+        self.ids += ids_of(self.trainer._rollouts)
         self.reach("trained")
         self.pipe.send(state.global_step)
         control.should_save |= self.saves_all

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+
+from trl_atropos import __version__
 
 USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--json]
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
@@ -38,9 +39,13 @@ def _run(words: list[str]) -> None:
         sys.exit(0 if words else 2)
     command, arguments = words[0], words[1:]
     if command == "--version":
-        return _print_version()
+        sys.stdout.write(f"trl_atropos {__version__}\n")
+        return
     if command == "check":
         from trl_atropos.check import main as run
+        from trl_atropos.train import apply_recipe_environment
+
+        apply_recipe_environment(arguments)
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":
@@ -48,19 +53,9 @@ def _run(words: list[str]) -> None:
     elif command == "bench":
         run = _benchmarks()
     else:
-        _refuse(f"trl-atropos: unknown command {command!r}\n\n{USAGE}")
+        sys.stderr.write(f"trl-atropos: unknown command {command!r}\n\n{USAGE}\n")
+        sys.exit(2)
     run(arguments)
-
-
-def _print_version() -> None:
-    from trl_atropos import __version__
-
-    sys.stdout.write(f"trl_atropos {__version__}\n")
-
-
-def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"{message}\n")
-    sys.exit(2)
 
 
 def _benchmarks() -> Callable[[list[str]], None]:

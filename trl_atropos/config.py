@@ -1,14 +1,19 @@
 """`AtroposGRPOConfig`: every setting of a run, with its default, its help text and its checks.
 
-It is TRL's `GRPOConfig` plus the fields that the rollouts and the weight publishing need. Values are checked here by
-hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
+It is TRL's `GRPOConfig` plus the settings for rollouts and for the publishing of weights. The docstring is the only
+place where a setting is explained: `--help` and docs/reference.md are made from it. Values are checked here by hand,
+because a YAML recipe bypasses the `choices` of a `Literal` annotation.
 """
 
+import inspect
+import math
 import os
+import re
 import warnings
-from dataclasses import dataclass, field, fields
-from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from transformers.utils import strtobool
 from trl import GRPOConfig
@@ -17,18 +22,37 @@ from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
 from trl_atropos.protocol import VLLM_MODES
 
-WEIGHT_TRANSPORTS = ("auto", "nccl", "gloo", "memory")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-SCALE_REWARDS = ("group", "batch", "none")
-SINGLE_ROW_GROUPS = ("refuse", "raw", "zero")
+CHOICES = {
+    "vllm_mode": VLLM_MODES,
+    "loss_type": LOSS_TYPES,
+    "vllm_importance_sampling_mode": IMPORTANCE_SAMPLING_MODES,
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "single_row_groups": ("refuse", "raw", "zero"),
+    "weight_transport": ("auto", "nccl", "gloo", "memory"),
+    "vllm_sleep_level": (1, 2),
+}
+# Least value of a setting, and what a message asks for. `None` passes where it is the default.
+LEAST = {
+    "rollout_timeout": (math.ulp(0), "a number of seconds above 0"),
+    "publish_timeout": (math.ulp(0), "a number of seconds above 0"),
+    "max_spool_gb": (math.ulp(0), "a number of gigabytes above 0"),
+    "probe_every_n_steps": (0, "0 (off) or more"),
+    "distillation_coef": (0, "0 (off) or more"),
+    "prefetch_batches": (0, "0 or more"),
+    "max_staleness": (0, "0 or more"),
+    "sync_every_n_steps": (1, "1 or more"),
+    "max_sequence_length": (2, "the longest prompt plus completion in tokens, or leave it out for the server's limit"),
+}
 REMOVED = {
     "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
     "save_in_background": "Leave it out: a checkpoint is written while the training waits, as in Transformers.",
 }
 """Settings of earlier versions, and what replaces each."""
 
-# Fields of GRPOConfig that describe generation, which is the environments' business here.
+# Settings of GRPOConfig that describe generation, which is done by the environments here.
 UNUSED_FIELDS = (
     "num_generations",
     "num_generations_eval",
@@ -48,8 +72,32 @@ UNUSED_FIELDS = (
     "shuffle_dataset",
 )
 
+# In a docstring: `> Title of a group`, or `name (type):` and its text below.
+DESCRIPTION = re.compile(
+    r"^    > (?P<group>.+)$|^    (?P<name>\w+) \(.*\):\n(?P<text>(?:        .*\n?)+)", re.MULTILINE
+)
+T = TypeVar("T")
+
+
+def described(config: type) -> Iterator[tuple[str, str, str]]:
+    """Group, name and help text of every setting that the docstring of a configuration explains."""
+    group = ""
+    for found in DESCRIPTION.finditer(inspect.getdoc(config) or ""):
+        group = found["group"] or group
+        if found["name"]:
+            yield group, found["name"], " ".join(found["text"].split())
+
+
+def with_help(config: type[T]) -> type[T]:
+    """Below `@dataclass`: gives the fields that the class declares the help texts of its docstring."""
+    texts = {name: text for _, name, text in described(config)}
+    for name in config.__annotations__:
+        setattr(config, name, field(default=getattr(config, name), metadata={"help": texts.get(name, "")}))
+    return config
+
 
 @dataclass
+@with_help
 class AtroposGRPOConfig(GRPOConfig):
     """
     Configuration of [`AtroposGRPOTrainer`].
@@ -58,272 +106,142 @@ class AtroposGRPOConfig(GRPOConfig):
     completions are generated (`top_p`, `num_generations`, ...) have no effect, because the environments generate; a
     warning names those that were set.
 
+    A *publish* gives the weights of the trainer to the vLLM server. The *policy version* is the number of publishes so
+    far; the *staleness* of a rollout is the version that it is trained at minus the oldest version that sampled it.
+
     Parameters:
+        > Server and weights
+
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             How new weights reach the vLLM server. `"colocate"`: the trainer's parameters are views of the server's
-            memory, nothing is moved (with adapters, the base is). `"server"`: all weights go to running servers.
-            `"nccl_lora"`: a LoRA adapter goes to running servers, from memory to memory. `"lora"`: an adapter
-            directory per version, loaded over HTTP. `"restart"`: a checkpoint, on which the server is restarted.
+            memory, so nothing is moved (adapters are sent). `"server"`: all weights go to running servers.
+            `"nccl_lora"`: a LoRA adapter goes to running servers from memory to memory. `"lora"`: a directory with the
+            adapter for each version, loaded over HTTP. `"restart"`: a checkpoint, on which the server is restarted.
         vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:9001"`):
             URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their URLs, as a
             list in a recipe or separated by commas.
         sync_every_n_steps (`int`, *optional*, defaults to `1`):
-            Optimizer steps between two publishes. With `"colocate"` always 1.
+            Optimizer steps between two publishes. Always 1 with `vllm_mode: colocate`.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
-            What carries weights in the modes `"server"` and `"nccl_lora"`: `"nccl"`, `"gloo"`, `"memory"` (shared
+            What carries the weights in the modes `"server"` and `"nccl_lora"`: `"nccl"`, `"gloo"`, `"memory"` (shared
             memory or CUDA IPC, on one machine), or `"auto"`, which takes what reaches the servers.
-        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
-            Let the server give the device's memory back while the trainer computes. For servers whose weights are
-            copied, started with `--enable-sleep-mode`.
-        vllm_sleep_level (`int`, *optional*, defaults to `2`):
-            1 keeps the server's weights in host memory while it sleeps, 2 forgets them.
-        master_weights (`bool`, *optional*, defaults to `True`):
-            Keep float32 master weights where the trained parameters are 16-bit, and accumulate gradients in float32.
-            Without, updates smaller than the parameters' resolution are lost.
-        offload_master_weights (`bool`, *optional*, defaults to `False`):
-            Keep the master weights and the optimizer's state in host memory.
-        atropos_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
-            URL of the Atropos API.
-        reset_atropos (`bool`, *optional*, defaults to `False`):
-            Throw away the Atropos API's state (queued rollouts and registered environments) before registering.
-        rollout_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds to wait for rollouts before the run stops with a diagnosis.
         publish_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds that the server may take to answer any one step of a publish.
+        probe_every_n_steps (`int`, *optional*):
+            Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
+            tokens; a difference stops the run. The first and the last publish are always probed. `0` switches probes
+            off. By default, every publish is probed on the CPU; on a GPU, so many that probes take at most 2 percent
+            of the run's time.
+        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
+            Whether the server gives the device's memory back while the trainer computes. For servers whose weights are
+            copied, started with `--enable-sleep-mode`.
+        vllm_sleep_level (`int`, *optional*, defaults to `2`):
+            `1` keeps the server's weights in host memory while it sleeps, `2` discards them.
+        master_weights (`bool`, *optional*, defaults to `True`):
+            Whether to keep float32 master weights where the trained parameters are 16-bit, and to accumulate gradients
+            in float32. Without them, updates smaller than the resolution of the parameters are lost.
+        offload_master_weights (`bool`, *optional*, defaults to `False`):
+            Whether to keep the master weights and the state of the optimizer in host memory.
+
+        > Rollouts
+
+        atropos_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
+            URL of the Atropos API (`python -m atroposlib.cli.run_api`).
+        reset_atropos (`bool`, *optional*, defaults to `False`):
+            Whether to discard the state of the Atropos API (queued rollouts and registered environments) before
+            registering. Environments that are connected at that moment end and must be restarted.
+        rollout_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds to wait for rollouts before the run stops with a diagnosis.
         max_sequence_length (`int`, *optional*):
             Longest rollout in tokens, prompt included. Longer ones are dropped and counted. Defaults to the server's
             `max_model_len`, or to the model's `max_position_embeddings` when there is no server.
         single_row_groups (`str`, *optional*, defaults to `"refuse"`):
-            What a group of one rollout means, which has no group statistics: `"refuse"` stops the run, `"raw"` takes
-            its score as the advantage, `"zero"` gives it none.
+            What to do with a group of one rollout, which has no group statistics: `"refuse"` stops the run, `"raw"`
+            takes the score as the advantage, `"zero"` sets the advantage to 0.
         sampling_temperature (`float`, *optional*):
-            Temperature the environments sample at, where you know it. Compared with `temperature` at start.
-        probe_every_n_steps (`int`, *optional*):
-            After every that many publishes, and after the first and the last one, the server samples a fixed prompt
-            and the trainer scores the same tokens; a difference stops the run. `0` switches the probe off. By default,
-            after every publish on the CPU, and on a GPU as often as probes take at most 2 % of the run's time.
+            Temperature the environments sample at, where you know it. It is compared with `temperature` at the start;
+            few environments send it along with their rollouts.
+        max_staleness (`int`, *optional*):
+            Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
+            counted; rollouts of unknown version are kept. By default, there is no limit.
+        prefetch_batches (`int`, *optional*, defaults to `0`):
+            Generation batches that are pulled and checked ahead while the trainer computes. Each makes rollouts one
+            version staler, because the environments sample one batch further ahead. With `0` and environments whose
+            `max_batches_offpolicy` is 1, the next batch waits at the Atropos API, one version old.
+        replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
+            Whether to drop groups whose scores are all equal, from which nothing is learned, and to fill the batch
+            with the next groups (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.
+        enforce_environment_weights (`bool`, *optional*, defaults to `False`):
+            Whether to train on several environments in the proportion of their `--env.inference_weight`, by dropping
+            rollouts of those that are ahead. By itself, the Atropos API limits only how many requests each has under
+            way.
         replay_paths (`list[str]`, *optional*):
             Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON lines, or of
-            Arrow files as a run leaves them in `<output_dir>/rollouts`.
-        prefetch_batches (`int`, *optional*, defaults to `0`):
-            Generation batches that are pulled and checked ahead while the trainer computes. Each lets the environments
-            sample one batch further ahead, so that rollouts are one version older. With `0` and environments whose
-            `max_batches_offpolicy` is 1, the next batch waits at the Atropos API, one version old.
-        max_staleness (`int`, *optional*):
-            Versions between the oldest one that sampled a rollout and the one that it would be trained at, above which
-            it is dropped and counted. Rollouts of unknown version are kept. By default, any age is trained on.
+            Arrow files as a run leaves them in `<output_dir>/rollouts`. No server is used.
         max_spool_gb (`float`, *optional*, defaults to `10.0`):
-            Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled one is kept, above which the oldest
-            are removed that no checkpoint needs any more. The trainer's log-probabilities, 4 bytes a token, come on
-            top.
-        replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
-            Drop groups whose scores are all alike, which teach nothing, and fill the batch up with the next ones
-            (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.
-        enforce_environment_weights (`bool`, *optional*, defaults to `False`):
-            Train on several environments in the proportion of their `--env.inference_weight`, by dropping rollouts of
-            those that are ahead. The Atropos API itself only limits how many requests they have under way.
+            Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled rollout is kept. Above that, the
+            oldest that no checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, are not
+            counted.
+
+        > Loss and micro-batches
+
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
+            How the ratio between the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
+            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The sequence modes multiply the ratios of all
+            tokens, which soon exceeds any bound for rollouts that are one version old.
         distillation_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the distillation term, for environments that send a teacher's top-k log-probabilities
             (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy) over the teacher's top k, both
             renormalised over them, at temperature 1, averaged over the trained tokens that have them. Each micro-batch
             then takes one further forward, and memory for its logits over the whole vocabulary. `0` switches it off.
         group_by_length (`bool`, *optional*, defaults to `True`):
-            Let rollouts of like length share a micro-batch, and give every process as many tokens, wherever the
-            gradient of the optimizer step does not depend on it (it does with `loss_type="bnpo"`, an entropy bonus,
-            `top_entropy_quantile` and a mixture's load-balancing loss).
+            Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. Has no
+            effect where the gradient of the optimizer step depends on it: with `loss_type: bnpo`, an entropy bonus,
+            `top_entropy_quantile`, or the load-balancing loss of a mixture of experts.
         max_tokens_per_micro_batch (`int`, *optional*):
             Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
-            `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step, which
+            `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step; they
             are divided into as many micro-batches as they need.
+
+        > Warnings
+
         warning_thresholds (`dict[str, float]` or `str`, *optional*):
-            Value above which a warning about the run's health is given, by name, for those that shall differ from the
-            default (`docs/reference.md` lists them), such as `{"truncated": 0.5}`. With 1, a share never warns.
+            Values above which a warning about the health of the run is given, by name, for those that differ from the
+            default (docs/reference.md lists them), such as `{"truncated": 0.5}`. A share never warns with `1`.
         stop_on_warnings (`list[str]`, *optional*):
-            Names of warnings that end the run, such as `["zero_variance", "logprob_gap_fresh"]`.
+            Names of warnings about the health of the run that end it, such as `["zero_variance"]`.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["warning_thresholds"]
 
-    vllm_mode: str = field(
-        default="colocate",
-        metadata={
-            "help": "How new weights reach the vLLM server. 'colocate': the trainer's parameters are views of the "
-            "server's memory, so nothing is moved. 'server': all weights go to running servers. 'nccl_lora': a LoRA "
-            "adapter goes to running servers from memory to memory. 'lora': an adapter directory per version, loaded "
-            "over HTTP. 'restart': a checkpoint, on which the server is restarted."
-        },
-    )
-    vllm_server_base_url: str | None = field(
-        default="http://127.0.0.1:9001",
-        metadata={
-            "help": "URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their "
-            "URLs, as a list in a recipe or separated by commas."
-        },
-    )
-    sync_every_n_steps: int = field(
-        default=1,
-        metadata={"help": "Optimizer steps between two publishes. With vllm_mode 'colocate' always 1."},
-    )
-    weight_transport: str = field(
-        default="auto",
-        metadata={
-            "help": "What carries weights in the modes 'server' and 'nccl_lora': 'nccl', 'gloo', 'memory' (shared "
-            "memory or CUDA IPC, on one machine), or 'auto', which takes what reaches the servers."
-        },
-    )
-    vllm_enable_sleep_mode: bool = field(
-        default=False,
-        metadata={
-            "help": "Let the server give the device's memory back while the trainer computes. For servers whose "
-            "weights are copied, started with `--enable-sleep-mode`."
-        },
-    )
-    vllm_sleep_level: int = field(
-        default=2,
-        metadata={"help": "1 keeps the server's weights in host memory while it sleeps, 2 forgets them."},
-    )
-    master_weights: bool = field(
-        default=True,
-        metadata={
-            "help": "Keep float32 master weights where the trained parameters are 16-bit, and accumulate gradients in "
-            "float32. Without, updates smaller than the parameters' resolution are lost."
-        },
-    )
-    offload_master_weights: bool = field(
-        default=False,
-        metadata={"help": "Keep the master weights and the optimizer's state in host memory."},
-    )
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
-        metadata={
-            "help": "How the ratio between the trainer's and the sampler's log-probabilities corrects the loss: "
-            "'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. The sequence modes multiply the "
-            "ratios of all tokens, which with rollouts one version old soon exceeds any bound."
-        },
-    )
-    atropos_url: str = field(
-        default="http://127.0.0.1:8000",
-        metadata={"help": "URL of the Atropos API (`python -m atroposlib.cli.run_api`)."},
-    )
-    reset_atropos: bool = field(
-        default=False,
-        metadata={
-            "help": "Throw away the Atropos API's state (queued rollouts and registered environments) before "
-            "registering. Environments that are connected at that moment end and must be restarted."
-        },
-    )
-    rollout_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds to wait for rollouts before the run stops with a diagnosis."},
-    )
-    publish_timeout: float = field(
-        default=60.0,
-        metadata={"help": "Seconds that the server may take to answer any one step of a publish."},
-    )
-    max_sequence_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Longest rollout in tokens, prompt included; longer ones are dropped and counted. Defaults to the "
-            "server's max_model_len, or to the model's max_position_embeddings when there is no server."
-        },
-    )
-    single_row_groups: str = field(
-        default="refuse",
-        metadata={
-            "help": "What a group of one rollout means, which has no group statistics: 'refuse' stops the run, 'raw' "
-            "takes its score as the advantage, 'zero' gives it no advantage."
-        },
-    )
-    sampling_temperature: float | None = field(
-        default=None,
-        metadata={
-            "help": "Temperature the environments sample at, where you know it: compared with `temperature` at start. "
-            "Few environments send it along with their rollouts."
-        },
-    )
-    probe_every_n_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "After every that many publishes, and after the first and the last one, the server samples a "
-            "fixed prompt and the trainer scores the same tokens; a difference stops the run. 0 switches the probe "
-            "off. Default: every publish on the CPU, on a GPU as many as take at most 2 % of the run's time."
-        },
-    )
-    replay_paths: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON "
-            "lines, or of Arrow files as a run leaves them in `<output_dir>/rollouts`. No server is used."
-        },
-    )
-    prefetch_batches: int = field(
-        default=0,
-        metadata={
-            "help": "Generation batches that are pulled and checked ahead while the trainer computes. Each makes "
-            "rollouts one version older."
-        },
-    )
-    max_staleness: int | None = field(
-        default=None,
-        metadata={
-            "help": "Versions between the oldest one that sampled a rollout and the one that it would be trained at, "
-            "above which it is dropped and counted. Rollouts of unknown version are kept. Default: any age."
-        },
-    )
-    max_spool_gb: float = field(
-        default=10.0,
-        metadata={
-            "help": "Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled one is kept, above which "
-            "the oldest are removed that no checkpoint needs any more."
-        },
-    )
-    replace_zero_variance_groups: bool = field(
-        default=False,
-        metadata={
-            "help": "Drop groups whose scores are all alike, which teach nothing, and fill the batch up with the next "
-            "ones (DAPO's dynamic sampling)."
-        },
-    )
-    enforce_environment_weights: bool = field(
-        default=False,
-        metadata={
-            "help": "Train on several environments in the proportion of their --env.inference_weight, by dropping "
-            "rollouts of those that are ahead."
-        },
-    )
-    distillation_coef: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of the distillation term, for environments that send a teacher's top-k log-probabilities "
-            "(distill_token_ids, distill_logprobs). Each micro-batch then takes one further forward, and memory for "
-            "its logits over the whole vocabulary. 0 switches it off."
-        },
-    )
-    group_by_length: bool = field(
-        default=True,
-        metadata={
-            "help": "Let rollouts of like length share a micro-batch, and give every process as many tokens, wherever "
-            "the gradient of the optimizer step does not depend on it."
-        },
-    )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then "
-            "per_device_train_batch_size is the number of rollouts that one process takes for an optimizer step."
-        },
-    )
-    warning_thresholds: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Value above which a warning about the run's health is given, by its name, for those that shall "
-            "differ from the default (docs/reference.md lists them), such as '{\"truncated\": 0.5}'."
-        },
-    )
-    stop_on_warnings: list[str] | None = field(
-        default=None,
-        metadata={"help": "Names of warnings about the run's health that end the run, such as zero_variance."},
-    )
+    vllm_mode: str = "colocate"
+    vllm_server_base_url: str | None = "http://127.0.0.1:9001"
+    sync_every_n_steps: int = 1
+    weight_transport: str = "auto"
+    publish_timeout: float = 60.0
+    probe_every_n_steps: int | None = None
+    vllm_enable_sleep_mode: bool = False
+    vllm_sleep_level: int = 2
+    master_weights: bool = True
+    offload_master_weights: bool = False
+    atropos_url: str = "http://127.0.0.1:8000"
+    reset_atropos: bool = False
+    rollout_timeout: float = 600.0
+    max_sequence_length: int | None = None
+    single_row_groups: str = "refuse"
+    sampling_temperature: float | None = None
+    max_staleness: int | None = None
+    prefetch_batches: int = 0
+    replace_zero_variance_groups: bool = False
+    enforce_environment_weights: bool = False
+    replay_paths: list[str] | None = None
+    max_spool_gb: float = 10.0
+    vllm_importance_sampling_mode: str = "token_truncate"
+    distillation_coef: float = 0.0
+    group_by_length: bool = True
+    max_tokens_per_micro_batch: int | None = None
+    warning_thresholds: dict | str | None = None
+    stop_on_warnings: list[str] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any):
         for name in REMOVED.keys() & kwargs.keys():
@@ -334,23 +252,29 @@ class AtroposGRPOConfig(GRPOConfig):
         # With a single-copy server the trainer computes in the server's dtype; TRL's default would be bf16 autocast.
         if self.bf16 is None:
             self.bf16 = False
-        # The sampler is always vLLM here, but TRL would start one of its own.
-        self.use_vllm = False
+        self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
         self._check_values()
         self._check_batch()
         self._check_urls()
         self._warn_unused()
-        # TRL groups rows by a fixed `num_generations`; Atropos groups have sizes of their own, so that only TRL's
-        # smallest value passes its checks for every batch.
         self._check_sharding()
+        # TRL groups by a fixed `num_generations`. Atropos groups have sizes of their own, so that only TRL's smallest
+        # value passes its checks for every batch.
         asked, self.num_generations = self.num_generations, 2
         super().__post_init__()
         self.num_generations = asked
+        # What follows reads what TRL has filled in: the steps of a generation batch, settings written as JSON.
         self._check_sleep()
         self._check_token_budget()
         self._check_warnings()
-        self._check_correction()  # only now, because `generation_kwargs` may come as JSON
+        self._check_correction()
+
+    def _wrong(self, what: str, fix: str, code: str = "setting") -> RecipeError:
+        """The error about the settings that `what` and `fix` name."""
+        words = dict.fromkeys(re.findall(r"\w+", f"{what} {fix}"))
+        seen = [f"{name}: {getattr(self, name)}" for name in words if name in self.__dataclass_fields__]
+        return RecipeError(what, ", ".join(seen), fix, code)
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
@@ -358,7 +282,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`max_steps` is {self.max_steps}, but rollouts come from environments and have no end, so a run "
                 "needs a length",
                 "Set `max_steps` to the number of optimizer steps.",
-                "max_steps",
             )
         if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" or self.eval_on_start:
             raise self._wrong(
@@ -366,53 +289,103 @@ class AtroposGRPOConfig(GRPOConfig):
                 "batch from the environments",
                 "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
                 "saved checkpoints.",
-                "eval_strategy",
-                "eval_on_start",
             )
         if self.load_best_model_at_end:
-            what = "`load_best_model_at_end` needs evaluation, which is not supported"
-            raise self._wrong(what, "Remove it.", "load_best_model_at_end")
+            raise self._wrong("`load_best_model_at_end` needs evaluation, which is not supported", "Remove it.")
 
     def _check_values(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        for name, allowed in (
-            ("vllm_mode", VLLM_MODES),
-            ("loss_type", LOSS_TYPES),
-            ("vllm_importance_sampling_mode", IMPORTANCE_SAMPLING_MODES),
-            ("importance_sampling_level", ("token", "sequence")),
-            ("scale_rewards", SCALE_REWARDS),
-            ("single_row_groups", SINGLE_ROW_GROUPS),
-            ("weight_transport", WEIGHT_TRANSPORTS),
-            ("vllm_sleep_level", (1, 2)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise self._is(name, f"one of: {', '.join(map(str, allowed))}")
-        for name in ("rollout_timeout", "publish_timeout"):
-            if getattr(self, name) is None or not float(getattr(self, name)) > 0:
-                raise self._is(name, "a number of seconds above 0")
-        if self.probe_every_n_steps is not None and self.probe_every_n_steps < 0:
-            raise self._is("probe_every_n_steps", "0 (off) or more")
-        for name in ("prefetch_batches", "max_staleness"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise self._is(name, "0 or more")
-        if not self.max_spool_gb > 0:
-            raise self._is("max_spool_gb", "a number of gigabytes above 0")
-        if not 0 <= self.distillation_coef < float("inf"):
-            raise self._is("distillation_coef", "0 (off) or more")
-        if self.sync_every_n_steps < 1:
-            raise self._is("sync_every_n_steps", "1 or more")
+        for name in ("replay_paths", "stop_on_warnings"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])  # YAML gives a scalar where a list has one entry
+        wanted = {
+            name: f"one of: {', '.join(map(str, allowed))}"
+            for name, allowed in CHOICES.items()
+            if getattr(self, name) not in allowed
+        }
+        for name, (least, text) in LEAST.items():
+            value = getattr(self, name)
+            if value != self.__dataclass_fields__[name].default and not (value is not None and value >= least):
+                wanted[name] = text
+        if math.isinf(self.distillation_coef):
+            wanted["distillation_coef"] = LEAST["distillation_coef"][1]
+        for name, text in wanted.items():
+            raise self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {text}.")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
             raise self._wrong(
                 f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "
                 "samples from the trainer's own weights, which every step changes",
                 "Leave it at 1.",
-                "sync_every_n_steps",
             )
-        if self.max_sequence_length is not None and self.max_sequence_length < 2:
-            wanted = "the longest prompt plus completion in tokens, or leave it out to take the server's limit"
-            raise self._is("max_sequence_length", wanted)
-        if isinstance(self.replay_paths, str):
-            self.replay_paths = [self.replay_paths]  # YAML gives a scalar where one path is listed
+
+    def _check_batch(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
+        if size % 2:
+            raise self._wrong(
+                f"A generation batch has {size} rollouts (per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation), but it "
+                "must be even, and a multiple of every environment's group size",
+                "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+                "batch-size",
+            )
+
+    def _check_urls(self) -> None:
+        # TRL's host and port pair is understood where it was set and the URL was not.
+        given = self.vllm_server_base_url or f"http://127.0.0.1:{self.vllm_server_port}"
+        servers = [str(url) for url in given] if isinstance(given, list) else given.split(",")  # YAML may give a list
+        servers = [_plain_url("vllm_server_base_url", url) for url in servers]
+        self.vllm_server_base_url = ",".join(servers)
+        self.atropos_url = _plain_url("atropos_url", self.atropos_url)
+        for url in servers:
+            if servers.count(url) > 1:
+                raise self._wrong(f"`vllm_server_base_url` lists {url} twice", "List each server once.")
+        if self.atropos_url in servers:
+            what = f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers"
+            raise self._wrong(what, "Give each its own port.")
+
+    def _warn_unused(self) -> None:
+        changed = [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
+        if changed:
+            warnings.warn(
+                f"These settings have no effect, because the environments generate: {', '.join(changed)}. Set what "
+                "they mean in the environment instead.",
+                stacklevel=3,
+            )
+
+    def _check_sharding(self) -> None:
+        for name in ("deepspeed", "fsdp"):
+            launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
+            if self.replay_paths is None and self.vllm_mode == "colocate" and (getattr(self, name) or launched):
+                place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
+                raise self._wrong(
+                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded",
+                    f"Remove `{name}`{place}, or use `vllm_mode: server`.",
+                    "sharded-colocate",
+                )
+
+    def _check_sleep(self) -> None:
+        if not self.vllm_enable_sleep_mode:
+            return
+        if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
+            raise self._wrong(
+                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which discards the server's weights, but `vllm_mode: "
+                f"{self.vllm_mode}` does not send all of them again",
+                "Set `vllm_sleep_level: 1`.",
+            )
+        if self.vllm_mode == "restart":
+            raise self._wrong("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`", "Remove it.")
+        # A server that sleeps until the next publish must not be waited for before it.
+        per_batch = self.steps_per_generation * self.num_iterations
+        if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
+            raise self._wrong(
+                "`vllm_enable_sleep_mode` lets the server sleep from a batch to the next publish, but the trainer "
+                f"would need another batch before that (sync_every_n_steps {self.sync_every_n_steps}, "
+                f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps})",
+                "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
+            )
 
     def _check_token_budget(self) -> None:
         budget = self.max_tokens_per_micro_batch
@@ -423,8 +396,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have `max_sequence_length` "
                 f"({self.max_sequence_length}) tokens and cannot be divided",
                 "Set it to that or more.",
-                "max_tokens_per_micro_batch",
-                "max_sequence_length",
             )
         if self.gradient_accumulation_steps != 1:
             raise self._wrong(
@@ -432,8 +403,6 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens",
                 "Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
                 f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`.",
-                "gradient_accumulation_steps",
-                "max_tokens_per_micro_batch",
             )
         if self.loss_depends_on_micro_batches or not self.group_by_length:
             raise self._wrong(
@@ -441,23 +410,19 @@ class AtroposGRPOConfig(GRPOConfig):
                 "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each",
                 "Use another `loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
                 "`group_by_length` on.",
-                "max_tokens_per_micro_batch",
-                "loss_type",
             )
 
     def _check_warnings(self) -> None:
         self.warning_thresholds = self.warning_thresholds or {}
         self.stop_on_warnings = self.stop_on_warnings or []
-        if isinstance(self.stop_on_warnings, str):
-            self.stop_on_warnings = [self.stop_on_warnings]  # YAML gives a scalar where one name is listed
         if not isinstance(self.warning_thresholds, dict):
-            raise self._is("warning_thresholds", "names and values, such as '{\"truncated\": 0.5}'")
+            what = f"`warning_thresholds` is {self.warning_thresholds!r}"
+            raise self._wrong(what, "Set it to names and values, such as '{\"truncated\": 0.5}'.")
         check_names("warning_thresholds", list(self.warning_thresholds))
         check_names("stop_on_warnings", self.stop_on_warnings)
         for name, value in self.warning_thresholds.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                what = f"`warning_thresholds` sets {name!r} to {value!r}"
-                raise self._wrong(what, "Set it to a number.", "warning_thresholds")
+                raise self._wrong(f"`warning_thresholds` sets {name!r} to {value!r}", "Set it to a number.")
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
@@ -465,54 +430,33 @@ class AtroposGRPOConfig(GRPOConfig):
                 f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected",
                 "Set it to the temperature above 0 that the environments sample at.",
                 "temperature",
-                code="temperature",
             )
-        elsewhere = {
-            "sampling_temperature": self.sampling_temperature,
-            "generation_kwargs['temperature']": (
-                self.generation_kwargs.get("temperature") if isinstance(self.generation_kwargs, dict) else None
-            ),
-        }
-        for name, value in elsewhere.items():
+        generation = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        for name, value in (
+            ("sampling_temperature", self.sampling_temperature),
+            ("generation_kwargs['temperature']", generation.get("temperature")),
+        ):
             if value is not None and abs(value - self.temperature) > 1e-6:
                 raise self._wrong(
                     f"`{name}` is {value} but `temperature` is {self.temperature}. The trainer scores every token at "
                     "`temperature`, so the two must agree",
                     f"Set `temperature: {value}`, or let the environments sample at {self.temperature}.",
-                    name.partition("[")[0],
                     "temperature",
-                    code="temperature",
                 )
-        token_level = self.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
+        token_level = self.vllm_importance_sampling_mode.startswith("token")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and not token_level:
             raise self._wrong(
                 "`loss_type='vespo'` needs a token-level correction, but `vllm_importance_sampling_mode` is "
                 f"{self.vllm_importance_sampling_mode!r}",
                 "Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: false`.",
-                "vllm_importance_sampling_mode",
-            )
-
-    def _check_batch(self) -> None:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        rows = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
-        if rows % 2:
-            raise self._wrong(
-                f"A generation batch has {rows} rows (per_device_train_batch_size {self.per_device_train_batch_size} "
-                f"x {processes} processes x {steps} steps per generation), but it must be even, and a multiple of "
-                "every environment's group size",
-                "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
-                "per_device_train_batch_size",
-                "gradient_accumulation_steps",
-                code="batch-size",
             )
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:
         """
-        Whether the gradient of an optimizer step depends on which rows share a micro-batch.
+        Whether the gradient of an optimizer step depends on which rollouts share a micro-batch.
 
-        Most losses add up over the rows. `bnpo` takes a mean over the tokens of each micro-batch, and so do the
+        Most losses are sums over the rollouts. `bnpo` is a mean over the tokens of each micro-batch, and so are the
         entropy bonus and the quantile of entropies.
         """
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
@@ -523,93 +467,15 @@ class AtroposGRPOConfig(GRPOConfig):
         """Base URL of every vLLM server."""
         return self.vllm_server_base_url.split(",")
 
-    def _check_urls(self) -> None:
-        # TRL's host and port pair is understood where it was set and the URL was not.
-        if self.vllm_server_base_url is None:
-            self.vllm_server_base_url = f"http://127.0.0.1:{self.vllm_server_port}"
-        given = self.vllm_server_base_url  # YAML may give a list
-        servers = [str(url) for url in given] if isinstance(given, list) else given.split(",")
-        servers = [_plain_url("vllm_server_base_url", url) for url in servers]
-        self.vllm_server_base_url = ",".join(servers)
-        self.atropos_url = _plain_url("atropos_url", self.atropos_url)
-        for twice in {url for url in servers if servers.count(url) > 1}:
-            what = f"`vllm_server_base_url` lists {twice} twice"
-            raise self._wrong(what, "List each server once.", "vllm_server_base_url")
-        if self.atropos_url in servers:
-            what = f"`atropos_url` and `vllm_server_base_url` are both {self.atropos_url}. They are two servers"
-            raise self._wrong(what, "Give each its own port.", "atropos_url", "vllm_server_base_url")
-
-    def _check_sharding(self) -> None:
-        if self.replay_paths is not None or self.vllm_mode != "colocate":
-            return
-        for name in ("deepspeed", "fsdp"):
-            launched = strtobool(os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false"))
-            if getattr(self, name) or launched:
-                place = "" if getattr(self, name) else " from the configuration of `accelerate launch`"
-                raise self._wrong(
-                    "`vllm_mode='colocate'` trains the server's own memory in place, which cannot be sharded",
-                    f"Remove `{name}`{place}, or use `vllm_mode: server`.",
-                    "vllm_mode",
-                    name,
-                    code="sharded-colocate",
-                )
-
-    def _check_sleep(self) -> None:
-        if not self.vllm_enable_sleep_mode:
-            return
-        if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
-            raise self._wrong(
-                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which forgets the server's weights, but `vllm_mode: "
-                f"{self.vllm_mode}` does not send all of them again",
-                "Set `vllm_sleep_level: 1`.",
-                "vllm_sleep_level",
-                "vllm_mode",
-            )
-        if self.vllm_mode == "restart":
-            what = "`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`"
-            raise self._wrong(what, "Remove it.", "vllm_enable_sleep_mode", "vllm_mode")
-        # A server that sleeps until the next publish must not be waited for before it.
-        per_batch = self.steps_per_generation * self.num_iterations
-        if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
-            raise self._wrong(
-                "`vllm_enable_sleep_mode` lets the server sleep from a batch to the next publish, but the trainer "
-                f"would need another batch before that (sync_every_n_steps {self.sync_every_n_steps}, "
-                f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps})",
-                "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
-                "vllm_enable_sleep_mode",
-                "sync_every_n_steps",
-            )
-
-    def _wrong(self, what: str, fix: str, *names: str, code: str = "setting") -> RecipeError:
-        """The error about settings of these names."""
-        return RecipeError(what, ", ".join(f"{name}: {getattr(self, name)}" for name in names), fix, code)
-
-    def _is(self, name: str, wanted: str) -> RecipeError:
-        return self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {wanted}.", name)
-
-    def _warn_unused(self) -> None:
-        defaults = {f.name: f.default for f in fields(GRPOConfig)}
-        changed = [name for name in UNUSED_FIELDS if getattr(self, name) != defaults[name]]
-        if changed:
-            warnings.warn(
-                f"These settings have no effect, because the environments generate: {', '.join(changed)}. Set what "
-                "they mean in the environment instead.",
-                stacklevel=3,
-            )
-
 
 def _plain_url(name: str, url: str) -> str:
     """A base URL without `/v1` and the last slash."""
     parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
+    try:
+        works = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number, or above 65535
+        works = False
+    if not works:
         fix = "Write it as `http://host:port`."
         raise RecipeError(f"`{name}` is {url!r}, which is not a URL", f"{name}: {url}", fix)
     return url.strip().rstrip("/").removesuffix("/v1")
-
-
-def _has_good_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port is None or parts.port > 0
-    except ValueError:  # no number, or above 65535
-        return False

@@ -16,36 +16,31 @@ class AtroposTrainingError(RuntimeError):
         seen (`str`, *optional*): The value that was seen.
         fix (`str`, *optional*): What to do about it, in sentences.
         code (`str`, *optional*): Stable name for scripts, such as `port-taken`.
-        level (`str`, *optional*, defaults to `"error"`): `"warning"` for a finding of `check` with which the run goes
-            on, and loses something.
+        level (`str`, *optional*, defaults to `"error"`): `"warning"` for a finding of `check` that does not end a run.
     """
 
-    what_has_seen = False  # `what` says the value in its own words, so that the message needs no `seen`
+    usual_code = "error"
+    what_has_seen = False  # whether `what` always says the value in its own words
 
-    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "error", level: str = ERROR) -> None:
-        self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code, level
-        message = what
-        if fix:
-            has_seen = self.what_has_seen or seen in what
-            message = what.rstrip(".") + (f" (seen: {seen})" if not has_seen else "") + f". {fix}"
-        super().__init__(message)
+    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR) -> None:
+        self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code or self.usual_code, level
+        addition = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
+        super().__init__(f"{what.rstrip('.')}{addition}. {fix}" if fix else what)
 
 
 class RecipeError(AtroposTrainingError, ValueError):
     """The recipe or the command line is wrong. `what` names the setting and its value, `seen` repeats it as YAML."""
 
+    usual_code = "setting"
     what_has_seen = True
-
-    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "setting") -> None:
-        super().__init__(what, seen, fix, code)
 
 
 class PushError(AtroposTrainingError):
-    """What is saved could not be uploaded to the Hub."""
+    """The model could not be uploaded to the Hub."""
 
 
 class CheckpointError(AtroposTrainingError):
-    """A checkpoint does not hold what is to be resumed from it."""
+    """A run cannot resume from the checkpoint."""
 
 
 class OutputLockError(AtroposTrainingError):
@@ -73,15 +68,9 @@ class AttachError(ServerError):
 
 
 class ProbeError(AtroposTrainingError):
-    """
-    After a publish, the server did not sample from the weights that the trainer has.
+    """After a publish, the server did not sample from the weights that the trainer has, as `result` shows."""
 
-    Attributes:
-        result (`ProbeResult`, *optional*): By how much, where tokens were compared.
-        seen (`str`): The same in words.
-    """
-
-    result = None
+    result = None  # the `ProbeResult`, where tokens were compared
 
 
 class GatherError(AtroposTrainingError):
@@ -89,4 +78,4 @@ class GatherError(AtroposTrainingError):
 
 
 class SaveError(AtroposTrainingError):
-    """A checkpoint did not reach the disk."""
+    """A checkpoint could not be written to disk."""

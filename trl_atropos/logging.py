@@ -1,9 +1,9 @@
 """How much the package says on stderr: verbosity with the names that transformers uses.
 
 The environment variable `TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The
-default is the root logger's level, which is warning where nobody changed it, and info in runs of `trl_atropos.train`.
-Lines appear above progress bars. A program that has given Python's root logger a handler gets the records there
-instead, until `disable_propagation()`.
+default is the root logger's level (warning, unless it was changed), and info in runs of `trl_atropos.train`. Lines
+appear above progress bars. A program that has given Python's root logger a handler gets the records there instead,
+until `disable_propagation()`.
 """
 
 import logging
@@ -18,12 +18,12 @@ _root = logging.getLogger("trl_atropos")
 
 
 class _Console(logging.Handler):
-    """Stderr, without tearing a progress bar."""
+    """Writes to stderr, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _root.propagate and logging.getLogger().handlers:
             return  # those show it
-        from tqdm.auto import tqdm  # not before there is something to say
+        from tqdm.auto import tqdm  # slow to import
 
         try:
             tqdm.write(self.format(record), file=sys.stderr)
@@ -58,12 +58,12 @@ def set_verbosity_error() -> None:
 
 
 def disable_propagation() -> None:
-    """The package writes to stderr itself, whatever handlers the root logger has."""
+    """The package writes to stderr itself, whether or not the root logger has handlers."""
     _root.propagate = False
 
 
 def enable_propagation() -> None:
-    """The root logger's handlers, if it has any, get the records in place of stderr. The default."""
+    """The root logger's handlers, if it has any, get the records instead of stderr. The default."""
     _root.propagate = True
 
 
@@ -72,16 +72,11 @@ def verbosity_of_environment() -> int | None:
     return LEVELS.get(os.environ.get(VARIABLE, "").lower())
 
 
-def _configure() -> None:
-    console = _Console()
-    console.setFormatter(logging.Formatter("[trl_atropos] %(message)s"))
-    _root.addHandler(console)
-    asked = verbosity_of_environment()
-    if asked is not None:
-        set_verbosity(asked)
-    name = os.environ.get(VARIABLE)
-    if name and name.lower() not in LEVELS:
-        _root.warning("%s is %r, which is no level. Set it to one of: %s.", VARIABLE, name, ", ".join(LEVELS))
-
-
-_configure()
+_console = _Console()
+_console.setFormatter(logging.Formatter("[trl_atropos] %(message)s"))
+_root.addHandler(_console)
+if verbosity_of_environment() is not None:
+    _root.setLevel(verbosity_of_environment())
+elif os.environ.get(VARIABLE):
+    _wrong = "%s is %r, which is no level. Set it to one of: %s."
+    _root.warning(_wrong, VARIABLE, os.environ[VARIABLE], ", ".join(LEVELS))

@@ -1,4 +1,4 @@
-"""What the trainer's side and the server's side agree on: route names, JSON shapes, and nothing else.
+"""What the trainer's side and the server's side agree on: route names, JSON shapes, and how command lines are read.
 
 Both sides import this module; neither imports the other. Everything that crosses the wire is JSON, checked by these
 models where it enters.
@@ -6,8 +6,9 @@ models where it enters.
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +23,8 @@ TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM's `--max-lora-rank` takes."""
-
-ADAPTER_NAME = "policy"
-"""Under which the server knows the adapter that is trained, whatever its version."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `--max-lora-rank` takes
+ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatever its version
 
 
 def environment_token() -> str:
@@ -37,25 +35,25 @@ def environment_token() -> str:
         AtroposTrainingError: No HTTP header can carry it.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
-    position = next((number for number, char in enumerate(token) if not "!" <= char <= "~"), None)
-    if position is not None:
-        kind = "a space or line break" if token[position].isspace() else "a control or non-ASCII character"
-        raise AtroposTrainingError(
-            f"The control token in {TOKEN_VARIABLE} has {kind} at place {position + 1} of {len(token)}, which no HTTP "
-            "header can carry",
-            seen=kind,
-            fix="Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for trainer and "
-            "server.",
-            code="token",
-        )
+    for position, char in enumerate(token, start=1):
+        if not "!" <= char <= "~":
+            kind = "a space or line break" if char.isspace() else "a control or non-ASCII character"
+            raise AtroposTrainingError(
+                f"The control token in {TOKEN_VARIABLE} has {kind} at place {position} of {len(token)}, which no HTTP "
+                "header can carry",
+                seen=kind,
+                fix="Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for trainer and "
+                "server.",
+                code="token",
+            )
     return token
 
 
 def reason_in(text: str) -> str:
     """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
     try:
-        told = json.loads(text)["error"]
-        return str(told["message"] if isinstance(told, dict) else told)
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return text[:300]
 
@@ -205,8 +203,8 @@ def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: A
     """
     What both sides know one sampled completion by: 16 bytes, a hash over all of it.
 
-    The log-probabilities belong to it, to the last bit, because sequences repeat as a policy converges: by tokens
-    alone, a third of them would be taken for those of another version. They survive JSON as they are.
+    The log-probabilities belong to it, to the last bit, because completions repeat as a policy converges: by tokens
+    alone, a third of them would be taken for those of another version. JSON leaves the values as they are.
 
     Args:
         prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.
@@ -248,3 +246,81 @@ class Attachment(Strict):
 def tokenizer_fingerprint(vocabulary: dict[str, int]) -> str:
     """Hash of a tokenizer's whole vocabulary, to tell whether two processes mean the same tokens by the same ids."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------- command lines
+
+# vLLM's short names (vllm/engine/arg_utils.py); `tests/server/test_launch.py` compares them with vLLM's own.
+ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "-dc": "--diffusion-config",
+    "-asc": "--api-server-count",
+}
+PARALLEL = (
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--prefill-context-parallel-size",
+    "--data-parallel-size",
+)
+
+
+def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
+    """
+    The flags of a command line with their values, in either spelling (`--a v`, `--a=v`).
+
+    The last value counts if a flag is given several times. The value of a flag without one is an empty text.
+    """
+    aliases, stated, flag = aliases or {}, {}, None
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--") or name in aliases:
+            flag = aliases.get(name, name)
+            stated[flag] = value
+            flag = None if equals else flag
+        elif flag is not None:
+            stated[flag], flag = word, None
+    return stated
+
+
+def server_flags(argv: Iterable[str]) -> dict[str, str]:
+    """Flags of a vLLM server by their long names: `--max_model_len 8`, `-tp 2` and `-tp=2` are stated, too."""
+    return {flag.replace("_", "-"): value for flag, value in stated_flags(argv, ALIASES).items()}
+
+
+def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """All values of a flag that may be given several times, and the command line without it."""
+    values, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith(f"{flag}="):
+            values.append(word.removeprefix(f"{flag}="))
+        elif word == flag and (value := next(words, None)) is not None:
+            values.append(value)
+        else:
+            rest.append(word)
+    return values, rest
+
+
+def parallel(flags: Iterable[str]) -> tuple[int, str]:
+    """GPUs that a server with these flags takes, and the flags that say so."""
+    stated = {flag: value for flag, value in server_flags(flags).items() if flag in PARALLEL and value.isdigit()}
+    return math.prod(map(int, stated.values())), " ".join(f"{flag} {value}" for flag, value in stated.items())

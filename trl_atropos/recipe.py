@@ -2,7 +2,8 @@
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
 `AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
-one wins over an earlier one, and command-line flags win over all.
+one wins over an earlier one, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call
+`parse`, then `check_files` and `check_reports`.
 
 Of an environment, a recipe needs to say only the script. The run writes the rest into the file that Atropos' own
 `--config` reads (`Recipe.environment_file`).
@@ -14,162 +15,62 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+import tempfile
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from trl import ModelConfig, TrlParser
 
-from trl_atropos.config import REMOVED, AtroposGRPOConfig
+from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
-from trl_atropos.flags import server_flags, stated_flags, values_of
-from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS
+from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, environment_token, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
+from trl_atropos.services.environments import EnvironmentSpec
 
 
 @dataclass
+@with_help
 class ServicesConfig:
     """
     Which services the run starts and stops. Those it does not start are used by their URL and never touched.
 
     Parameters:
+        > Services
+
         start_atropos (`bool`, *optional*, defaults to `False`):
-            Start the Atropos API at `atropos_url`.
+            Whether to start the Atropos API at `atropos_url`.
         start_vllm (`bool`, *optional*, defaults to `False`):
-            Start the vLLM server at `vllm_server_base_url` on the model of the run.
+            Whether to start the vLLM server at `vllm_server_base_url` on the model of the run.
         vllm_args (`list[str]`, *optional*):
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
-        environments (`list`, *optional*):
-            Environments to start, each the path of a script, or a mapping with the fields of `EnvironmentSpec`.
+        environments (`list[dict]`, *optional*):
+            Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
+            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. {python},
+            {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and {output_dir} in a command are
+            filled in.
         restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends is started again, and likewise the Atropos API if the
-            run started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends
-            the run at the first end.
+            How often within an hour an environment that ends is started again, and likewise the Atropos API if the run
+            started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends the
+            run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
 
-    start_atropos: bool = field(default=False, metadata={"help": "Start the Atropos API at `atropos_url`."})
-    start_vllm: bool = field(
-        default=False,
-        metadata={"help": "Start the vLLM server at `vllm_server_base_url` on the model of the run."},
-    )
-    vllm_args: list[str] | None = field(
-        default=None, metadata={"help": "Further flags for the vLLM server, as `trl-atropos serve` takes them."}
-    )
-    environments: list[dict] | None = field(
-        default=None,
-        metadata={
-            "help": "Environments to start (in the recipe file only): each the path of its script, or a mapping with "
-            "`path` or `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and "
-            "`servers`. {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and "
-            "{output_dir} in a command are filled in."
-        },
-    )
-    restart_environments: int = field(
-        default=3,
-        metadata={
-            "help": "How often within an hour an environment, or the Atropos API of this run, is started again when "
-            "it ends. One that ends within 30 seconds of its start is not. 0 ends the run at the first end."
-        },
-    )
-    service_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds that a service may take to become healthy."}
-    )
+    start_atropos: bool = False
+    start_vllm: bool = False
+    vllm_args: list[str] | None = None
+    environments: list[dict] | None = None
+    restart_environments: int = 3
+    service_timeout: float = 300.0
 
 
-class EnvironmentSpec(BaseModel):
-    """
-    One entry of `environments`. A text alone is the `path`.
-
-    Attributes:
-        path: The environment's script, as seen from `cwd`. It is started as `{python} PATH serve --config FILE`, with
-            a file that the run writes.
-        config: Settings of the environment's configuration, which go into that file over those that the run knows.
-        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
-        name: Names the service and its log file. Defaults to that of the script, or of its folder if the script is
-            called `environment.py`.
-        env: Environment variables.
-        cwd: Working directory.
-        python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs; by default those of the run. What an entry leaves out
-            is filled in: `base_url` `{vllm_url}/v1`, `model_name` `{model}`, `server_type` `vllm`. With a `command`,
-            they are written to a file that it is given as `--config`.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str | None = Field(default=None, min_length=1)
-    config: dict[str, Any] = {}
-    command: str | list[str] | None = Field(default=None, min_length=1)
-    name: str = Field(default="", pattern=r"^[\w.-]*$")
-    env: dict[str, str | int | float] = {}
-    cwd: str | None = None
-    python: str | None = Field(default=None, min_length=1)
-    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, entry: Any) -> Any:
-        return {"path": entry} if isinstance(entry, str) else entry
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> "EnvironmentSpec":
-        if (self.path is None) == (self.command is None):
-            raise ValueError("it needs either `path` or `command`")
-        if self.path is None and not self.name:
-            raise ValueError("an entry with a `command` needs a `name`")
-        if self.path is None and self.config:
-            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
-        if not self.name:
-            script = Path(self.cwd or "", self.path).absolute()
-            self.name = re.sub(r"[^\w.-]", "_", script.parent.name if script.stem == "environment" else script.stem)
-        return self
-
-    @property
-    def line(self) -> str:
-        """The command as a person would type it, without what the run fills in."""
-        if self.path is not None:
-            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
-            return " ".join([f"python {self.path} serve", *flags])
-        return self.command if isinstance(self.command, str) else " ".join(self.command)
-
-    def words(self) -> list[str]:
-        """The command as words, with its placeholders."""
-        if self.path is not None:
-            return ["{python}", self.path.replace("{", "{{").replace("}", "}}"), "serve"]
-        try:
-            return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
-        except ValueError as error:
-            raise RecipeError(
-                f"The command of environment {self.name!r} is cut short: {error}",
-                seen=str(self.command),
-                fix="Correct its quotes.",
-                code="environment-command",
-            ) from error
-
-    def fill_in(self, word: str, values: dict[str, str]) -> str:
-        if self.python is not None:
-            python = os.path.expanduser(self.python)
-            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
-        try:
-            return word.format_map(values)
-        except (KeyError, IndexError, ValueError) as error:
-            raise RecipeError(
-                f"The entry of environment {self.name!r} has an unknown placeholder ({error})",
-                seen=f"{error} in {word}",
-                fix=f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice.",
-                code="environment-command",
-            ) from error
-
-
-ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # words by their type, but `false` is understood
-ALSO_LISTS = ("vllm_server_base_url",)  # one word by its type, but several servers are understood
-NOT_IN_OVERLAYS = ("env", "environments")  # one overlay is for many recipes, which differ in these
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
+ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
+ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
+NOT_IN_OVERLAYS = {"env", "environments"}  # one overlay is for many recipes, which differ in these
 HOW_TO_QUOTE = (
     "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
     '"--max-model-len 512 --dtype bfloat16"`.'
@@ -178,6 +79,7 @@ HOW_TO_ENTER = (
     "An entry is the path of a script, or has `path` or `command`, and optionally `name`, `config`, `env`, `cwd`, "
     "`python` and `servers`."
 )
+HELP = "See `python -m trl_atropos.train --help`."
 
 
 @dataclass
@@ -233,7 +135,7 @@ class Recipe:
             }
             for server in stated
         ]
-        # Of a single one, Atropos ignores the URL unless the environment has a list itself; of two it never does.
+        # Atropos ignores the URL of a single server unless the environment has a list itself. It heeds those of two.
         servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
         if spec.path is None:
             return {"openai": servers}
@@ -271,26 +173,28 @@ class Recipe:
         return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
 
 
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
 class _Parser(TrlParser):
     """Says what is wrong in one line, without the usage of several hundred flags."""
 
     def __init__(self, parts: tuple[type, ...]) -> None:
         super().__init__(parts)
-        self.overlaid: dict[str, Any] = {}  # settings that come over those of the recipe
+        self.overlaid: dict[str, Any] = {}  # settings that win over those of the recipe
 
     def set_defaults_with_config(self, **recipe: Any) -> list[str]:
         return super().set_defaults_with_config(**(recipe | self.overlaid))
 
     def error(self, message: str) -> None:
         message = re.sub(r"^argument --([^/:]+)[^:]*", r"`\1`", message)
-        raise RecipeError(message.rstrip("."), fix="See `python -m trl_atropos.train --help`.")
+        raise RecipeError(message.rstrip("."), fix=HELP)
 
 
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
     overlays, argv = values_of("--overlay", argv)
-    paths, _ = values_of("--config", argv)
-    path = paths[0] if paths else None
+    path = next(iter(values_of("--config", argv)[0]), None)
     if path is None:
         stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
         if not argv or argv[-1] == "--config" or stray in argv:
@@ -320,9 +224,13 @@ def parse(argv: list[str]) -> Recipe:
 
 
 def _vllm_args(given: list[str] | str | None) -> list[str]:
+    """
+    The flags for vLLM as words. On the command line they come quoted, `"--max-num-seqs 8"`, or they would be taken for
+    the run's own. The value in `--flag={"a": 1}` may have blanks.
+    """
     try:
-        given = shlex.split(given) if isinstance(given, str) else given or []
-        flags = [flag for word in given for flag in _flags_in(str(word))]
+        given = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
+        flags = [flag for word in given for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])]
     except ValueError as error:
         what, seen = f"`vllm_args` cannot be split into flags: {error}", f"vllm_args: {given}"
         raise RecipeError(what, seen=seen, fix="Correct its quotes.") from error
@@ -332,63 +240,48 @@ def _vllm_args(given: list[str] | str | None) -> list[str]:
     return flags
 
 
-def _flags_in(word: str) -> list[str]:
-    """Of one of `vllm_args`. On the command line flags come quoted, `"--max-num-seqs 8"`, or they would be taken for
-    the run's; a value, `--flag={"a": 1}` too, may hold blanks."""
-    return shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word]
-
-
 def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
     if recipe is None:
         what = f"`--overlay {path}` changes a recipe, and there is none"
-        raise RecipeError(what, seen=path, fix="Name one with `--config`.", code="no-recipe")
+        raise RecipeError(what, path, "Name one with `--config`.", "no-recipe")
     settings = _check_keys(path, known, "--overlay")
-    for key in NOT_IN_OVERLAYS:
-        if key in settings:
-            what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
-            raise RecipeError(what, seen=f"{key} in {path}", fix=f"Set it in the recipe, {recipe}.")
+    for key in settings.keys() & NOT_IN_OVERLAYS:
+        what = f"{path}: `{key}` cannot be in an overlay, which is for many recipes"
+        raise RecipeError(what, f"{key} in {path}", f"Set it in the recipe, {recipe}.")
     return settings
 
 
 def read_yaml(path: str) -> Any:
-    """
-    The content of a recipe or an overlay.
-
-    Raises:
-        OSError, UnicodeError, yaml.YAMLError: It cannot be read.
-    """
+    """The content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or `yaml.YAMLError`."""
     with open(path, encoding="utf-8") as file:
         return yaml.safe_load(file)
 
 
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
-    """What a recipe says, or an overlay, after a look at its keys and the types of their values."""
-    what, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
+    """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are wrong."""
+    kind, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
     if not os.path.isfile(path):
-        told = f"The {what} {path!r} does not exist (looked in {os.getcwd()})"
-        raise RecipeError(told, seen=path, fix=fix, code="no-recipe")
+        raise RecipeError(f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe")
     try:
         content = read_yaml(path)
     except yaml.YAMLError as error:
-        told = f"{path} is not valid YAML: {' '.join(str(error).split())}"
-        raise RecipeError(told, seen=path, fix="Correct it there.", code="recipe-format") from error
+        what = f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        raise RecipeError(what, path, "Correct it there.", "recipe-format") from error
     except (OSError, UnicodeError) as error:
-        told = f"The {what} {path} cannot be read: {error}"
-        raise RecipeError(told, seen=path, fix=fix, code="no-recipe") from error
+        raise RecipeError(f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe") from error
     if not isinstance(content, dict):
-        told = f"{path} must hold `key: value` lines at its top level"
-        raise RecipeError(told, seen=f"{path}: {type(content).__name__}", fix="Correct it.", code="recipe-format")
+        what = f"{path} must hold `key: value` lines at its top level"
+        raise RecipeError(what, f"{path}: {type(content).__name__}", "Correct it.", "recipe-format")
     for key in content:
         if key not in known | {"env"}:
-            told, seen = f"{path}: unknown key `{key}`", f"{key}: {content[key]}"
-            raise RecipeError(told, seen=seen, fix=_suggest(str(key), known), code="unknown-key")
+            what, fix = f"{path}: unknown key `{key}`", _suggest(str(key), known)
+            raise RecipeError(what, f"{key}: {content[key]}", fix, "unknown-key")
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
-        wanted = _wanted(value, hints.get(key, Any))
-        if key in ALSO_LISTS and isinstance(value, list):
-            continue  # of what, is checked with the other settings
-        if wanted and not (value is False and key in ALSO_FALSE):
-            raise RecipeError(f"{path}: `{key}` is {value!r}", seen=f"{key}: {value}", fix=f"Write {wanted}.")
+        if (key in ALSO_LISTS and isinstance(value, list)) or (key in ALSO_FALSE and value is False):
+            continue
+        if wanted := _wanted(value, hints.get(key, Any)):
+            raise RecipeError(f"{path}: `{key}` is {value!r}", f"{key}: {value}", f"Write {wanted}.")
     return content
 
 
@@ -417,105 +310,99 @@ def _suggest(key: str, known: set[str]) -> str:
     if key in REMOVED:
         return f"It is no setting any more. {REMOVED[key]}"
     close = difflib.get_close_matches(key, known, n=1)
-    return f"Did you mean `{close[0]}`?" if close else "See `python -m trl_atropos.train --help`."
+    return f"Did you mean `{close[0]}`?" if close else HELP
 
 
 def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
-    parsed, code = [], "environment-entry"
-    if isinstance(services.environments, dict):
+    entries, parsed, code = services.environments or [], [], "environment-entry"
+    if isinstance(entries, dict):
         what, fix = "`environments` is one mapping, not a list", "Begin each entry with `- path: ...`."
-        raise RecipeError(what, seen=str(services.environments), fix=fix, code=code)
-    for number, entry in enumerate(services.environments or [], start=1):
+        raise RecipeError(what, str(entries), fix, code)
+    for number, entry in enumerate(entries, start=1):
         try:
             parsed.append(EnvironmentSpec.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
-            what = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
-            told = f"`environments` entry {number}: {what}"
-            raise RecipeError(told, seen=str(entry), fix=HOW_TO_ENTER, code=code) from error
+            wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
+            raise RecipeError(f"`environments` entry {number}: {wrong}", str(entry), HOW_TO_ENTER, code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         what = f"`environments` names must differ, but they are: {', '.join(names)}"
-        raise RecipeError(what, seen=", ".join(names), fix="Give each entry a `name`.", code=code)
+        raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
     return parsed
+
+
+# ------------------------------------------------------------------------------------ checks of settings between parts
 
 
 def _check(recipe: Recipe) -> None:
     """Checks that need more than one of the three parts."""
-    training, model = recipe.training, recipe.model.model_name_or_path
+    training, model, mode = recipe.training, recipe.model.model_name_or_path, recipe.training.vllm_mode
     if not model:
         fix = "Set `model_name_or_path` to a Hub name or a folder."
-        raise RecipeError("No model", seen=f"model_name_or_path: {model}", fix=fix, code="model")
+        raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
         raise RecipeError(
             f"The model folder {model!r} does not exist (looked in {os.getcwd()})",
-            seen=f"model_name_or_path: {model}",
-            fix="Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made "
-            "by `python recipes/quickstart/make_model.py FOLDER`.",
-            code="model",
+            f"model_name_or_path: {model}",
+            "Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made by "
+            "`python recipes/quickstart/make_model.py FOLDER`.",
+            "model",
         )
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
-    elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
+    elif mode in ADAPTER_MODES and not recipe.model.use_peft:
         raise RecipeError(
-            f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none",
-            seen=f"vllm_mode: {training.vllm_mode}",
-            fix="Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: "
-            "colocate` or `server`.",
-            code="no-adapter",
+            f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none",
+            f"vllm_mode: {mode}",
+            "Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: colocate` "
+            "or `server`.",
+            "no-adapter",
         )
-    _check_patience(recipe)
     again = recipe.services.restart_environments
     if again < 0:
-        what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
-        raise RecipeError(what, seen=seen, fix="Set it to 0 (never) or more.")
+        seen = f"restart_environments: {again}"
+        raise RecipeError(f"`restart_environments` is {again}", seen, "Set it to 0 (never) or more.")
+    _check_patience(recipe.services, training)
     for spec in recipe.environments:
         _check_program(recipe, spec)
         _check_environment(recipe, spec)
 
 
-def _check_patience(recipe: Recipe) -> None:
+def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
     """The other processes wait for the first one, which waits for one service after the other."""
-    services, training = recipe.services, recipe.training
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
-    if training.world_size > 1 and waits * services.service_timeout >= training.ddp_timeout:
+    seconds = services.service_timeout
+    if training.world_size > 1 and waits * seconds >= training.ddp_timeout:
         raise RecipeError(
-            f"{waits} services may take {services.service_timeout:g} s each to become healthy (`service_timeout`), "
-            f"but the trainer's processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
-            seen=f"service_timeout: {services.service_timeout:g}, ddp_timeout: {training.ddp_timeout}",
-            fix="Raise `ddp_timeout`, or lower `service_timeout`.",
+            f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the trainer's "
+            f"processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
+            f"service_timeout: {seconds:g}, ddp_timeout: {training.ddp_timeout}",
+            "Raise `ddp_timeout`, or lower `service_timeout`.",
         )
 
 
 def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     """Whether what starts an environment is there."""
     command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
-    if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        what = f"{name}: its `cwd`, {spec.cwd!r}, is no folder"
-        raise RecipeError(what, seen=f"cwd: {spec.cwd}", fix="Correct it.", code="environment-program")
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    if not shutil.which(place, path=str(spec.env["PATH"]) if "PATH" in spec.env else None):
-        raise RecipeError(
-            f"{name}: there is no program {program!r} to run",
-            seen=program,
-            fix="Correct its `python`."
-            if spec.path is not None
-            else "Correct its `command`; a Python script is run by `{python} path/to/script.py`.",
-            code="environment-program",
-        )
+    path = str(spec.env["PATH"]) if "PATH" in spec.env else None
+    given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
+    if spec.cwd is not None and not os.path.isdir(spec.cwd):
+        what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
+        raise RecipeError(what, seen, "Correct it.", "environment-program")
+    if not shutil.which(place, path=path):
+        fix = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
+        fix = fix if spec.path is None else "Correct its `python`."
+        raise RecipeError(f"{name}: there is no program {program!r} to run", program, fix, "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
         what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
-        raise RecipeError(what, seen=f"path: {spec.path}", fix=fix, code="environment-script")
-    if spec.path is None and spec.servers is not None:
-        given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
-        if given:
-            raise RecipeError(
-                f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them",
-                seen=given[0],
-                fix="Remove one; `servers` may have every setting that `--openai.` flags have.",
-                code="environment-command",
-            )
+        raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
+    if spec.path is None and spec.servers is not None and given:
+        what = f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them"
+        fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
+        raise RecipeError(what, given[0], fix, "environment-command")
 
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
@@ -523,34 +410,26 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
     for setting, value in stated.items():
         if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
+            written = f"{value} (`config: {setting}`)" if setting in spec.config else f"{value} (--env.{setting})"
             raise RecipeError(
-                f"{name} samples at temperature {value} ({_written(spec, setting)}), but `temperature` is "
-                f"{training.temperature}. The trainer scores every token at `temperature`",
-                seen=f"temperature {value} ({_written(spec, setting)}), temperature: {training.temperature}",
-                fix="Make the two equal.",
-                code="temperature",
+                f"{name} samples at temperature {written}, but `temperature` is {training.temperature}. The trainer "
+                "scores every token at `temperature`",
+                f"temperature {written}, temperature: {training.temperature}",
+                "Make the two equal.",
+                "temperature",
             )
     size, batch = _number(stated.get("group_size")), training.generation_batch_size
-    if size is not None and size > batch:
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, but a generation batch has only {batch} rows",
-            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
-            fix="Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size.",
-            code="group-size",
-        )
     if size and batch % size:
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, which do not fill a generation batch of {batch} rows: the "
-            "Atropos API would never deliver one",
-            seen=f"group_size: {size:.0f}, a generation batch of {batch} rows",
-            fix="Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a "
-            "multiple of the group size.",
-            code="group-size",
+        what = f"which do not fill a generation batch of {batch} rollouts: the Atropos API would never deliver one"
+        fix = (
+            "Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of "
+            "the group size."
         )
-
-
-def _written(spec: EnvironmentSpec, setting: str) -> str:
-    return f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+        if size > batch:
+            what = f"but a generation batch has only {batch} rollouts"
+            fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
+        seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
+        raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
 
 
 def _number(value: Any) -> float | None:
@@ -558,3 +437,48 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+# ------------------------------------------------------------------------------------------ checks of what is not ours
+
+
+def check_files(recipe: Recipe) -> None:
+    """
+    Checks what a run reads and writes, before it starts anything that takes long. All ranks call this; what one of
+    them lacks ends all. Sets `resume_from_checkpoint` to the folder of the checkpoint, or to `None`.
+    """
+    from trl_atropos.distributed import together
+    from trl_atropos.weights import checkpoint as checkpoints
+
+    training, model = recipe.training, recipe.model
+    environment_token()  # raises if no header can carry it
+    together(lambda: _check_folder(training.output_dir))
+    together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
+    folder = checkpoints.checkpoint_of(training.resume_from_checkpoint, training.output_dir)
+    training.resume_from_checkpoint = folder
+    if folder is not None:
+        together(lambda: checkpoints.require_whole(folder))
+        together(lambda: checkpoints.require_same_weights(folder, model.use_peft))
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        what = f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})"
+        raise RecipeError(what, f"output_dir: {folder}", "Set it to another folder.", "output-dir") from error
+
+
+def check_reports(training: AtroposGRPOConfig) -> None:
+    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when the server is up."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for callback in get_reporting_integration_callbacks(training.report_to):
+            callback()
+    except (ImportError, RuntimeError, ValueError) as error:
+        seen = f"report_to: {', '.join(training.report_to)}"
+        what, fix = f"`report_to` is {training.report_to}: {error}", "Or set `report_to: none`."
+        raise RecipeError(what, seen, fix, "report-to") from error

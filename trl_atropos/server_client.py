@@ -1,20 +1,20 @@
 """The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
 
 `ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
-`ServerError` that names the server, what was being done, and the way out.
+`ServerError` that names the server, what was being done, and the way out. `rollouts/versions.py` asks for itself,
+because there a server that does not answer is no failure.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 import urllib3
 from accelerate import PartialState
-from pydantic import ValidationError
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError, ServerTimeout
@@ -24,12 +24,8 @@ from trl_atropos.protocol import (
     TOKEN_VARIABLE,
     Attachment,
     LoadReply,
-    Note,
     ParameterSpec,
-    RefusalsReply,
     ServerInfo,
-    VersionsQuery,
-    VersionsReply,
     environment_token,
     reason_in,
 )
@@ -41,6 +37,8 @@ HELD = b"held\n"  # what the response of a lease begins with
 
 class ServerClient:
     """
+    One server.
+
     Args:
         url (`str`): Base URL of the server, without `/v1`.
         timeout (`float`): Seconds that any one call may take.
@@ -61,7 +59,7 @@ class ServerClient:
     # ------------------------------------------------------------------------------------------------ what it is, does
 
     def info(self) -> ServerInfo:
-        reply = self._call("GET", "/info", "asking the server what it is")
+        reply = self._call("/info", "asking the server what it is")
         if reply.get("protocol") != PROTOCOL_VERSION:
             raise ServerError(
                 f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}",
@@ -69,21 +67,6 @@ class ServerClient:
                 code="server-version",
             )
         return ServerInfo.model_validate(reply)
-
-    def versions(self, keys: Sequence[bytes]) -> list[Note | None]:
-        """What the server noted about each completion, by `completion_key`; `None` for one that it does not know."""
-        query = VersionsQuery(keys=[key.hex() for key in keys])
-        reply = self._call("POST", "/versions", "asking which policy versions sampled", query.model_dump())
-        notes = []
-        with contextlib.suppress(ValidationError):
-            notes = VersionsReply.model_validate(reply).notes()
-        if len(notes) != len(keys):
-            raise self._stranger(f"to a question about {len(keys)} completions, it answered {str(reply)[:80]}")
-        return notes
-
-    def refusals(self) -> RefusalsReply:
-        """The requests that the server has answered with an error."""
-        return RefusalsReply.model_validate(self._call("GET", "/refusals", "asking what the server has refused"))
 
     def sample(
         self,
@@ -93,7 +76,7 @@ class ServerClient:
         num_samples: int = 1,
         phase: str = "sampling the probe",
     ) -> list[tuple[list[int], list[float]]]:
-        """Samples continuations. Returns the ids and the log-probabilities of each, `num_tokens` of both."""
+        """Samples continuations. Returns the token ids and the log-probabilities of each, `num_tokens` of both."""
         body = {
             "prompt": {"prompt_token_ids": prompt_ids},
             "n": num_samples,
@@ -102,14 +85,14 @@ class ServerClient:
             "ignore_eos": True,
             "logprobs": 0,
         }
-        reply = self._call("POST", "/generate", phase, body, prefix="")
+        reply = self._call("/generate", phase, body)
         return [
             (tokens, [next(iter(entry[0].values())) for entry in entries])
             for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
         ]
 
     def why_silent(self) -> str:
-        """Asks for one token. Returns what is wrong if none comes, and an empty string if one does."""
+        """Asks for one token. Returns what is wrong if none comes, and an empty text if one does."""
         try:
             self.sample([0], 1, temperature=1.0, phase="sampling one token")
         except ServerTimeout:
@@ -134,93 +117,105 @@ class ServerClient:
                 weights torn.
         """
         body = {"clear_cache": clear_cache, "in_place": in_place}
-        self._call("POST", "/pause", "pausing the server", body)
+        self._call("/pause", "pausing the server", body)
 
     def resume(self, policy_version: int) -> None:
-        self._call("POST", "/resume", "resuming the server", {"policy_version": policy_version})
+        self._call("/resume", "resuming the server", {"policy_version": policy_version})
 
     def sleep(self, level: int) -> None:
-        self._call("POST", "/sleep", "putting the server to sleep", {"level": level})
+        self._call("/sleep", "putting the server to sleep", {"level": level})
 
     def wake(self, tag: str) -> None:
         """Takes memory again: first `"weights"`, then `"kv_cache"`."""
-        self._call("POST", "/wake", f"waking the server ({tag})", {"tags": [tag]})
+        self._call("/wake", f"waking the server ({tag})", {"tags": [tag]})
 
     def attach(self, specs: list[ParameterSpec]) -> Attachment:
         body = {"parameters": [spec.model_dump() for spec in specs]}
-        return Attachment.model_validate(self._call("POST", "/attach", "attaching to the server's memory", body))
+        return Attachment.model_validate(self._call("/attach", "attaching to the server's memory", body))
 
     def open_channel(self, specification: dict) -> None:
         """Lets the server's workers join a channel of `trl_atropos.tensors.channel`."""
-        self._call("POST", "/channel", "opening a channel to the server's workers", specification)
+        self._call("/channel", "opening a channel to the server's workers", specification)
 
     def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
         """Lets the server receive one message and load it. Returns when it has."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors]}
-        return LoadReply.model_validate(self._call("POST", "/weights/load", "loading weights into the server", body))
+        return LoadReply.model_validate(self._call("/weights/load", "loading weights into the server", body))
 
     def finish_weights(self) -> list[str]:
         """Ends a transfer of weights. Returns vLLM's names of the parameters that nothing was loaded into."""
-        return self._call("POST", "/weights/finish", "finishing the server's weights", {})["missing"]
+        return self._call("/weights/finish", "finishing the server's weights", {})["missing"]
 
     def set_up_adapter(self, tensors: list[ParameterSpec], config: dict) -> str | None:
         """Announces an adapter. Returns why the server cannot serve it, or `None` if it can."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors], "config": config}
-        return self._call("POST", "/adapter/setup", "setting up the adapter", body)["refused"]
+        return self._call("/adapter/setup", "setting up the adapter", body)["refused"]
 
     def load_adapter(self) -> LoadReply:
         """Lets the server receive the adapter's next version. Returns when it has."""
-        return LoadReply.model_validate(self._call("POST", "/adapter/load", "loading the adapter", {}))
+        return LoadReply.model_validate(self._call("/adapter/load", "loading the adapter", {}))
 
     def swap_adapter(self, name: str, path: str) -> float:
         """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
         started = time.monotonic()
-        phase = f"loading the adapter in {path}"
-        self._vllm("/v1/unload_lora_adapter", phase, {"lora_name": name}, may_be_absent=True)
-        self._vllm("/v1/load_lora_adapter", phase, {"lora_name": name, "lora_path": path})
+        for route, body in (
+            ("/v1/unload_lora_adapter", {"lora_name": name}),
+            ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
+        ):
+            phase = f"loading the adapter in {path}"
+            response = self._send("POST", route, phase, body)
+            # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
+            absent = response.status_code == 404 and "NotFoundError" in response.text
+            if response.status_code == 200 or (absent and "lora_path" not in body):
+                continue
+            if absent:
+                raise ServerError(
+                    f"The server at {self.url} cannot read {path}: the trainer's `output_dir` must be readable where "
+                    "the server runs, under the same path."
+                )
+            if response.status_code == 404:
+                raise ServerError(
+                    f"The server at {self.url} has no route {route}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                    "in its environment, or by `trl-atropos serve --vllm_mode lora`."
+                )
+            raise ServerError(
+                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
+                "`vllm_mode: server`, which sends merged weights."
+            )
         return time.monotonic() - started
 
     def drain(self) -> None:
         """Pauses a front, which first lets the requests in flight end."""
         phase = "waiting for the requests in flight to end"
-        self._call("POST", "/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
+        self._call("/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
 
     def restart(self, path: str) -> float:
         """Lets a front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
         timeout = max(self.timeout, RESTART_TIMEOUT)
-        return self._call("POST", "/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
+        return self._call("/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
 
     # ----------------------------------------------------------------------------------------------------------- lease
 
     def hold_lease(self) -> None:
         """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
-        if self._lease is not None:
-            return
-        phase = "taking the lease"
-        response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
-        if response.status_code != 200:
-            raise self._refused(phase, response)
-        self._lease = response
+        if self._lease is None:
+            phase = "taking the lease"
+            response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
+            if response.status_code != 200:
+                raise self._refused(phase, response)
+            self._lease = response
 
     def release_lease(self) -> None:
-        """Closes the lease. If the server is paused at this moment, it takes its weights for torn and leaves."""
+        """Closes the lease. A server that is paused at this moment ends, because its weights may be torn."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     # ------------------------------------------------------------------------------------------------ requests, errors
 
-    def _call(
-        self,
-        method: str,
-        route: str,
-        phase: str,
-        body: dict | None = None,
-        timeout: float | None = None,
-        prefix: str = ROUTE_PREFIX,
-    ) -> dict:
-        """The JSON that the server answers. `phase` says in messages what is being done."""
-        path = prefix + route
+    def _call(self, route: str, phase: str, body: dict | None = None, timeout: float | None = None) -> dict:
+        """The JSON that the server answers to a POST of `body`, or to a GET. `phase` says in messages what is done."""
+        method, path = "GET" if body is None else "POST", route if route == "/generate" else ROUTE_PREFIX + route
         response = self._send(method, path, phase, body, timeout)
         if response.status_code != 200:
             raise self._refused(phase, response)
@@ -228,29 +223,6 @@ class ServerClient:
             return response.json()
         except ValueError as error:
             raise self._stranger(f"{method} {path} gave {response.text[:80]!r}") from error
-
-    def _vllm(self, path: str, phase: str, body: dict, may_be_absent: bool = False) -> None:
-        """One of vLLM's own routes for adapters, which answer in plain text."""
-        response = self._send("POST", path, phase, body)
-        # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
-        absent = response.status_code == 404 and "NotFoundError" in response.text
-        if absent and may_be_absent:
-            return
-        if absent:
-            raise ServerError(
-                f"The server at {self.url} cannot read {body['lora_path']}: the trainer's `output_dir` must be "
-                "readable where the server runs, under the same path."
-            )
-        if response.status_code == 404:
-            raise ServerError(
-                f"The server at {self.url} has no route {path}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in "
-                "its environment, or by `trl-atropos serve --vllm_mode lora`."
-            )
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
-                "`vllm_mode: server`, which sends merged weights."
-            )
 
     def _send(
         self,
@@ -261,7 +233,7 @@ class ServerClient:
         timeout: float | None = None,
         stays_open: bool = False,
     ) -> requests.Response:
-        """`stays_open`: of the answer, only the beginning is read."""
+        """The response; with `stays_open`, only its beginning is read."""
         timeout = timeout or self.timeout
         try:
             response = self.session.request(method, self.url + path, json=body, timeout=timeout, stream=stays_open)
@@ -303,6 +275,7 @@ class ServerClient:
         return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {reason}")
 
 
+@dataclass(eq=False)
 class Servers:
     """
     The servers of a run as one: the same call to each of them, and an outcome that all ranks share.
@@ -312,25 +285,16 @@ class Servers:
         timeout (`float`): Seconds that a server may take for any one step of a publish.
         token (`str`, *optional*): Control token; defaults to `TRL_ATROPOS_TOKEN`.
         client (`type`): What talks to each of them.
-
-    Attributes:
-        clients (`list[ServerClient]`): Those that this rank talks to: rank 0 to all, or with `one_per_rank` each rank
-            to one of its own.
-        infos (`list[ServerInfo]`): What each of `clients` is.
-        info (`ServerInfo`): What the first server is, on every rank.
     """
 
-    def __init__(
-        self, urls: list[str], timeout: float, token: str | None = None, client: type[ServerClient] = ServerClient
-    ):
-        self.urls = urls
-        self.timeout = timeout
-        self._token = token
-        self._client = client
-        self.one_per_rank = False
-        self.clients: list[ServerClient] = []
-        self.infos: list[ServerInfo] = []
-        self.info: ServerInfo | None = None
+    urls: list[str]
+    timeout: float
+    token: str | None = None
+    client: type[ServerClient] = ServerClient
+    one_per_rank: bool = field(default=False, init=False)  # each rank talks to a server of its own, not rank 0 to all
+    clients: list[ServerClient] = field(default_factory=list, init=False)  # those that this rank talks to
+    infos: list[ServerInfo] = field(default_factory=list, init=False)  # what each of `clients` is
+    info: ServerInfo | None = field(default=None, init=False)  # what the first server is, on every rank
 
     def connect(self, one_per_rank: bool = False) -> None:
         """Asks every server what it is. Raises `AttachError` if there are not as many servers as needed."""
@@ -342,10 +306,8 @@ class Servers:
                 f"processes and {len(self.urls)} servers: list one URL per process in `vllm_server_base_url`, or "
                 f"start `--num_processes {len(self.urls)}`."
             )
-        urls = self.urls if state.is_main_process else []
-        if one_per_rank:
-            urls = [self.urls[state.process_index]]
-        self.clients = [self._client(url, self.timeout, self._token) for url in urls]
+        urls = [self.urls[state.process_index]] if one_per_rank else self.urls if state.is_main_process else []
+        self.clients = [self.client(url, self.timeout, self.token) for url in urls]
         self.infos = self.each(lambda client: client.info())
         self.info = on_main(lambda: self.infos[0])
 
@@ -363,7 +325,7 @@ class Servers:
 
     def silence(self) -> list[str]:
         """Asks every server of the run for one token. Returns what is wrong with those that give none."""
-        clients = [self._client(url, min(self.timeout, TOKEN_TIMEOUT), self._token) for url in self.urls]
+        clients = [self.client(url, min(self.timeout, TOKEN_TIMEOUT), self.token) for url in self.urls]
         with ThreadPoolExecutor(len(clients)) as pool:
             return [wrong for wrong in pool.map(lambda client: client.why_silent(), clients) if wrong]
 

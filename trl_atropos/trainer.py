@@ -1,20 +1,17 @@
 """`AtroposGRPOTrainer`: TRL's `GRPOTrainer` with rollouts from a `RolloutSource` in place of a prompt dataset.
 
 The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads, scores under the old
-and the reference policy, corrects for the sampler, and logs; it gets the rows through its own `rollout_func` hook and
-their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have sizes
-of their own. What this file touches of TRL without a promise: `_generate_and_score_completions`, `rollout_func`,
-`_prepare_inputs`, `_get_per_token_logps_and_entropies`, `_save_checkpoint`, `_get_output_dir`, `_save`,
-`_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_push_from_checkpoint`, `push_in_progress`,
-`num_generations`, `use_vllm`, `_last_loaded_step`, `vllm_generation`, `_step`, `_metrics`, `_logs`,
-`_buffered_inputs`.
-`tests/test_trl_seam.py` fails when one of them moves.
+and the reference policy, corrects for the sampler, and logs. It gets the rollouts through its own `rollout_func` hook
+and their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have
+sizes of their own. `tests/test_trl_seam.py` names every private name of TRL and Transformers that is used here, and
+fails when one of them moves.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +47,6 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
 from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
-from trl_atropos.output_lock import locked
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.card import model_only, repository_made
 from trl_atropos.report.run_log import RunLog
@@ -60,6 +56,7 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.services.output_lock import locked
 from trl_atropos.weights.checkpoint import (
     groups_of,
     load_weights,
@@ -77,7 +74,7 @@ from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
-POLL_SECONDS = 1.0  # how often waiting ranks hear from rank 0, well below any process group's timeout
+POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
 NOT_SUPPORTED = {
     "reward_funcs": "rewards come with the rollouts: score them in the environment",
@@ -91,7 +88,7 @@ NOT_SUPPORTED = {
 
 
 def atropos_score(prompts, completions, score, log_extra, messages=None, **kwargs) -> list[float]:
-    """The reward function that TRL calls: hands on the environment's score, one per row, and messages to the table."""
+    """The reward function that TRL calls. Returns the scores of the environment; the messages go to TRL's table."""
     if messages is not None:
         log_extra("messages", messages)
     return score
@@ -125,7 +122,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         args ([`AtroposGRPOConfig`]):
             The configuration; `max_steps` is required.
         rollout_source ([`RolloutSource`], *optional*):
-            Where rows come from. Defaults to the Atropos API at `args.atropos_url`, or to `args.replay_paths`.
+            Where rollouts come from. Defaults to the Atropos API at `args.atropos_url`, or to `args.replay_paths`.
         policy_publisher ([`PolicyPublisher`], *optional*):
             How new weights reach the sampler. Defaults to what `args.vllm_mode` names.
         kwargs:
@@ -168,8 +165,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
-        self._rows: list[Rollout] = []  # this rank's rows of the current generation batch
-        self._plan: Plan | None = None  # of that batch; None where its rows stay in the micro-batches that TRL draws
+        self._rollouts: list[Rollout] = []  # this rank's share of the current generation batch
+        self._plan: Plan | None = None  # of that batch; None where TRL draws the micro-batches
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
@@ -194,17 +191,20 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self._regroups = regroups(args, self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
-                    "`max_tokens_per_micro_batch` changes which rows share a micro-batch, and the load-balancing loss "
-                    "of this mixture of experts is a mean over each: set `router_aux_loss_coef: 0`, or leave "
+                    "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and the load-balancing "
+                    "loss of this mixture of experts is a mean over each: set `router_aux_loss_coef: 0`, or leave "
                     "`max_tokens_per_micro_batch` out."
                 )
             self.policy_publisher.attach(self)
-            self._set_up_masters()
+            sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these have masters of their own
+            trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
+            if args.master_weights and not sharded and trained & {torch.bfloat16, torch.float16}:
+                use_masters(self, offload=args.offload_master_weights)
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
         self._logprobs = TrainerLogprobs(Path(args.output_dir, "rollouts"))
-        self.rollout_func = self._hand_over_rows
+        self.rollout_func = self._columns
         # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
         # would start a vLLM of its own; what that would have checked is checked in the configuration.
         self.use_vllm = args.vllm_importance_sampling_correction
@@ -216,17 +216,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.add_callback(_rollout_state(self))
         self.add_callback(StepTimes(self.stopwatch, self._metrics["train"]))
 
-    def _set_up_masters(self) -> None:
-        """Float32 masters for what is trained in 16 bits. DeepSpeed and FSDP have their own."""
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-        if self.args.master_weights and not sharded and trained & {torch.bfloat16, torch.float16}:
-            use_masters(self, offload=self.args.offload_master_weights)
-
     # -------------------------------------------------------------------------------------------------------- training
 
     def train(self, *args: Any, **kwargs: Any):
-        """As in [`~transformers.Trainer`]. The sampler is held until the weights that training starts with are in."""
+        """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
         with ranks.held_on_main(lambda: locked(self.args.output_dir)):
             try:
                 self.policy_publisher.hold()
@@ -238,29 +231,33 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 self.run_log.close()
 
     def _begin(self, optimizer: Any) -> None:
-        """Called when training begins: a checkpoint, if any, is loaded."""
+        """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
         self.policy_publisher.begin(optimizer, self.state.global_step)
         source, unfinished_rows = source_state(self.state.stateful_callbacks)
         if not self.state.global_step:  # nothing is resumed, or a checkpoint from before the first step
             source = {} if self.args.resume_from_checkpoint else None
+        model = self.accelerator.unwrap_model(self.model)
         run = RunInfo(
             batch_size=self.args.generation_batch_size,
-            max_sequence_length=self._max_sequence_length(),
+            # A publisher refuses what its server cannot take.
+            max_sequence_length=self.args.max_sequence_length
+            or self.policy_publisher.server_max_length()
+            or model.config.max_position_embeddings,
             temperature=self.args.temperature,
             starting_step=self.state.global_step,
             max_steps=self.args.max_steps,
             output_dir=self.args.output_dir,
             save_steps=int(self.args.save_steps) if self.args.save_strategy == "steps" else 0,
             run_name=self.args.run_name or "trl_atropos",
-            rows_consumed=self._rows_consumed(),
+            rows_consumed=self._consumed(),
             distils=self.args.distillation_coef > 0,
-            vocab_size=self.accelerator.unwrap_model(self.model).get_input_embeddings().num_embeddings,
+            vocab_size=model.get_input_embeddings().num_embeddings,
             policy_version=lambda: self.policy_publisher.trainer_version,
             when_wanted_soon=self._when_wanted_soon,
             state=source,
             unfinished_rows=unfinished_rows,
-            explain=lambda told: f"{self.policy_publisher.why_silent()} {told}".lstrip(),
+            explain=lambda reason: f"{self.policy_publisher.why_silent()} {reason}".lstrip(),
         )
         self._source_started = True
         ranks.on_main(lambda: self.rollout_source.start(run))
@@ -269,34 +266,30 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """
         A pull lets the environments begin with another batch. In the pause of the last publish before the next batch
-        is due, they begin with the new policy, so that their rows are as old as if they were pulled when it is due.
+        is due, they begin with the new policy, so that their rollouts are no staler than if they were pulled when due.
         """
 
         def paused() -> None:
-            per_batch = self.args.steps_per_generation * self.args.num_iterations
-            if self._step % per_batch == 0 and self.state.global_step + 1 < self.args.max_steps:
+            if self._step % self._steps_per_batch == 0 and self.state.global_step + 1 < self.args.max_steps:
                 pull()
 
         self.policy_publisher.on_pause = paused
 
-    def _unfinished_rows(self) -> int:
-        """Rows of the current generation batch that no step has taken yet. A run that resumes here takes new ones."""
-        per_batch = self.args.steps_per_generation * self.args.num_iterations
-        taken = self._step % per_batch or per_batch
+    @property
+    def _steps_per_batch(self) -> int:
+        """Training steps (micro-batches of TRL) that are taken on one generation batch."""
+        return self.args.steps_per_generation * self.args.num_iterations
+
+    def _unfinished(self) -> int:
+        """Rollouts of the current generation batch that no step has taken. A run that resumes here takes new ones."""
+        taken = self._step % self._steps_per_batch or self._steps_per_batch
         left = max(0, self.args.steps_per_generation - taken)
         return left * self.args.generation_batch_size // self.args.steps_per_generation
 
-    def _rows_consumed(self) -> int:
-        """Rows that the steps so far took. A batch that a checkpoint fell into the middle of counts as a whole."""
-        micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
-        batches = math.ceil(micro_batches / (self.args.steps_per_generation * self.args.num_iterations))
-        return batches * self.args.generation_batch_size
-
-    def _max_sequence_length(self) -> int:
-        """As asked for (a publisher refuses what its server cannot take), else the server's limit, or the model's."""
-        served = self.policy_publisher.server_max_length()
-        model = self.accelerator.unwrap_model(self.model)
-        return self.args.max_sequence_length or served or model.config.max_position_embeddings
+    def _consumed(self) -> int:
+        """Rollouts that the steps so far took. A batch that a checkpoint fell into the middle of counts as a whole."""
+        steps = self.state.global_step * self.args.gradient_accumulation_steps
+        return math.ceil(steps / self._steps_per_batch) * self.args.generation_batch_size
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
@@ -345,11 +338,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """
-        One empty item per micro-batch: the rows come from `rollout_source`.
+        One empty item per micro-batch: the rollouts come from `rollout_source`.
 
-        Not prepared by accelerate, whose loader reads one batch ahead: it would wait for rollouts of the next policy
-        before the current one is trained. Exactly as long as the run, because a shorter one would end an epoch, and
-        with it a gradient accumulation, in the middle.
+        It is not prepared by accelerate, whose loader reads one batch ahead: it would wait for rollouts of the next
+        policy before the current one is trained. It is as long as the run, because a shorter one would end an epoch,
+        and with it a gradient accumulation, in the middle.
         """
         length = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(length), batch_size=1, collate_fn=lambda items: [{"prompt": ""}])
@@ -359,35 +352,36 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             raise RuntimeError("evaluation inside the trainer is not supported: evaluate in the environment")
-        rows = self._next_rows()
+        rollouts = self._next_batch()
         self._plan = None
         if self._regroups:
             seed = self.args.seed * NUM_SEEDS + self.state.global_step
-            self._plan = plan_rollouts(rows, self.args, self.accelerator.num_processes, seed)
-            rows = [rows[index] for index in self._plan.order]
-        local = len(rows) // self.accelerator.num_processes
+            self._plan = plan_rollouts(rollouts, self.args, self.accelerator.num_processes, seed)
+            rollouts = [rollouts[index] for index in self._plan.order]
+        local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
-        self._rows = rows[here]
+        self._rollouts = rollouts[here]
         # Once there, the column stays: TRL would show the messages of the batch before in place of none.
-        self._shows_messages |= self.log_completions and any(row.messages is not None for row in rows)
-        prompts = self.processing_class.batch_decode([row.prompt_ids for row in self._rows])
-        self._last_loaded_step = self.state.global_step  # the publisher has synchronised: TRL must not
-        # TRL groups by a fixed size. One group of all rows keeps its statistics defined for any batch; what it
+        self._shows_messages |= self.log_completions and any(rollout.messages is not None for rollout in rollouts)
+        prompts = self.processing_class.batch_decode([rollout.prompt_ids for rollout in self._rollouts])
+        self._last_loaded_step = self.state.global_step  # the publisher has sent the weights: TRL must not
+        # TRL groups by a fixed size. One group of all rollouts keeps its statistics defined for any batch; what it
         # derives from them is replaced below.
-        asked, self.num_generations = self.num_generations, len(rows)
+        asked, self.num_generations = self.num_generations, len(rollouts)
         try:
             output = super()._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
         finally:
             self.num_generations = asked
         length = output["completion_ids"].size(1)
-        output["advantages"] = advantage_tensor(rows, here, self.scale_rewards, length).to(self.accelerator.device)
+        advantages = advantage_tensor(rollouts, here, self.scale_rewards, length)
+        output["advantages"] = advantages.to(self.accelerator.device)
         if self.args.distillation_coef:
-            output |= distillation_inputs(rows, here, output, self.accelerator)
-        self._check_health(rows, output, self._correct_logs(rows))
+            output |= distillation_inputs(rollouts, here, output, self.accelerator)
+        self._check_health(rollouts, output, self._correct_logs(rollouts))
         if "old_per_token_logps" in output:
-            self._logprobs.keep(rows, output, self.accelerator)
+            self._logprobs.keep(rollouts, output, self.accelerator)
         if self._plan is not None:
-            output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the rows next
+            output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the batch next
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -406,7 +400,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         batch = join(batches)
         batch = take(batch, batch.pop("row_index").argsort())
         steps = self._plan.micro_batches()
-        divided = [[trim(take(batch, rows), multiple) for rows in step] for step in steps]
+        divided = [[trim(take(batch, micro_batch), multiple) for micro_batch in step] for step in steps]
         return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
 
     def _get_per_token_logps_and_entropies(
@@ -414,12 +408,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         """As in TRL, in the micro-batches that are trained, and without their padding."""
         forward = super()._get_per_token_logps_and_entropies
-        micro_batches = [slice(0, len(input_ids))]
+        size = batch_size or len(input_ids)
+        micro_batches = [slice(start, start + size) for start in range(0, len(input_ids), size)]
         if batch_size is not None and self._plan is not None:
-            steps = self._plan.micro_batches()
-            micro_batches = [rows for step in steps for rows in step]
-        elif batch_size is not None:
-            micro_batches = [slice(start, start + batch_size) for start in range(0, len(input_ids), batch_size)]
+            micro_batches = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
         with self.stopwatch.part(COMPUTE):
             scored = without_padding(
                 lambda *inputs: forward(model, *inputs, **kwargs),
@@ -433,54 +425,51 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 settle(self.accelerator.device)
         return scored
 
-    def _hand_over_rows(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask, what follows goes to the reward function."""
-        handed_over = columns(self._rows)
-        if self._shows_messages:
-            handed_over["messages"] = [row.messages for row in self._rows]
-        return handed_over
+    def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+        """TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask; other columns go to the reward function."""
+        messages = {"messages": [rollout.messages for rollout in self._rollouts]} if self._shows_messages else {}
+        return columns(self._rollouts) | messages
 
-    def _next_rows(self) -> list[Rollout]:
-        """The next generation batch, the same on every rank. Rank 0 pulls and tells the others how it stands."""
+    def _next_batch(self) -> list[Rollout]:
+        """The next generation batch, the same on every rank. Rank 0 pulls it and hands it to the others."""
         started = time.monotonic()
-        rows = None
-        while rows is None:
-            # The others wait for rank 0, which waits for rows in `_poll`; the rest of its time, it hands them on.
+        rollouts = None
+        while rollouts is None:
+            # Rank 0 waits for rollouts in `_poll`, and computes for the rest of the time. The others wait for rank 0.
             with self.stopwatch.part(INGEST if self.accelerator.is_main_process else WAIT):
-                rows = ranks.on_main(lambda: self._poll(time.monotonic() - started))
+                rollouts = ranks.on_main(lambda: self._poll(time.monotonic() - started))
         self.policy_publisher.computing()
-        return rows
+        return rollouts
 
     def _poll(self, waited: float) -> list[Rollout] | None:
-        """Rows, or nothing yet."""
+        """The next generation batch, or `None` if it is not complete yet."""
         with self.stopwatch.part(WAIT):
-            rows = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
-        if rows is not None:
-            self.run_log.batch(rows, self.policy_publisher.trainer_version, self.rollout_source.state())
-        if rows is None and waited > self.args.rollout_timeout:
+            rollouts = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
+        if rollouts is not None:
+            self.run_log.batch(rollouts, self.policy_publisher.trainer_version, self.rollout_source.state())
+        elif waited > self.args.rollout_timeout:
             raise RolloutError(
                 f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s "
                 f"(`rollout_timeout`). {self.rollout_source.diagnose()}"
             )
-        return rows
+        return rollouts
 
-    def _correct_logs(self, rows: list[Rollout]) -> dict[str, float]:
+    def _correct_logs(self, rollouts: list[Rollout]) -> dict[str, float]:
         """
-        Replaces what TRL logged from its one big group by the truth about the rows' own groups, and adds ours. Returns
-        what the publisher and, on rank 0, the source had to tell.
+        Replaces what TRL logged from its one big group by the values of the rollouts' own groups. Adds and returns the
+        metrics of the publisher and, on rank 0, of the source.
         """
         metrics = self._metrics["train"]
-        metrics["frac_reward_zero_std"][-1] = share_zero_variance(rows)
+        metrics["frac_reward_zero_std"][-1] = share_zero_variance(rollouts)
         logged = self._logs["advantages"]
-        for _ in range(min(len(rows), len(logged))):
+        for _ in range(min(len(rollouts), len(logged))):
             logged.pop()
-        logged.extend(logged_advantages(rows, self.scale_rewards))
-        if self._plan is not None:  # the completions table shows rows as they came, each group together
-            for column in (self._logs["prompt"], self._logs["completion"], logged):
+        logged.extend(logged_advantages(rollouts, self.scale_rewards))
+        if self._plan is not None:  # the table shows rollouts in the order in which they came, by group
+            tables = (self._logs["rewards"].values(), self._logs["extra"].values())
+            for column in (self._logs["prompt"], self._logs["completion"], logged, *chain(*tables)):
                 self._plan.undo(column)
-            for column in (*self._logs["rewards"].values(), *self._logs["extra"].values()):
-                self._plan.undo(column)
-        # A mean over the logging window would be no version, and would hide the worst probe.
+        # These two are not averaged over the logging window: a mean is no version, and would hide the worst probe.
         metrics["policy/version"] = [float(self.policy_publisher.policy_version)]
         own = self.policy_publisher.pop_metrics()
         worst = own.pop("policy/probe_max_abs_diff", None)
@@ -492,24 +481,23 @@ class AtroposGRPOTrainer(GRPOTrainer):
             metrics[name].append(value)
         return own
 
-    def _check_health(self, rows: list[Rollout], output: dict[str, torch.Tensor], own: dict[str, float]) -> None:
-        """Measures the batch, and warns where it does not look right, or stops all ranks together."""
+    def _check_health(self, rollouts: list[Rollout], output: Batch, own: dict[str, float]) -> None:
+        """Logs the health of the batch. Warns where it does not look right, or stops all ranks together."""
         metrics = self._metrics["train"]
         measures: dict[str, float] = {}
-        if "importance_sampling_ratio" in output:  # only then has TRL scored the rows under the current policy
+        if "importance_sampling_ratio" in output:  # only then has TRL scored the rollouts under the current policy
             sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
-            measures, further = sampling_measures(output, self._rows, sequence_level, self.accelerator)
+            measures, further = sampling_measures(output, self._rollouts, sequence_level, self.accelerator)
             for name, value in further.items():
                 metrics[name].append(value)
         if self.accelerator.is_main_process:
-            measures |= rollout_measures(rows, self.scale_rewards, self.args.distillation_coef > 0)
-            measures |= self._history.add(rows)
+            measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
+            measures |= self._history.add(rollouts)
             measures["truncated"] = metrics["completions/clipped_ratio"][-1]
-            measures["dropped"] = share_dropped(own, len(rows))
+            measures["dropped"] = share_dropped(own, len(rollouts))
             if "rollouts/staleness_mean" in own:
-                micro_batches = self.args.steps_per_generation * self.args.num_iterations
-                steps_per_batch = micro_batches / self.args.gradient_accumulation_steps
-                measures["stale"] = own["rollouts/staleness_mean"] / steps_per_batch
+                optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
+                measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
             for name, value in measures.items():
                 metrics[f"health/{name}"].append(value)
         if self.args.stop_on_warnings:
@@ -518,25 +506,24 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self._health.check(measures)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Of all micro-batches of a training step: backward is done for all but the last, whose graph is returned."""
+        """The loss of a training step. Backward is done here for all its micro-batches but the last."""
         if return_outputs:
             raise ValueError("GRPO's loss has no outputs to return")
         *others, last = inputs.get("micro_batches", [inputs])
-        done = [self._backward(model, micro_batch) for micro_batch in others]
+        losses, divergences = [], []
+        for micro_batch in others:
+            with accumulate_gradients(self.accelerator, model) as backward:
+                loss, divergence = self._micro_batch_loss(model, micro_batch)
+                backward(loss)
+            losses.append(loss.detach())
+            divergences.append(divergence)
         loss, divergence = self._micro_batch_loss(model, last)
         if divergence is not None:
-            total = divergence + sum(of_one for _, of_one in done)
-            self._metrics["train"]["distillation/kl"].append(total)
-        return loss + sum(of_one for of_one, _ in done)
-
-    def _backward(self, model: torch.nn.Module, micro_batch: Batch) -> tuple[torch.Tensor, float | None]:
-        with accumulate_gradients(self.accelerator, model) as backward:
-            loss, divergence = self._micro_batch_loss(model, micro_batch)
-            backward(loss)
-        return loss.detach(), divergence
+            self._metrics["train"]["distillation/kl"].append(divergence + sum(divergences))
+        return loss + sum(losses)
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
-        """The loss, and the divergence from the teacher where there is one."""
+        """The loss, and the divergence from the teacher if there is one."""
         loss = super().compute_loss(model, inputs) * loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
@@ -557,18 +544,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
         model = self.accelerator.unwrap_model(self.model)
         adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
-        # An upload that goes on would fail if the picture changed within it.
+        # An upload that is under way would fail if the picture changed.
         draw = self.hub_model_id is None or self.push_in_progress is None or self.push_in_progress.is_done()
         complete_card(self.args, self.state, model.config.name_or_path, adapters, self.environment_commands, draw)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """As in [`~transformers.Trainer`]. Raises `PushError` in place of what the network or the Hub raises."""
+        """As in [`~transformers.Trainer`]. Raises `PushError` for errors of the network or the Hub."""
         with repository_made(self.args):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/card.py`)."""
-        if self.hub_model_id is None:  # no repository yet: where none can be made, the model is saved all the same
+        if self.hub_model_id is None:  # no repository yet: the model is saved even if none can be made
             self.save_model(_internal_call=True)
         with model_only():
             return super().push_to_hub(*args, **kwargs)
@@ -579,7 +566,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
 
 def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
-    """The callback that starts the rollouts, and puts into every checkpoint where they have got to."""
+    """The callback that starts the rollouts, and saves their place in every checkpoint."""
 
     # A class per trainer: to restore callbacks from a checkpoint, transformers makes new ones without arguments. Its
     # name is `spool.STATE_NAME`.
@@ -592,6 +579,6 @@ def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
         def state(self) -> dict[str, Any]:
             """Asked when `trainer_state.json` is written, so that both are of one moment."""
             source = trainer.rollout_source.state() if trainer._source_started else {}
-            return {"args": {}, "attributes": {"source": source, "unfinished_rows": trainer._unfinished_rows()}}
+            return {"args": {}, "attributes": {"source": source, "unfinished_rows": trainer._unfinished()}}
 
     return RolloutState()

@@ -18,8 +18,7 @@ from trl_atropos.report.page import build, token_texts
 from trl_atropos.report.run_folder import LOG, UNKNOWN, Fate, ReportError, advantages, read_run, rollouts_of
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
-from trl_atropos.rollouts.spool import Part, Spool
-from trl_atropos.rollouts.spool import TrainerLogprobs
+from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs
 
 FIRST = [["a", 0]]
 

@@ -13,8 +13,7 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.environment_log import EnvironmentLog
-from trl_atropos.supervision import variables_of_environment
+from trl_atropos.services.environments import EnvironmentLog, variables_of_environment
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
 WEIGHT_LINE = next(i for i, line in enumerate(ENVIRONMENT.read_text().splitlines(), 1) if '["weight"]' in line)
@@ -176,7 +175,7 @@ FAULTS = {  # of the groups of an environment, and what its log says of each
     rf"\({re.escape(str(ENVIRONMENT))}:{WEIGHT_LINE} in score\)$",
     "returns none": "sampled a group and returned none: most environments do where all scores of a group are alike",
     "constant scores": "dropped a group because its scores are all equal",
-    "too long": "dropped a group that has a sequence over the length limit",
+    "too long": "dropped a group that has a rollout over the length limit",
     "wrong size": "dropped a group that is not of its `group_size`",
 }
 
@@ -191,7 +190,7 @@ def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(api, open_
     log = EnvironmentLog(str(path))
     try:
         deadline = time.monotonic() + 240
-        while len(told := log.read().told()) < len(FAULTS):
+        while len(told := log.read().undelivered()) < len(FAULTS):
             assert process.poll() is None and time.monotonic() < deadline, path.read_text()[-3000:]
             assert trainer.pull() is None
             time.sleep(0.2)
@@ -220,14 +219,14 @@ def test_what_atropos_itself_writes_of_an_exception_is_quoted_where_nothing_says
     log = log_of(
         "ERROR:root:Error in collect_trajectories: 'yes'\nINFO\nERROR:root:Error in collect_trajectories: 'no'\n"
     )
-    assert log.told() == ["2 times it failed to collect a group; the last error was 'no'"]
+    assert log.undelivered() == ["2 times it failed to collect a group; the last error was 'no'"]
     assert (log.place, log.never_succeeded) == ("", False)
 
 
 def test_a_group_that_failed_is_not_counted_as_one_that_its_environment_dropped(log_of):
     nothing = "DEBUG:atroposlib.envs.base:handle_env: No trajectories collected\n"
     log = log_of(3 * nothing + "ERROR:root:Error in collect_trajectories: 'x'\n" + nothing)
-    assert [told[:40] for told in log.told()] == [
+    assert [reason[:40] for reason in log.undelivered()] == [
         "1 times it failed to collect a group; th",
         "3 times it sampled a group and returned ",
     ]
@@ -250,7 +249,7 @@ def test_a_log_is_followed_from_where_the_run_began_and_anew_after_a_restart(tmp
 
 
 def test_a_log_without_a_sign_tells_nothing(log_of):
-    assert log_of("all is well\n").told() == []
+    assert log_of("all is well\n").undelivered() == []
 
 
 def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):

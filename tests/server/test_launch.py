@@ -14,8 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan
 from trl_atropos.check.memory import case_of
-from trl_atropos.flags import ALIASES, parallel, stated_flags
-from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
+from trl_atropos.protocol import ADAPTER_MODES, ALIASES, TOKEN_VARIABLE, environment_token, parallel, stated_flags
 from trl_atropos.recipe import RecipeError, parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 

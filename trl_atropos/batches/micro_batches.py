@@ -13,12 +13,15 @@ import math
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.rollouts.rollout import Rollout
+
+if TYPE_CHECKING:
+    from trl_atropos.config import AtroposGRPOConfig
 
 # What one more micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16
@@ -44,12 +47,12 @@ class Plan:
         column.extend(arrived[index] for index in range(len(planned)))
 
 
-def regroups(args: AtroposGRPOConfig, has_auxiliary_loss: bool) -> bool:
+def regroups(args: "AtroposGRPOConfig", has_auxiliary_loss: bool) -> bool:
     """Whether rollouts may be put into other micro-batches than TRL draws. If not, only padding is left out."""
     return args.group_by_length and not (args.loss_depends_on_micro_batches or has_auxiliary_loss)
 
 
-def loss_share(args: AtroposGRPOConfig, num_rollouts: int) -> float:
+def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:
     """
     The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the loss
     with `per_device_train_batch_size` rollouts in each. With `dapo`, `cispo` and `vespo` TRL divides by the tokens of
@@ -60,7 +63,7 @@ def loss_share(args: AtroposGRPOConfig, num_rollouts: int) -> float:
     return 1.0 if adds_up else num_rollouts / args.per_device_train_batch_size
 
 
-def plan_rollouts(rollouts: Sequence[Rollout], args: AtroposGRPOConfig, ranks: int, seed: int) -> Plan:
+def plan_rollouts(rollouts: Sequence[Rollout], args: "AtroposGRPOConfig", ranks: int, seed: int) -> Plan:
     """The plan for a generation batch, from the settings of the run; see `plan`."""
     lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
     together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)

@@ -100,9 +100,6 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & set(argv):
         build_parser().print_help()
         sys.exit(0 if argv else 2)
-    from trl_atropos.train import apply_recipe_environment
-
-    apply_recipe_environment(argv)
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # as `trl_atropos.train` does
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
         report = examine(argv)
@@ -161,7 +158,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
 
 def _files(recipe) -> Iterator[Finding]:
     """What the run reads and writes, and what it reports to."""
-    from trl_atropos.train import check_files, check_reports
+    from trl_atropos.recipe import check_files, check_reports
 
     folder = recipe.training.output_dir
     was_there = os.path.isdir(folder)

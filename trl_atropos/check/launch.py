@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import parallel, server_flags, stated_flags, values_of
+from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
 from trl_atropos.recipe import Recipe, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 

@@ -14,7 +14,7 @@ from trl import get_peft_config
 
 from trl_atropos.check.launch import GIB, UTILIZATION, Plan
 from trl_atropos.check.trace import GRADIENTS, Setup, Sizes, shadow_model, trace
-from trl_atropos.flags import server_flags
+from trl_atropos.protocol import server_flags
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
 from trl_atropos.weights.probe import drops_soft_cap
@@ -152,7 +152,7 @@ class Process:
 def trainer_memory(case: Case) -> Process:
     args, plan = case.training, case.plan
     half = case.dtype in (torch.bfloat16, torch.float16)
-    # As `AtroposGRPOTrainer._set_up_masters`; PEFT keeps adapters in float32.
+    # As `AtroposGRPOTrainer` does; PEFT keeps adapters in float32.
     exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
     setup = _setup(case, exact)
     key = (setup, repr(case.peft_config))

@@ -18,8 +18,7 @@ from trl_atropos.check.launch import Launch, requirements
 from trl_atropos.check.memory import Case
 from trl_atropos.errors import ERROR, WARNING, RolloutError, ServerError, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.flags import parallel, server_flags, stated_flags
-from trl_atropos.protocol import ADAPTER_MODES, tokenizer_fingerprint
+from trl_atropos.protocol import ADAPTER_MODES, parallel, server_flags, stated_flags, tokenizer_fingerprint
 from trl_atropos.recipe import EnvironmentSpec, Recipe
 from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
 from trl_atropos.server_client import ServerClient

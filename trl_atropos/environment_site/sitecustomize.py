@@ -2,7 +2,7 @@
 
 Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")` that is `'weight'`.
 This adds the exception's kind and place to the line, and the traceback to the first line of each place.
-`trl_atropos.environment_log` reads the lines. Standard library only, and nothing newer than Python 3.10: the
+`trl_atropos.services.environments` reads the lines. Standard library only, and nothing newer than Python 3.10: the
 environment may have a Python of its own.
 """
 

@@ -37,7 +37,7 @@ from yarl import URL
 
 from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.flags import server_flags
+from trl_atropos.protocol import server_flags
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
 from trl_atropos.server.ledger import Ledger
 from trl_atropos.server.routes import ControlPlane, Refused, error, while_connected

@@ -241,7 +241,7 @@ def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
 
 def trainer_logprobs(folder: Path, wanted: Container[int]) -> tuple[dict[int, np.ndarray], list[str]]:
     """
-    The trainer's log-probabilities (`rollouts/trainer_logprobs.py` writes them): by index of the rollout, `(c,)`
+    The trainer's log-probabilities (`rollouts/spool.py` writes them): by index of the rollout, `(c,)`
     float32 in nats, NaN where a token was not trained. And the files that cannot be read, each with the reason.
     """
     found, unreadable = {}, []

@@ -91,7 +91,7 @@ class RolloutSource(Protocol):
 
 
 class Environments:
-    """What a run knows of the environments that it started, here none. `supervision.Supervisor` knows more."""
+    """What a run knows of the environments that it started, here none; see `services.environments.Supervisor`."""
 
     def start(self) -> None: ...
 

@@ -7,6 +7,7 @@ because that state brings the settings of the run that saved it.
 
 import json
 import logging
+import os
 import shutil
 import tempfile
 import textwrap
@@ -17,15 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
+from trl import ModelConfig
 
 from trl_atropos.distributed import on_main, together
-from trl_atropos.errors import CheckpointError, SaveError
+from trl_atropos.errors import CheckpointError, RecipeError, SaveError
 from trl_atropos.weights.masters import MasterOptimizer
 
 logger = logging.getLogger(__name__)
@@ -100,6 +106,45 @@ def has_state(checkpoint: str | Path) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ resuming
+
+
+def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:
+    """
+    The folder to resume from, `None` for none. `true` is the last checkpoint in `output_dir` that is whole, on every
+    machine if each has an `output_dir` of its own. All ranks call this.
+    """
+    path = str(resume_from_checkpoint or "")
+    if path.lower() in ("false", "none", ""):
+        return None
+    if path.lower() == "true":
+        steps = set.intersection(*gather_object([set(whole_checkpoints(output_dir))]))
+        path = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}") if steps else ""
+
+    def require() -> None:
+        if not os.path.isdir(path):
+            asked = f"resume_from_checkpoint: {resume_from_checkpoint}"
+            raise RecipeError(
+                f"`{asked}`, but there is no checkpoint in {path or output_dir}",
+                seen=asked,
+                fix="Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see "
+                "it: put `output_dir` on a file system that they share, or train with `save_on_each_node: true`.",
+                code="checkpoint",
+            )
+
+    together(require)
+    return path
+
+
+def whole_checkpoints(output_dir: str) -> list[int]:
+    """Steps of the checkpoints in `output_dir` whose saving was not interrupted."""
+    steps = []
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdigit() and has_state(folder):
+            steps.append(int(step))
+        elif step.isdigit():
+            logger.warning("Passed over %s: its saving was interrupted.", folder)
+    return steps
 
 
 def require_whole(checkpoint: str | Path) -> None:
@@ -238,3 +283,67 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
             f"another model, or was damaged. {ANOTHER}"
         )
     model.load_state_dict(saved.state_dict())
+
+
+# ------------------------------------------------------------------------------------ the model that a run begins with
+
+
+def require_trainable(model: ModelConfig, trusted: bool) -> None:
+    """
+    Raises `RecipeError` if the model cannot be loaded and trained.
+
+    Args:
+        model (`ModelConfig`): The part of the recipe that names it.
+        trusted (`bool`): Whether code that comes with the model may run.
+    """
+    name = model.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=trusted)
+    except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
+        raise RecipeError(
+            f"The model {name!r} cannot be loaded: {_first_sentence(error)}",
+            seen=f"model_name_or_path: {name}",
+            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
+            "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has "
+            "cached.",
+            code="model",
+        ) from error
+    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
+    if config.is_encoder_decoder:
+        wrong = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
+        fix = "Take a causal language model."
+    elif quantised is not None and not model.use_peft:
+        wrong = f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and take no gradient"
+        fix = "Take the checkpoint that it was made from, or train an adapter beside them (`use_peft: true`)."
+    elif not config.architectures:
+        wrong = "its config.json names no architecture"
+        fix = 'Add `"architectures"`, such as ["Qwen3ForCausalLM"].'
+    else:
+        wrong, fix = _missing_class(config, name, model.model_revision, trusted)
+    if wrong:
+        what = f"The model {name!r} cannot be trained: {wrong}"
+        raise RecipeError(what, seen=f"model_name_or_path: {name}", fix=fix, code="model")
+
+
+def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:
+    """Which of the model's classes cannot be loaded, and what to do; two empty texts if all can."""
+    known = hasattr(transformers, config.architectures[0])
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")  # a class that the checkpoint brings
+    try:
+        if code is not None and trusted and not known:
+            get_class_from_dynamic_module(code, name, revision=revision)
+    except (ImportError, OSError, ValueError, AttributeError) as error:
+        wrong = f"the code that comes with it does not run with transformers {transformers.__version__}"
+        return f"{wrong} ({_first_sentence(error)})", "Take a model whose class transformers has."
+    try:
+        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            transformers.AutoProcessor.from_pretrained(name, revision=revision)  # TRL's trainer needs that of images
+    except (ImportError, OSError, ValueError) as error:
+        wrong = f"transformers has no causal language model for {config.model_type}, and no processor of images is "
+        fix = "Take the whole checkpoint, or one of the language model alone."
+        return f"{wrong}with it ({_first_sentence(error)})", fix
+    return "", ""
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

@@ -1,13 +1,13 @@
 """One run at a time in an `output_dir`: two would delete each other's checkpoints and write the same rollouts.
 
-`trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for whoever uses the
-trainer by itself; both on rank 0.
+`trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for a trainer that is
+used by itself; both on rank 0.
 
-The kernel knows best whether the process that locked a file still lives, but only of its own machine. A network file
-system may carry the lock to other machines, keep it on one, or not know locks. So the holder also writes its name into
-the file, and refreshes the file's time every `BEAT` seconds. A lock that is refused is held. One that is granted is
-free if the last holder was on this machine; else the file's time tells: when it is `DEAD` seconds old, that process is
-dead and its lock is taken over.
+The kernel knows whether the process that locked a file still lives, but only on its own machine. A network file system
+may carry the lock to other machines, keep it on one, or not know locks. So the holder also writes its name into the
+file, and refreshes the file's time every `BEAT` seconds. If the lock is refused, the folder is held. If it is granted,
+the folder is free if its last holder was on this machine. Otherwise the time decides: a holder that has not refreshed
+it for `DEAD` seconds is dead.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ _held: set[Path] = set()  # by this process
 @contextlib.contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
     """
-    Holds the folder for this process, which may hold it already. It is made if it is not there.
+    Holds the folder for this process, which may hold it already. Creates it if it does not exist.
 
     Raises:
-        OutputLockError: Another run that lives is in it.
+        OutputLockError: Another run that is alive holds it.
     """
     folder = Path(output_dir).resolve()
     if folder in _held:
@@ -53,9 +53,10 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         _take(file, path)
-        _write(file, _own())
+        _write(file, {"process": str(os.getpid()), "host": socket.gethostname(), "boot": _boot(), "since": since})
         beat.start()
         _held.add(folder)
         try:
@@ -71,7 +72,7 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
 def _take(file: int, path: Path) -> None:
     """Returns when this process may write its name into the file."""
-    known = True
+    knows_locks = True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,27 +80,21 @@ def _take(file: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        known = False
+        knows_locks = False
     holder = _read(path)
-    if not holder or (known and holder["boot"] == _boot()):
+    if not holder or (knows_locks and holder["boot"] == _boot()):
         return
-    before, silent = _beats(path), _age(path)
+    last_beat, silent = _last_beat(path), _silence(path)
     if silent < DEAD:
-        logger.warning(
-            "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead.",
-            path.parent,
-            _named(holder),
-            silent,
-            DEAD - silent,
-        )
+        message = "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead."
+        logger.warning(message, path.parent, _named(holder), silent, DEAD - silent)
     while silent < DEAD:
         time.sleep(POLL)
-        if _beats(path) != before:
+        if _last_beat(path) != last_beat:
             raise _taken(path, holder)
-        silent = _age(path)
-    logger.warning(
-        "%s was used by %s, which is dead: it wrote nothing for %.0f s.", path.parent, _named(holder), silent
-    )
+        silent = _silence(path)
+    message = "%s was used by %s, which is dead: it wrote nothing for %.0f s."
+    logger.warning(message, path.parent, _named(holder), silent)
 
 
 def _taken(path: Path, holder: dict[str, str]) -> OutputLockError:
@@ -115,21 +110,16 @@ def _named(holder: dict[str, str]) -> str:
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 
 
-def _own() -> dict[str, str]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"process": str(os.getpid()), "host": socket.gethostname(), "boot": _boot(), "since": since}
-
-
 def _boot() -> str:
     """The same for all processes of this machine, containers too, until it is started again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Who wrote its name last; empty if it ended by itself, or is about to write it."""
+    """The last holder; empty if its run has ended, or is about to write its name."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -144,19 +134,19 @@ def _write(file: int, holder: dict[str, str]) -> None:
 
 def _beat(file: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT):
-        with contextlib.suppress(OSError):  # of a file server that is away, others cannot see it either
+        with contextlib.suppress(OSError):  # where a file server is away, others cannot see the time either
             os.utime(file)
 
 
-def _beats(path: Path) -> int:
+def _last_beat(path: Path) -> int:
     with open(path, "rb") as file:  # opening makes a network file system ask its server
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-def _age(path: Path) -> float:
+def _silence(path: Path) -> float:
     """Seconds since the last beat, by the clock of the file system, which machines share."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
         now.write(b".")
         now.flush()
         os.fsync(now.fileno())
-        return (os.fstat(now.fileno()).st_mtime_ns - _beats(path)) / 1e9
+        return (os.fstat(now.fileno()).st_mtime_ns - _last_beat(path)) / 1e9

@@ -1,0 +1,353 @@
+"""The environments of a run: their entries in the recipe, what their logs say, and what happens when one ends.
+
+`recipe.py` reads each entry of `environments` into an `EnvironmentSpec`, and `trl_atropos.train` starts its command.
+From then on `Supervisor` tells the rollout source what the logs say, and ends the run when an environment only fails.
+`Services.watch` reports to `Disconnector` each environment that ended, so that the Atropos API forgets it.
+
+`EnvironmentLog` is the only place that knows the lines which Atropos 0.4 writes. `environment_site/sitecustomize.py`
+adds to them; without it, as in a container whose Python does not heed `PYTHONPATH`, messages have less detail.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trl_atropos.errors import RecipeError, RolloutError
+from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
+from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT = 5.0  # seconds; asked from the thread that watches the services
+LOOK_EVERY = 1.0  # seconds
+HOPELESS = 32  # failed groups of an environment that has collected none: a mistake, not bad luck
+SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
+
+# Parts of the lines that Atropos writes, and what each means.
+COLLECT_FAILED, POSTPROCESS_FAILED = "Error in collect_trajectories", "Scoring exception"
+NOTHING = "handle_env: No trajectories collected"  # after each exception, too
+FAILURES = {
+    COLLECT_FAILED: "failed to collect a group",
+    POSTPROCESS_FAILED: "failed in `postprocess_histories`",
+    "Error in handle_send_to_api": "failed to deliver a group that it had collected, because something in it is "
+    "missing or wrong",
+}
+MEANINGS = FAILURES | {
+    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Give the "
+    "model easier or harder prompts or a finer reward, or let its code return such groups, too, which the trainer "
+    "counts",
+    "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
+    "`--env.ensure_scores_are_not_same false`, or give the model easier or harder prompts",
+    "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
+    "it sample fewer tokens, or raise `max_sequence_length`",
+    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct "
+    "what it collects",
+    "Failed to send": "could not deliver a group: the API refused it or did not answer",
+}
+SIGN = re.compile("|".join(map(re.escape, MEANINGS)))
+EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was collected before)?\]$")
+REGISTERED = re.compile(r"Initialized env with id (\d+)")
+BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
+LONGEST = 300  # characters of an exception that are quoted
+
+
+class EnvironmentSpec(BaseModel):
+    """
+    One entry of `environments`. A text alone is the `path`.
+
+    Attributes:
+        path: The environment's script, relative to `cwd`. It is started as `{python} PATH serve --config FILE`, with
+            a file that the run writes.
+        config: Settings of the environment's configuration. In that file, they win over those of the run.
+        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
+        name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
+            is called `environment.py`.
+        env: Environment variables.
+        cwd: Working directory.
+        python: Interpreter that `{python}` stands for; by default the run's own.
+        servers: Inference servers, as Atropos' server configs; by default those of the run. Where an entry does not
+            have them, `base_url` is `{vllm_url}/v1`, `model_name` is `{model}`, and `server_type` is `vllm`. With a
+            `command`, they are written to a file that it is given as `--config`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str | None = Field(default=None, min_length=1)
+    config: dict[str, Any] = {}
+    command: str | list[str] | None = Field(default=None, min_length=1)
+    name: str = Field(default="", pattern=r"^[\w.-]*$")
+    env: dict[str, str | int | float] = {}
+    cwd: str | None = None
+    python: str | None = Field(default=None, min_length=1)
+    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, entry: Any) -> Any:
+        return {"path": entry} if isinstance(entry, str) else entry
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "EnvironmentSpec":
+        if (self.path is None) == (self.command is None):
+            raise ValueError("it needs either `path` or `command`")
+        if self.path is None and not self.name:
+            raise ValueError("an entry with a `command` needs a `name`")
+        if self.path is None and self.config:
+            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
+        if not self.name:
+            script = Path(self.cwd or "", self.path).absolute()
+            self.name = re.sub(r"[^\w.-]", "_", script.parent.name if script.stem == "environment" else script.stem)
+        return self
+
+    @property
+    def line(self) -> str:
+        """The command as a person would type it, without what the run fills in."""
+        if self.path is not None:
+            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
+            return " ".join([f"python {self.path} serve", *flags])
+        return self.command if isinstance(self.command, str) else " ".join(self.command)
+
+    def words(self) -> list[str]:
+        """The command as words, with its placeholders."""
+        if self.path is not None:
+            return ["{python}", self.path.replace("{", "{{").replace("}", "}}"), "serve"]
+        try:
+            return shlex.split(self.command) if isinstance(self.command, str) else self.command
+        except ValueError as error:
+            raise RecipeError(
+                f"The command of environment {self.name!r} is cut short: {error}",
+                seen=str(self.command),
+                fix="Correct its quotes.",
+                code="environment-command",
+            ) from error
+
+    def fill_in(self, text: str, values: dict[str, str]) -> str:
+        """`text` with the values of its placeholders."""
+        if self.python is not None:
+            python = os.path.expanduser(self.python)
+            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
+        try:
+            return text.format_map(values)
+        except (KeyError, IndexError, ValueError) as error:
+            raise RecipeError(
+                f"The entry of environment {self.name!r} has an unknown placeholder ({error})",
+                seen=f"{error} in {text}",
+                fix=f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice.",
+                code="environment-command",
+            ) from error
+
+
+def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
+    """`own`, and what has its Python load `environment_site/sitecustomize.py`."""
+    before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
+
+
+class EnvironmentLog:
+    """Follows the log of an environment that the run started; the part of this run begins at byte `start`."""
+
+    def __init__(self, path: str, start: int = 0):
+        self._path, self._read_to = path, start
+        self._reading = threading.Lock()
+        self.number: int | None = None  # of the environment at the API
+        self._begin()
+
+    def _begin(self) -> None:
+        """The environment was started, or started again."""
+        self.counts: Counter[str] = Counter()  # how often each of `MEANINGS` has happened
+        self.failures = 0  # exceptions of its own among them
+        self.error = ""  # the last exception: kind, text and place, as far as they are known
+        self.place = ""  # its file, line and function, if they are known
+        self.never_succeeded = False  # for certain, no group had been collected before it
+        self.former_number, self.number = self.number, None
+
+    def read(self) -> "EnvironmentLog":
+        """Takes in what was written since the last call."""
+        with self._reading, open(self._path, "rb") as log:
+            log.seek(self._read_to)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_to += len(line)
+                self._take(line.decode(errors="replace").rstrip())
+        return self
+
+    def _take(self, line: str) -> None:
+        if BEGINS_A_LIFE.match(line):
+            self._begin()
+        elif found := REGISTERED.search(line):
+            self.number = int(found[1])
+        elif found := SIGN.search(line):
+            self.counts[found[0]] += 1
+            if found[0] in FAILURES:
+                self.failures += 1
+                text = line[found.end() :].strip(": ")
+                explained = EXPLAINED.search(text)
+                self.place = explained[2] if explained else ""
+                self.error = f"{explained[1][:LONGEST].rstrip(': ')} ({self.place})" if explained else text[:LONGEST]
+                self.never_succeeded = bool(explained and explained[3])
+
+    def undelivered(self) -> list[str]:
+        """Why groups were not delivered: exceptions first, then what happened most often."""
+        counts = self.counts.copy()
+        counts[NOTHING] -= counts[COLLECT_FAILED] + counts[POSTPROCESS_FAILED]
+        found = sorted((sign for sign in MEANINGS if counts[sign] > 0), key=lambda s: (s not in FAILURES, -counts[s]))
+        reasons = [f"{counts[sign]} times it {MEANINGS[sign]}" for sign in found]
+        if self.error:
+            reasons[0] += f"; the last error was {self.error}"
+        return reasons
+
+
+class Supervisor:
+    """
+    What `AtroposSource` knows of the environments that this run started.
+
+    Args:
+        services: of this run.
+        on_failure: called, from a thread, with the error that ends the run: an environment only ever fails.
+    """
+
+    def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
+        self._services = services
+        self._on_failure = on_failure
+        self._logs: dict[str, EnvironmentLog] = {}
+        self._warned_of: set[tuple[str, str]] = set()  # environment, and where it failed
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="environment-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def metrics(self) -> dict[str, float]:
+        """`services/restarts`: how many restarts of services there were so far."""
+        return {"services/restarts": float(self._services.restarts)}
+
+    def names(self) -> dict[int, str]:
+        """
+        The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
+        the API was restarted in between, and the number is that of the environment which was started later.
+        """
+        logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
+        numbers = [(log.former_number, service) for service, log in logs]
+        numbers += [(log.number, service) for service, log in logs]
+        return {number: service.name.removeprefix(ENVIRONMENT) for number, service in numbers if number is not None}
+
+    def explain(self, reason: str) -> str:
+        """Why no batch comes: `reason`, with what the environments' logs say of groups that were not delivered."""
+        before, after = [], []
+        for service, log in self._read_logs():
+            undelivered = log.undelivered()
+            (before if undelivered else after).append(_account_of(service, undelivered))
+        return " ".join([*before, reason, *after])
+
+    def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
+        environments = [service for service in self._services.running() if service.name.startswith(ENVIRONMENT)]
+        for service in environments:
+            self._logs.setdefault(service.name, EnvironmentLog(service.log_path, service.log_start))
+        return [(service, self._logs[service.name].read()) for service in environments]
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_EVERY):
+            for service, log in self._read_logs():
+                if not log.failures:
+                    continue
+                where = f"the traceback is in its log, {service.log_path}"
+                if log.failures >= HOPELESS and log.never_succeeded:
+                    error = (
+                        f"{service.name} failed on each of its first {log.failures} groups. The last error was "
+                        f"{log.error}. Correct the environment: {where}."
+                    )
+                    return self._on_failure(RolloutError(error))
+                if (service.name, log.place) not in self._warned_of:
+                    self._warned_of.add((service.name, log.place))
+                    logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
+
+
+def _account_of(service: Service, undelivered: list[str]) -> str:
+    seconds = time.monotonic() - service.started
+    doing = "has ended and is about to be started again" if service.down else f"has been running for {seconds:.0f} s"
+    again = f" (restarted {service.restarts} times)" if service.restarts else ""
+    reasons = f": {'; '.join(undelivered)}. It" if undelivered else ""
+    return f"{service.name}{reasons} {doing}{again}. Its log: {service.log_path}."
+
+
+class Disconnector:
+    """
+    Has the API forget environments that ended, once their successors have registered.
+
+    The API never forgets by itself: an environment that ended keeps its share of the weights, and with a
+    `min_batch_allocation` it stops all batches. Its number there is known if its log shows it, or if it is the only
+    environment. Nothing is disconnected before a successor is there: without any connected environment, the API
+    divides by zero.
+
+    Args:
+        services: of this run.
+        url: of the API.
+    """
+
+    def __init__(self, services: Services, url: str):
+        self._services = services
+        self._client = AtroposClient(url, request_timeout=REQUEST_TIMEOUT, batch_timeout=REQUEST_TIMEOUT)
+        self._api_ends = 0
+
+    def ended(self, service: Service) -> None:
+        """A service has ended and will be started again. Called by `Services.watch`, before that."""
+        if service.name == ATROPOS:
+            self._api_ends += 1  # the new API numbers from 0
+        if not service.name.startswith(ENVIRONMENT):
+            return
+        try:
+            count = len(self._client.environments())
+        except (ApiUnreachable, ReplyLost):
+            return  # an API that comes back knows no environment
+        numbers = self._numbers_of(service, count)
+        if numbers is None:
+            logger.warning(
+                "The Atropos API still counts on the environment that ended (%s), and its number there is not known. "
+                "If it reserved a part of every batch (`min_batch_allocation`), no batch comes before the API is told "
+                "to forget it: %s.",
+                service.name,
+                disconnect_command(self._client.url, [0, 1]),
+            )
+        elif numbers:
+            forget = (service.name, numbers, count, self._api_ends)
+            threading.Thread(target=self._forget, args=forget, name="disconnect", daemon=True).start()
+
+    def _numbers_of(self, service: Service, count: int) -> list[int] | None:
+        """Numbers that the ended environment may have at the API; `None` if that is not known."""
+        by_name = {running.name: running for running in self._services.running()}
+        api = by_name.get(ATROPOS)
+        if api is None:
+            return None  # it may have been restarted, and the numbers be those of others
+        if api.down or api.started > service.started:
+            return []  # it never heard of the environment that ended
+        number = EnvironmentLog(service.log_path, service.log_start).read().former_number
+        if number is not None and number < count:
+            return [number]
+        alone = [name for name in by_name if name.startswith(ENVIRONMENT)] == [service.name]
+        return list(range(count)) if alone and count <= service.restarts + 1 else None
+
+    def _forget(self, name: str, numbers: list[int], successor: int, api_ends: int) -> None:
+        """
+        Disconnects `numbers` as soon as the next environment has registered, which gets the number `successor`. Has no
+        deadline: the run ends if no environment registers.
+        """
+        while api_ends == self._api_ends:
+            with contextlib.suppress(ApiUnreachable, ReplyLost):
+                if self._client.environment(successor) is not None:
+                    for number in numbers:
+                        self._client.disconnect(number)
+                    return logger.info("The Atropos API no longer counts on %s as it was before it ended.", name)
+            time.sleep(LOOK_EVERY)
