@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 MASKED = -100
 INT32_MAX = 2**31 - 1
@@ -176,11 +176,11 @@ class BatchReply:
 
 
 class _Reply(Struct):
-    batch: list[Raw] | None
+    batch: list[Any] | None
     status: Literal["error"] | None = None
 
 
-DECODE_REPLY, DECODE_GROUP = msgspec.json.Decoder(_Reply).decode, msgspec.json.Decoder(Group).decode
+DECODE_GROUP = msgspec.json.Decoder(Group).decode
 # Of a reply as atroposlib 0.4 writes it.
 HEAD, BETWEEN, TAIL = b'{"batch":[', b'},{"tokens":', b"]}"
 UNREADABLE = "unreadable"
@@ -204,12 +204,12 @@ def decode_reply(body: bytes) -> BatchReply:
         if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
             return BatchReply(groups, None)
     try:
-        reply = DECODE_REPLY(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        reply = msgspec.convert(json.loads(body), _Reply)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         if groups is None or all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
         return BatchReply(groups, None)
-    return BatchReply(None if reply.batch is None else [read_group(bytes(text)) for text in reply.batch], reply.status)
+    return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
