@@ -1,6 +1,7 @@
 """From the bytes of a reply to groups: what msgspec reads by type must be what `json` reads."""
 
 import json
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_a_group_that_is_not_json_is_rejected_with_the_reason():
         (b'{"batch":[{"a":{"b":[{"c":3},{"tokens":2}]}}]}', [{"a": {"b": [{"c": 3}, {"tokens": 2}]}}]),
         (b'{"batch":[{"a":"},{\\"tokens\\":"}]}', [{"a": '},{"tokens":'}]),
         (b'{"batch":[{"a":NaN}, 5]}', [{"a": float("nan")}, 5]),
+        (b'{"batch":[-Infinity,{"tokens":[[1]]},{"tokens":2}]}', [-math.inf, {"tokens": [[1]]}, {"tokens": 2}]),
         (b' {"step": 1, "batch" : [ {} , 5, "x" ] } ', [{}, 5, "x"]),
     ],
 )
