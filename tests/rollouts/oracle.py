@@ -102,6 +102,11 @@ def teacher(ids: Any, logprobs: Any, length: int) -> list[list[tuple[int, float]
     return positions
 
 
+def overflows(scores: list[float]) -> bool:
+    """Whether float32 may not hold the squares that the standard deviation needs."""
+    return max(map(abs, scores)) > 1e18
+
+
 def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int) -> list[dict[str, Any]]:
     """The rows. Raises `Rejected` or `Stopped`; where both would be right, `Stopped` has `Rejected` as its cause."""
     demand(isinstance(group, dict))
@@ -136,7 +141,6 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
     rejected = any(differs(value, sampled_at) for value in [of_group, *asked])
     mean = math.fsum(map(to_float32, scores)) / count
     squares = math.fsum((to_float32(score) - mean) ** 2 for score in scores)
-    overflows = max(map(abs, scores)) > 1e18  # squares of float32 overflow somewhere above
     stopped = (
         shows_something(group.get("images"))
         or (count > 1 and len(tokens[0]) > 1 and all(sequence == list(range(len(tokens[0]))) for sequence in tokens))
@@ -175,7 +179,7 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
                 "score": float(scores[i]),
                 "group_mean": 0.0 if alone and single == "raw" else mean,
                 "group_std": math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
-                "overflows": overflows,
+                "overflows": overflows(scores),
                 "token_advantages": (
                     None if advantages[i] is None or sft[i] else [to_float32(advantages[i][at]) for at in places]
                 ),
