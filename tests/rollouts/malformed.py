@@ -4,6 +4,7 @@ A good batch is made and then broken: values of the wrong type or size anywhere,
 within lists, fields dropped, emptied or doubled, text cut off or overwritten. Some come out as good as before.
 """
 
+import copy
 import json
 import math
 import random
@@ -36,6 +37,11 @@ JUNK = [
 JUNK += [[], [1], [[1]], [None], {}, {"a": [1]}, {"[": "]"}, [[], [7, 8]]]
 
 Group = dict[str, Any]
+
+
+def junk(rng: random.Random, *others: Any) -> Any:
+    """Something else each time: what one fault puts into a group, another one changes."""
+    return copy.deepcopy(rng.choice([*others, *JUNK]))
 
 
 def good_group(rng: random.Random) -> Group:
@@ -87,7 +93,7 @@ def _count(group: Group) -> int:
 def put_junk(rng: random.Random, group: Group) -> None:
     entries = _a_list_in(rng, group.get(rng.choice(FIELDS)))
     if entries:
-        entries[rng.randrange(len(entries))] = rng.choice(JUNK)
+        entries[rng.randrange(len(entries))] = junk(rng)
 
 
 def put_number(rng: random.Random, group: Group) -> None:
@@ -99,7 +105,7 @@ def put_number(rng: random.Random, group: Group) -> None:
 def put_token_everywhere(rng: random.Random, group: Group) -> None:
     """So that the mask agrees with a token that is none."""
     if isinstance(group.get("tokens"), list) and isinstance(group.get("masks"), list):
-        value = rng.choice(JUNK)
+        value = junk(rng)
         for name in ("tokens", "masks"):
             if group[name] and isinstance(group[name][0], list) and group[name][0]:
                 group[name][0][-1] = value
@@ -108,7 +114,7 @@ def put_token_everywhere(rng: random.Random, group: Group) -> None:
 def lengthen_or_shorten(rng: random.Random, group: Group) -> None:
     entries = _a_list_in(rng, group.get(rng.choice(FIELDS)))
     if entries is not None and rng.random() < 0.5:
-        entries.append(rng.choice([entries[-1] if entries else 0, *JUNK]))
+        entries.append(junk(rng, entries[-1] if entries else 0))
     elif entries:
         entries.pop(rng.randrange(len(entries)))
 
@@ -130,7 +136,7 @@ def nest(rng: random.Random, group: Group) -> None:
 
 
 def change_field(rng: random.Random, group: Group) -> None:
-    group[rng.choice(FIELDS)] = rng.choice([*JUNK, [[]] * 2, [{}] * 2, [["x"]]])
+    group[rng.choice(FIELDS)] = junk(rng, [[]] * 2, [{}] * 2, [["x"]])
 
 
 def drop_field(rng: random.Random, group: Group) -> None:
@@ -138,9 +144,7 @@ def drop_field(rng: random.Random, group: Group) -> None:
 
 
 def set_override(rng: random.Random, group: Group) -> None:
-    setting = {
-        rng.choice(["sft", "set_advantage_to_zero", "temperature", "other"]): rng.choice([*JUNK, 1.0, 0.7, True])
-    }
+    setting = {rng.choice(["sft", "set_advantage_to_zero", "temperature", "other"]): junk(rng, 1.0, 0.7, True)}
     where = rng.choice(["overrides", "group_overrides", "generation_params"])
     group[where] = [dict(setting) for _ in range(_count(group))] if where == "overrides" else setting
 
@@ -152,7 +156,7 @@ def flip_masks(rng: random.Random, group: Group) -> None:
 
 
 def add_unknown(rng: random.Random, group: Group) -> None:
-    deep: Any = rng.choice(JUNK)
+    deep: Any = junk(rng)
     for _ in range(rng.choice([1, 30, 300])):
         deep = [deep]
     group[rng.choice(["new", "[", "images", "ref_logprobs", "messages"])] = deep
@@ -215,7 +219,7 @@ def build_body(seed: int, faults: list[tuple[int, int]], text_faults: list[tuple
         fault_rng = random.Random(fault_seed)
         GROUP_FAULTS[which](fault_rng, fault_rng.choice(groups))
     if rng.random() < 0.02:
-        groups[0] = rng.choice(JUNK)
+        groups[0] = junk(rng)
     # Two in three as the API writes it.
     separators = rng.choice([(",", ":"), (",", ":"), (" , ", " : ")])
     body = json.dumps({"batch": groups}, separators=separators, ensure_ascii=rng.random() < 0.5)
