@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +91,6 @@ def main(argv: list[str]) -> None:
     from trl_atropos.train import apply_recipe_environment
 
     apply_recipe_environment(argv)
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # as `trl_atropos.train` does
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
         report = examine([word for word in argv if word != "--json"])
     if "--json" in argv:
