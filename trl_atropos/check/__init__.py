@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +99,6 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & set(argv):
         build_parser().print_help()
         sys.exit(0 if argv else 2)
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # as `trl_atropos.train` does
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
         report = examine(argv)
     if "--json" in argv:
