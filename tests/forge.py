@@ -1,15 +1,16 @@
-"""Programs that need torch, Transformers and TRL, as forks of one process that has imported them.
+"""Programs that import much, as forks of a process that has imported it: `TRAINER` (TRL) and `SERVER` (vLLM).
 
-    process = fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
+    process = TRAINER.fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
 
 does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a session of its own and
-with both outputs in `log`, 15 seconds of a CPU earlier. Each worker of pytest has one such process, from its first
-call on. Programs that start threads or read the environment while they import something are not for it: `Run` in
-`tests/launching.py` starts the main job as a user does.
+with both outputs in `log`, 15 seconds of a CPU earlier. Each worker of pytest has one such process of each kind, from
+the first call on. A program that reads the environment while it imports something sees that of the process that it
+is forked from: `Run` in `tests/launching.py` starts the main job, and with it a server, as a user does.
 """
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,17 +20,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN = 180.0  # seconds
-PROGRAM = """
-import json, os, runpy, select, sys, traceback
+TRL = """
 from trl_atropos.train import without_vllm
 with without_vllm():
     import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
+"""
+VLLM = """
+import trl_atropos.server.control, trl_atropos.server.launch, vllm.entrypoints.openai.api_server
+import vllm.v1.engine.core_client
+"""
+PROGRAM = """
+import ctypes, gc, json, os, runpy, select, signal, sys
+gc.freeze()  # the forks would otherwise copy what they only look at
 
 def say(**what):
     os.write(1, json.dumps(what).encode() + b"\\n")
 
-def run(job):
+def run(job, parent):
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
     os.chdir(job["cwd"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
@@ -39,6 +50,7 @@ def run(job):
     os.environ.update(job["env"])
     _, module, *rest = job["argv"]
     sys.argv[:] = [module, *rest]
+    gc.unfreeze()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 say(ready=True)
@@ -50,9 +62,10 @@ while True:
             break
         *lines, rest = (rest + read).split(b"\\n")
         for line in lines:
+            parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                run(json.loads(line))
+                run(json.loads(line), parent)
                 sys.exit(0)
             say(started=pid)
     while True:
@@ -88,28 +101,24 @@ class Forked:
 
 
 class Forge:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+    """`imports` is what the process executes first, with `env` on top of this process's environment."""
+
+    def __init__(self, imports: str, env: Mapping[str, str] | None = None) -> None:
+        self._imports, self._env = imports, dict(env or {})
+        self._process: subprocess.Popen | None = None
         self._forked: dict[int, Forked] = {}
         self._changed = threading.Condition()
         self._ready = False
         self._started: list[Forked] = []
         self._one_at_a_time = threading.Lock()
-        threading.Thread(target=self._read, name="forge", daemon=True).start()
-        atexit.register(self.close)
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT) -> Forked:
         """Runs `argv`, of the form `["-m", module, *arguments]`, with `env` as its whole environment."""
         log.touch()
         job = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": str(cwd)}
         with self._one_at_a_time, self._changed:
+            if self._process is None:
+                self._start()
             self._wait(lambda: self._ready)
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
@@ -119,6 +128,19 @@ class Forge:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait(READY_WITHIN)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self._imports + PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=os.environ | self._env,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, name="forge", daemon=True).start()
+        atexit.register(self.close)
 
     def _wait(self, condition) -> None:
         deadline = time.monotonic() + READY_WITHIN
@@ -141,12 +163,5 @@ class Forge:
                 self._changed.notify_all()
 
 
-_forge: Forge | None = None
-
-
-def fork(argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT) -> Forked:
-    """As `Forge.fork`, of the one that all tests of this process share."""
-    global _forge
-    if _forge is None:
-        _forge = Forge()
-    return _forge.fork(argv, env, log, cwd)
+TRAINER = Forge(TRL)
+SERVER = Forge(VLLM, {"VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"})

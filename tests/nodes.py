@@ -172,7 +172,7 @@ class Cluster:
         for info, url in zip(self.infos(), self.servers, strict=True):
             assert info["policy_version"] == STEPS, info["policy_version"]
             with self.network.inside("environments"):
-                samples = continuations(Server(url, self.env[TOKEN_VARIABLE], str(self.model), None))
+                samples = continuations(Server(url, self.env[TOKEN_VARIABLE], str(self.model)))
                 continued.append(greedy(url))
             error = largest_difference(trained, snapshot(trained), samples)
             before = largest_difference(trained, snapshot(untrained), samples)

@@ -1,20 +1,29 @@
 """Real inference servers for the tests: a pytest plugin with one shared server, and a way to start others."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 import torch
 
+from tests.forge import SERVER
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.guard import SharedFiles, end_service
+from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
+READY_WITHIN = 180.0  # seconds
+GRACE = 5.0  # seconds to end after SIGTERM
 ENVIRONMENT = {
     "CXX": "no-such-compiler",  # a machine without one must do
     "HF_HUB_OFFLINE": "1",
@@ -31,7 +40,14 @@ class Server:
     url: str
     token: str
     model: str
-    services: Services
+    api: psutil.Process | None = None  # the first of the server's processes
+    log: Path | None = None
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The process that holds the weights."""
+        (engine,) = [child for child in self.api.children() if "EngineCore" in " ".join(child.cmdline())]
+        return engine
 
     def control(self, method: str, route: str, body: dict | None = None, token: str | None = None):
         headers = {"authorization": f"Bearer {token or self.token}"}
@@ -49,20 +65,67 @@ class Server:
 
 @contextmanager
 def running_server(
-    model: str | Path, log_dir: Path, *flags: str, port: int | None = None, token: str | None = None
+    model: str | Path,
+    log_dir: Path,
+    *flags: str,
+    port: int | None = None,
+    token: str | None = None,
+    forked: bool = not torch.cuda.is_available(),
 ) -> Iterator[Server]:
-    """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take its place later."""
+    """A vLLM server on `model`, in processes of its own; stopped at the end. Another one may take its place later.
+    A `forked` one starts sooner, and its memory is shared with the process that it is forked from."""
     port, token = port or free_port(), token or uuid.uuid4().hex
-    command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
+    command = ["-m", "trl_atropos.server.launch", str(model), "--port", str(port)]
     command += ["--max-model-len", str(MAX_MODEL_LEN), *flags]
     if torch.cuda.is_available() and "--gpu-memory-utilization" not in flags:  # several share the device
         command += ["--gpu-memory-utilization", "0.1"]
-    url = f"http://127.0.0.1:{port}"
-    with Services(log_dir) as services:
-        environment = {**ENVIRONMENT, TOKEN_VARIABLE: token}
-        services.start("vllm", command, env=environment, health_url=f"{url}/health")
-        services.wait_healthy("vllm", 180)
-        yield Server(url, token, str(model), services)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    url, log, shared = f"http://127.0.0.1:{port}", log_dir / "vllm.log", SharedFiles()
+    environment = os.environ | ENVIRONMENT | {TOKEN_VARIABLE: token}
+    process = (SERVER.fork if forked else _start)(command, environment, log)
+    try:
+        deadline = time.monotonic() + READY_WITHIN
+        while not _healthy(url):
+            assert process.poll() is None and time.monotonic() < deadline, f"no server:\n{log.read_text()[-5000:]}"
+            time.sleep(0.1)
+        shared.note([process.pid, *_descendants(process.pid)])
+        yield Server(url, token, str(model), psutil.Process(process.pid), log)
+    finally:
+        shared.note([process.pid, *_descendants(process.pid)])
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait(GRACE)
+        end_service(process.pid, GRACE, shared)
+
+
+def _start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=2).ok
+    except requests.RequestException:
+        return False
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.forge import Forked, fork
+from tests.forge import TRAINER, Forked
 from trl_atropos.services.manager import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def run_ranks(argv: Sequence[str], processes: int, timeout: float) -> None:
         outputs = [Path(folder, f"rank{rank}") for rank in range(processes)]
         children = []
         for rank, output in enumerate(outputs):
-            child = fork(argv, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+            child = TRAINER.fork(argv, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
             children.append(child)
             stack.callback(_end, child)
         ended = _wait(children, time.monotonic() + timeout)

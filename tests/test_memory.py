@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -97,7 +96,7 @@ def test_the_trainers_peak_is_within_a_twentieth_of_the_estimate(name, measured,
 
 @pytest.fixture(scope="module")
 def running(model, tmp_path_factory) -> Iterator[Server]:
-    with running_server(model, tmp_path_factory.mktemp("logs"), "--dtype", "bfloat16") as server:
+    with running_server(model, tmp_path_factory.mktemp("logs"), "--dtype", "bfloat16", forked=False) as server:
         yield server
 
 
@@ -111,8 +110,7 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tm
     recipe = parse([*argv, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--bf16", "false"])
     server = estimate(recipe, plan_of(recipe.training, Launch())).server
     assert running.generate(prompt="abcdefgh" * 50, n=8, max_tokens=8, temperature=1.0).ok
-    guard = psutil.Process(running.services._services["vllm"].guard.pid)
-    accounts = [account(child.pid) for child in guard.children(recursive=True)]
+    accounts = [account(process.pid) for process in (running.api, *running.api.children(recursive=True))]
     # Of the files that are mapped, which are libraries, all processes have the same.
     taken = sum(one["Pss_Anon"] + one["Pss_Shmem"] for one in accounts) + max(one["File"] for one in accounts)
     print(f"estimated {server.total / 1e6:.0f} MB, measured {taken / 1e6:.0f} MB {accounts}: {server.items}")

@@ -28,7 +28,7 @@ import requests
 import yaml
 
 from recipes.quickstart.make_model import byte_tokenizer, make_model
-from tests.forge import fork
+from tests.forge import TRAINER
 from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
 from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
@@ -103,7 +103,9 @@ def run_forked(argv: list[str], env: dict[str, str], log: Path) -> Outcome:
     """The main job, with the imports done."""
     marker = uuid.uuid4().hex
     began = time.monotonic()
-    job = fork(["-m", "trl_atropos.train", *argv], {**os.environ, **SERVER_ENVIRONMENT, **env, MARKER: marker}, log)
+    job = TRAINER.fork(
+        ["-m", "trl_atropos.train", *argv], {**os.environ, **SERVER_ENVIRONMENT, **env, MARKER: marker}, log
+    )
     try:
         code = job.wait(PATIENCE)
     except subprocess.TimeoutExpired:

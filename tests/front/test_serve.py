@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
-from trl_atropos.services.guard import members
 from trl_atropos.services.manager import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -61,7 +60,8 @@ def front(models, tmp_path_factory) -> Iterator[Server]:
         environment = {**ENVIRONMENT, TOKEN_VARIABLE: token}
         services.start("front", front_command(models[0], port), env=environment, health_url=f"{url}/health")
         services.wait_healthy("front", START_WITHIN)
-        yield Server(url, token, models[0], services)
+        (api,) = psutil.Process(services.running()[0].guard.pid).children()
+        yield Server(url, token, models[0], api)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def complete(server) -> requests.Response:
 
 
 def seed_of_engine(server) -> str:
-    commands = [psutil.Process(pid).cmdline() for pid in members(server.services._services["front"].guard.pid)]
+    commands = [process.cmdline() for process in server.api.children(recursive=True)]
     (seed,) = {command[command.index("--seed") + 1] for command in commands if "--seed" in command}
     return seed
 

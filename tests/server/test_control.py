@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import psutil
 import pytest
 import requests
 
@@ -68,14 +67,8 @@ def client(server) -> Iterator[ServerClient]:
     wait_for(lambda: not client.info().lease_held and not client.info().paused, "the lease's end")
 
 
-def engine_of(server: Server) -> psutil.Process:
-    (service,) = server.services.running()
-    processes = psutil.Process(service.guard.pid).children(recursive=True)
-    return next(process for process in processes if "EngineCore" in " ".join(process.cmdline()))
-
-
 def test_the_server_is_unhealthy_while_its_engine_does_not_answer(server):
-    engine = engine_of(server)
+    engine = server.engine
     engine.suspend()
     try:
         reply = requests.get(f"{server.url}/health", timeout=30)

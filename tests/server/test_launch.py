@@ -158,7 +158,7 @@ def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatc
 
 def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
     deadline = time.monotonic() + 10
-    while "ready" not in (log := (server.services.log_dir / "vllm.log").read_text()):
+    while "ready" not in (log := server.log.read_text()):
         assert time.monotonic() < deadline, log
         time.sleep(0.1)
     assert f"trl-atropos serve: ready at {server.url}, for `vllm_mode: colocate`." in log

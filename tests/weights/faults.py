@@ -120,10 +120,7 @@ class Processes:
 
     @classmethod
     def of(cls, server: Server) -> "Processes":
-        guard = psutil.Process(server.services._services["vllm"].guard.pid)
-        (api,) = guard.children()
-        (engine,) = [child for child in api.children() if "EngineCore" in " ".join(child.cmdline())]
-        return cls(api, engine)
+        return cls(server.api, server.engine)
 
     def do(self, way: str, during: bool) -> None:
         """Kills or freezes, as `way` says. `during`: a kill comes while the call that follows is under way."""

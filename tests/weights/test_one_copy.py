@@ -5,12 +5,11 @@ import gc
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from recipes.quickstart.make_model import make_model
-from tests.server_process import Server, running_server
+from tests.server_process import running_server
 from tests.weights.trainers import make_publisher
 from trl_atropos import AtroposGRPOConfig
 
@@ -44,14 +43,6 @@ def settle() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def engine_of(server: Server) -> int:
-    """The process of a server that maps the weights."""
-    guard = psutil.Process(server.services._services["vllm"].guard.pid)
-    children = guard.children(recursive=True)
-    (engine,) = [child.pid for child in children if MAPPING in Path(f"/proc/{child.pid}/maps").read_text()]
-    return engine
-
-
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory) -> tuple[str, int]:
     """A model of at least 100 MB, and its size in bytes."""
@@ -73,14 +64,14 @@ def test_server_and_trainer_hold_the_weights_once(server, large_model, tmp_path)
     folder, size = large_model
     assert size >= 100e6
     args = AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True)
-    small = accounts(engine_of(server))["private"]  # what an engine needs besides its weights
+    small = accounts(server.engine.pid)["private"]  # what an engine needs besides its weights
     with running_server(folder, tmp_path / "logs") as large:
         settle()
         private_before = accounts(os.getpid())["private"]
         publisher = make_publisher(large, tmp_path, timeout=60)
         model = publisher.load(folder, args)
         settle()
-        trainer, sampler = accounts(os.getpid()), accounts(engine_of(large))
+        trainer, sampler = accounts(os.getpid()), accounts(large.engine.pid)
         with torch.no_grad():  # every page is really there, and really the same on both sides
             total = sum(parameter.double().sum() for parameter in model.parameters())
         assert torch.isfinite(total)

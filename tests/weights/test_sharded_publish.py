@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -98,7 +97,7 @@ def take_turns(kind: str, job: Job) -> dict[str, Any]:
         told[case] = outcome(trainer)
         told[case]["weights"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
-            told[case]["samples"] = continuations(Server(url, job.token, job.model, None))
+            told[case]["samples"] = continuations(Server(url, job.token, job.model))
         trainer.accelerator.wait_for_everyone()
         forget_sharding()
     return told
@@ -205,8 +204,7 @@ def test_a_server_that_dies_during_a_transfer_ends_all_processes_with_one_error(
     kind, server_model, recording, tmp_path
 ):
     with servers_for(server_model, tmp_path, ("--vllm_mode", "server")) as servers:
-        guard = servers[0].services._services["vllm"].guard
-        pids = [process.pid for process in psutil.Process(guard.pid).children(recursive=True)]
+        pids = [process.pid for process in (servers[0].api, *servers[0].api.children(recursive=True))]
         told = run(kind, "lose the server", servers, recording, tmp_path, pids)
     assert told[0]["error"] == told[1]["error"]
     assert re.match(rf"ServerError: .*{servers[0].url}.*(broke off|cannot be reached|died)", told[0]["error"])

@@ -105,7 +105,7 @@ class WatchedPublisher(ServerPublisher):
     def attach(self, trainer: AtroposGRPOTrainer) -> None:
         super().attach(trainer)
         (client,) = self.servers.clients
-        self._server = Server(client.url, client.token, "", None)
+        self._server = Server(client.url, client.token, "")
         block, generator = self.servers.info.block_size, random.Random(0)
         # The same ones at every publish: their blocks are in the prefix cache, and must not survive there.
         lengths = [2 * block + i if i < LONG_SEQUENCES else 3 + i for i in range(NUM_SEQUENCES)]

@@ -40,9 +40,8 @@ HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question 
 RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
 REAPED = 0.5  # seconds between a process's end and its exit code, at most
 READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are out
-# vLLM's own sampling routes. They take any model name: environments keep one name whatever is served.
+# vLLM's own sampling routes.
 OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
-os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
 NEEDS_TOKEN = (

@@ -70,6 +70,8 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault(READY_VARIABLE, ready)  # a front sets it to nothing: its child is not what users talk to
     if options.vllm_mode == "restart":
         os.execv(sys.executable, [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given])
+    # Environments keep one name for the model, whatever is served.
+    os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
     if options.vllm_mode == "lora":
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     import torch  # after the help text, which should not wait for it
