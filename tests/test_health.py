@@ -183,6 +183,7 @@ def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_
             assert 0.0 <= log[f"health/{name}"] <= signal.threshold, name
 
 
+@pytest.mark.slow
 def test_a_reward_that_rises_slowly_through_its_noise_is_no_stalled_one(tiny_model, tmp_path, warned):
     def rising(seed: int) -> list[Group]:
         return [group | {"scores": [s + 0.02 * seed for s in group["scores"]]} for group in groups(tiny_model, seed)]

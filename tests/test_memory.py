@@ -85,6 +85,7 @@ def measured(model, tiny_model, tmp_path_factory) -> dict[str, int]:
     return {line["name"]: line["bytes"] for line in lines}
 
 
+@pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainers_peak_is_within_a_twentieth_of_the_estimate(name, measured, model, tmp_path):

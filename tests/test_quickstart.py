@@ -13,6 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.launching import ROOT, Run, make_model
+from tests.report.browser import Browser, find_browser
+from trl_atropos.report.page import build, write
 from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -41,9 +43,16 @@ def train(folder: Path, **changes) -> str:
     return output
 
 
-def test_the_quickstart_learns_its_task(tmp_path):
-    output = train(tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> tuple[Path, str]:
+    """Folder of the quickstart, and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, train(folder)
+
+
+def test_the_quickstart_learns_its_task(learned):
+    folder, output = learned
+    summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["steps"] == 300
     assert summary["reward_first"] <= 0.1
     assert summary["reward_last"] >= 0.8
@@ -51,50 +60,64 @@ def test_the_quickstart_learns_its_task(tmp_path):
     assert len(re.findall(r"step +\d+/300  reward", output)) == 30
     samples = r"""^  (['"]).*\1 -> (['"]).*\2  \d\.\d{3}$"""  # a text that holds one quote is put between the other
     assert len(re.findall(samples, output, re.MULTILINE)) == 6
-    assert (tmp_path / "run" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert f"Reward curve: {tmp_path}/run/reward_curve.png" in output
-    card = (tmp_path / "run" / "README.md").read_text()
+    assert (folder / "run" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Reward curve: {folder}/run/reward_curve.png" in output
+    card = (folder / "run" / "README.md").read_text()
     assert "## Atropos run" in card
     assert "python recipes/quickstart/environment.py serve" in card
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "run", dtype=torch.float32)
     first = model(torch.tensor([[66, 64, 65, 28]])).logits[0, -1].argmax()  # "cab="
     assert int(first) == 66
 
 
-def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium on this machine")
+def test_its_report_shows_every_rollout_and_its_step(learned, tmp_path):
+    folder, output = learned
+    assert f"All of it on one page: trl-atropos report {folder}/run" in output
+    write(tmp_path / "report.html", build(folder / "run")[0])
+    browser = Browser(find_browser())
+    page = browser.page()
+    page.open(tmp_path / "report.html")
+    assert page.evaluate("document.getElementById('tiles').textContent").startswith("Steps300 of 300")
+    page.fill("step_from", "300")
+    page.fill("step_to", "300")
+    shown = re.match(r"(\d+) of ", page.evaluate("document.getElementById('count').textContent"))
+    assert int(shown[1]) >= 8 and int(shown[1]) % 8 == 0  # whole groups of the 64 rollouts
+    page.click("#list [data-row='0']")
+    page.wait_for_element("#detail .tokens")
+    assert page.evaluate("document.querySelector('.part.prompt .t:last-child').textContent") == "="
+    page.click("#detail input[value=gap]")
+    facts = page.evaluate("document.querySelector('#detail .facts').textContent")
+    largest = re.search(r"Trainer–sampler gapmean [^ ]+, largest ([^ ]+) nats", facts)[1]
+    assert float(largest.replace("−", "-")) < 0.5  # a version old at most
+    assert page.errors == []
+    browser.close()
+
+
+def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped(tmp_path):
+    """Two turns, so that masks have holes, in groups of four and of eight from two environments."""
+    environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
+    settings = {"environments": environments, "per_device_train_batch_size": 16, "max_completion_length": 64}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
     train(tmp_path, max_steps=4, **settings)
     run = tmp_path / "run"
     (run / "checkpoint-6").mkdir()  # of a run that was killed while it saved
-    output = train(tmp_path, max_steps=8, resume_from_checkpoint=True, **settings)
-    state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(range(1, 9))
-    assert "step 5/8" in output
-    assert "step 4/8" not in output
+    output = train(tmp_path, max_steps=24, resume_from_checkpoint=True, **settings)
+    state = json.loads((run / "checkpoint-24" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(range(1, 25))
+    assert "step 5/24" in output
+    assert "step 4/24" not in output
     assert "Passed over" in output
-    moments = torch.load(run / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
-    assert {int(entry["step"]) for entry in moments.values()} == {8}
+    moments = torch.load(run / "checkpoint-24" / "optimizer.pt", weights_only=True)["state"]
+    assert {int(entry["step"]) for entry in moments.values()} == {24}
     versions = [entry["policy/version"] for entry in state["log_history"] if "reward" in entry]
-    assert versions == list(range(8))  # of the weights that each step began with
+    assert versions == list(range(24))  # of the weights that each step began with
     # The recipe's level and not TRL's, which hides what the server refuses to sample.
     assert " WARNING " in (run / "logs" / "vllm.log").read_text()
-
-
-def test_an_environment_of_somebody_else_works_by_its_urls(tmp_path):
-    """Two turns, so that masks have holes, in groups of four and of eight from two environments."""
-    environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
-    train(
-        tmp_path,
-        environments=environments,
-        max_steps=24,
-        per_device_train_batch_size=16,
-        max_completion_length=64,
-    )
-    files = (tmp_path / "run" / "rollouts").glob("*.arrow")
-    rollouts = [rollout for path in files for rollout in read_rollouts(path)]
+    rollouts = [rollout for path in (run / "rollouts").glob("*.arrow") for rollout in read_rollouts(path)]
     assert set(Counter(rollout.group for rollout in rollouts).values()) == {4, 8}
     turns = {re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask.tolist())) for one in rollouts}
     assert turns == {"T.T"}
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 24
     assert 0 < summary["probe_max_abs_diff"] <= 1e-4

@@ -386,7 +386,7 @@ ENVIRONMENTS = {
 }
 # So that every overlay is run, too.
 OVERLAID = {
-    "recipes/gsm8k/colocate.yaml": "recipes/overlays/dr_grpo.yaml",
+    "recipes/gsm8k/zero3_72b.yaml": "recipes/overlays/dr_grpo.yaml",
     "recipes/own_environment/cpu.yaml": "recipes/overlays/dapo.yaml",
     "recipes/reasoning_gym/colocate.yaml": "recipes/overlays/cispo.yaml",
     "recipes/tool_use/colocate.yaml": "recipes/overlays/gspo.yaml",
@@ -395,7 +395,10 @@ OVERLAID = {
 NOT_RUN = "recipes/own_environment/colocate.yaml"
 # In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the environment of the others.
 SEEN_ELSEWHERE = (
-    *(f"recipes/gsm8k/{name}.yaml" for name in ("colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")),
+    *(
+        f"recipes/gsm8k/{name}.yaml"
+        for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
+    ),
     "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
 )
 

@@ -225,6 +225,7 @@ def test_an_environment_that_is_killed_comes_back_and_the_api_forgets_the_dead_o
     loop.pull(3)
 
 
+@pytest.mark.slow
 def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_its_number(loop):
     loop.start_environment("one")  # both wait for the trainer, which makes them log what they do
     loop.start_environment("two", "--minimum", "0.5")
@@ -245,6 +246,7 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
     loop.pull(3)
 
 
+@pytest.mark.slow
 def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_with_it(loop):
     loop.join()
     loop.start_environment("one")

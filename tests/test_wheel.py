@@ -16,6 +16,8 @@ import pytest
 
 from tests.launching import ROOT, free_urls
 
+pytestmark = pytest.mark.slow
+
 DISTRIBUTED = ("CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
@@ -104,7 +106,6 @@ def test_benchmarks_need_a_checkout(installed, tmp_path):
     assert "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.server
 def test_the_quickstart_is_checked_trained_and_reported_from_the_wheel(installed, elsewhere):
     atropos, vllm = free_urls(2)

@@ -551,6 +551,7 @@ def test_a_command_that_cannot_start(argv, fragments, desk):
     assert_told(desk.launch(*argv), *fragments)
 
 
+@pytest.mark.slow
 def test_an_architecture_whose_weights_vllm_reorders(desk):
     """It runs all the same, with a second copy of the weights, and says so; what is missing is the Atropos API."""
     flags = desk.recipe(
@@ -561,6 +562,7 @@ def test_an_architecture_whose_weights_vllm_reorders(desk):
     assert re.search(r"cannot be shared \(\S*query_key_value\.weight: .*Falling back to a copy", outcome.output)
 
 
+@pytest.mark.slow
 def test_an_architecture_that_vllm_does_not_know(desk):
     outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_vllm"), start_vllm=True)
     assert_told(outcome, "vllm ended with exit code 1", "MyOwnForCausalLM'] are not supported", log_shown=True)
@@ -793,6 +795,7 @@ def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
     assert_told(outcome, *fragments)
 
 
+@pytest.mark.slow
 def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
     command = f"{ENVIRONMENT} --env.rollout_server_url {{atropos_url}} --env.tokenizer_name {{model}} "

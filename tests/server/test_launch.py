@@ -45,7 +45,7 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     recipe.services.vllm_args = given
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
-    assert (case.tensor_parallel, case.shares_weights) == (2, False)
+    assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)
 
 
 @pytest.mark.parametrize(

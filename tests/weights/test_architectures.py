@@ -18,6 +18,8 @@ from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.errors import AttachError
 from trl_atropos.weights.colocate import check_dtype
 
+pytestmark = pytest.mark.slow
+
 RUNNING = [name for name, family in FAMILIES.items() if family.expected != "refused"]
 DIFFERENT = (  # in how vLLM keeps their weights; the others run with TRL_ATROPOS_FULL=1, and for the table
     *("Gemma 2", "GPT-2", "GPT-NeoX", "Mixtral", "Falcon", "GPT-OSS", "Mamba 2", "GLM-4-MoE", "dots.llm1"),

@@ -324,6 +324,7 @@ def test_the_probe_sees_a_version_that_never_reached_the_server(make_trainer):
         probe(trainer)
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(make_trainer, server_model, tmp_path):
     with running_server(server_model, tmp_path / "logs") as doomed:
         trainer = make_trainer(make_publisher(doomed, tmp_path))

@@ -212,6 +212,7 @@ def test_nccl_without_gpus_is_refused(lora_server, build, mode):
         build(lora_server, mode, adapter(mode), transport="nccl")
 
 
+@pytest.mark.slow
 def test_a_trainer_notices_that_its_server_was_replaced(server_model, recording, tmp_path):
     with running_server(server_model, tmp_path / "first") as first:
         publisher = make_publisher(first, tmp_path)

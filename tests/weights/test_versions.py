@@ -311,6 +311,7 @@ def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, serve
         api.stop()
 
 
+@pytest.mark.slow
 def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_begun(policy, book, server, tmp_path):
     api = Api(free_port())
     api.start()
