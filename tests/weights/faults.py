@@ -264,7 +264,7 @@ def trainer_at(
     server: Server, mode: str, point: str, recording: str, folder: Path, timeout: float = SETUP_TIMEOUT
 ) -> Iterator[TrainerProcess]:
     here, there = context.Pipe()
-    arguments = (there, replace(server, services=None), mode, point, recording, folder, timeout)
+    arguments = (there, replace(server, api=None, log=None), mode, point, recording, folder, timeout)
     process = context.Process(target=_train, args=arguments, daemon=True)
     process.start()
     there.close()
