@@ -9,6 +9,7 @@ until `disable_propagation()`.
 import logging
 import os
 import sys
+from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 
 VARIABLE = "TRL_ATROPOS_VERBOSITY"
@@ -41,20 +42,10 @@ def set_verbosity(level: int) -> None:
     _root.setLevel(level)
 
 
-def set_verbosity_debug() -> None:
-    set_verbosity(DEBUG)
-
-
-def set_verbosity_info() -> None:
-    set_verbosity(INFO)
-
-
-def set_verbosity_warning() -> None:
-    set_verbosity(WARNING)
-
-
-def set_verbosity_error() -> None:
-    set_verbosity(ERROR)
+set_verbosity_debug = partial(set_verbosity, DEBUG)
+set_verbosity_info = partial(set_verbosity, INFO)
+set_verbosity_warning = partial(set_verbosity, WARNING)
+set_verbosity_error = partial(set_verbosity, ERROR)
 
 
 def disable_propagation() -> None:

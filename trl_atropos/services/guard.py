@@ -10,12 +10,11 @@ on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` s
 /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
 With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
-hour. A command that lived less than `--settled` seconds is not: it would only end again. The guard reports restarts to
-the file descriptor `--report`: a line `ended CODE LIVED WAIT` before the wait, and `started` after it. The folder
-`--scratch` is removed at the end.
+hour, unless it lived less than `--settled` seconds. The guard writes to the file descriptor `--report` the line `ended
+CODE LIVED WAIT` before the wait, and `started` after it. The folder `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process: guards must be started from the main thread, or they
-end their service with that thread. This file imports the standard library only: a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: start guards from the main thread. This file imports
+the standard library only: a guard is up in some 20 ms.
 """
 
 import argparse
@@ -136,9 +135,8 @@ def _mapped(pid: int) -> set[int]:
 def end_service(
     guard: int, grace: float, shared: SharedFiles, pause: Callable[[], object] = lambda: time.sleep(POLL)
 ) -> list[int]:
-    """Ends every process of a guard's service, but not the guard, and removes the service's files in /dev/shm. Sends
-    SIGKILL `grace` seconds after SIGTERM and calls `pause` between two looks. Returns the processes that were still
-    there `KILL_DEADLINE` seconds after SIGKILL."""
+    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds later SIGKILL, and
+    removes its files in /dev/shm. Returns the processes that are left. Calls `pause` between two looks."""
     pids = members(guard)
     shared.note(pids)
     signal_all(pids, signal.SIGTERM)
@@ -206,8 +204,8 @@ class Guard:
             os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:
-        """Starts the service, waits for its end and ends all of its processes. Returns the seconds that the service
-        lived, and the processes that could not be ended."""
+        """Runs the service once. Returns the seconds that it lived, and those of its processes that could not be
+        ended."""
         shared, self._exit_code = SharedFiles(), None
         self._service, started = _start(self._command), time.monotonic()
         while self._exit_code is None and not self._unwanted():
