@@ -1,9 +1,8 @@
 """How much the package says on stderr: verbosity with the names that transformers uses.
 
-The environment variable `TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The
-default is the root logger's level (warning, unless it was changed), and info in runs of `trl_atropos.train`. Lines
-appear above progress bars. A program that has given Python's root logger a handler gets the records there instead,
-until `disable_propagation()`.
+`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The default is the root
+logger's level, and info in runs of `trl_atropos.train`. A program that has given Python's root logger a handler gets
+the records there instead, until `disable_propagation()`.
 """
 
 import logging

@@ -189,10 +189,9 @@ class RefusalsReply(Strict):
 
 def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:
     """
-    What both sides know one sampled completion by: 16 bytes, a hash over all of it.
-
-    The log-probabilities belong to it, to the last bit, because completions repeat as a policy converges: by tokens
-    alone, a third of them would be taken for those of another version. JSON leaves the values as they are.
+    What both sides know one sampled completion by: a hash of 16 bytes. It includes the log-probabilities, which JSON
+    leaves as they are, because completions repeat as a policy converges: by tokens alone, a third of them would be
+    taken for those of another version.
 
     Args:
         prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.

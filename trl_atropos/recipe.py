@@ -1,9 +1,8 @@
 """What a recipe says besides the training settings: which services to start, and the checks that need both.
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
-`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
-one wins over an earlier one, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call
-`parse`, then `check_files` and `check_reports`.
+`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of it: later ones win, and
+command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call `parse`, then the other checks.
 
 The run writes what a recipe does not say of an environment into the file that Atropos' own `--config` reads.
 """
@@ -47,13 +46,11 @@ class ServicesConfig:
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
         environments (`list[dict]`, *optional*):
             Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
-            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. {python},
-            {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and {output_dir} in a command are
-            filled in.
+            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. A command
+            may have {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
         restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends is started again, and likewise the Atropos API if the run
-            started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends the
-            run at the first end.
+            How often within an hour an environment that ends, or the Atropos API of the run, is started again. One
+            that ends within 30 seconds of its start ends the run. `0` ends the run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
@@ -70,14 +67,10 @@ PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
 ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
 NOT_IN_OVERLAYS = {"env", "environments"}  # one overlay is for many recipes, which differ in these
-HOW_TO_QUOTE = (
-    "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
-    '"--max-model-len 512 --dtype bfloat16"`.'
-)
-HOW_TO_ENTER = (
-    "An entry is the path of a script, or has `path` or `command`, and optionally `name`, `config`, `env`, `cwd`, "
-    "`python` and `servers`."
-)
+QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
+HOW_TO_QUOTE = f"Flags of the server are a list in a recipe, and one quoted text on the command line: {QUOTED}."
+ENTRY_KEYS = ", ".join(f"`{name}`" for name in EnvironmentSpec.model_fields)
+HOW_TO_ENTER = f"An entry is the path of a script, or has `path` or `command`. It may have: {ENTRY_KEYS}."
 HELP = "See `python -m trl_atropos.train --help`."
 
 
@@ -286,16 +279,12 @@ def _wanted(value: Any, hint: Any) -> str | None:
         return 'the word in quotes ("no", say): without them YAML reads `no` as false'
     if isinstance(value, str) or type(value) in allowed:
         return None
-    numbers = allowed & {int, float}
-    if allowed <= {int, NoneType}:
-        return "a whole number"
-    if numbers and allowed <= {int, float, NoneType}:
-        return None if type(value) in (int, float) else "a number"
-    if allowed <= {str, NoneType} and value is not True:
+    kinds = allowed - {NoneType}
+    if kinds <= {int, float} and not (float in kinds and type(value) is int):
+        return "a number" if float in kinds else "a whole number"
+    if kinds == {str} and value is not True:
         return "text, in quotes if it looks like a number"
-    if allowed <= {bool, NoneType}:
-        return "true or false"
-    return None
+    return "true or false" if kinds == {bool} else None
 
 
 def _suggest(key: str, known: set[str]) -> str:

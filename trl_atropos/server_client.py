@@ -1,8 +1,7 @@
 """The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
 
 `ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
-`ServerError` that names the server, what was being done, and the way out. `rollouts/versions.py` asks for itself,
-because there a server that does not answer is no failure.
+`ServerError`; `rollouts/versions.py`, where a server that does not answer is no failure, asks for itself.
 """
 
 import time
@@ -36,14 +35,7 @@ HELD = b"held\n"  # what the response of a lease begins with
 
 
 class ServerClient:
-    """
-    One server.
-
-    Args:
-        url (`str`): Base URL of the server, without `/v1`.
-        timeout (`float`): Seconds that any one call may take.
-        token (`str`, *optional*): The control token. Defaults to the environment variable `TRL_ATROPOS_TOKEN`.
-    """
+    """One server, by its URL without `/v1`. A call may take `timeout` seconds. Without a `token`, the environment has it."""
 
     def __init__(self, url: str, timeout: float, token: str | None = None):
         self.url = url.rstrip("/")
@@ -55,8 +47,6 @@ class ServerClient:
         # A connection for each call: a server may close an idle one at the moment in which it is used again.
         self.session.headers.update({"authorization": f"Bearer {self.token}", "connection": "close"})
         self._lease: requests.Response | None = None
-
-    # ------------------------------------------------------------------------------------------------ what it is, does
 
     def info(self) -> ServerInfo:
         reply = self._call("/info", "asking the server what it is")
@@ -100,8 +90,6 @@ class ServerClient:
         except ServerError as error:
             return str(error)
         return ""
-
-    # ------------------------------------------------------------------------------------------------------- a publish
 
     def pause(self, clear_cache: bool = True, in_place: bool = False) -> None:
         """
@@ -177,8 +165,6 @@ class ServerClient:
         timeout = max(self.timeout, RESTART_TIMEOUT)
         return self._call("/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
 
-    # ----------------------------------------------------------------------------------------------------------- lease
-
     def hold_lease(self) -> None:
         """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
         if self._lease is None:
@@ -192,8 +178,6 @@ class ServerClient:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
-
-    # ------------------------------------------------------------------------------------------------ requests, errors
 
     def _call(self, route: str, phase: str, body: dict | None = None, timeout: float | None = None) -> dict:
         """The JSON that the server answers to a POST of `body`, or to a GET. `phase` says in messages what is done."""

@@ -30,9 +30,8 @@ LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemote
 
 USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"
 DESCRIPTION = """\
-Trains by a recipe: a YAML file of `setting: value` lines. It starts the services that the recipe names, trains, saves
-the model in `output_dir`, and stops what it started. Overlays change settings of the recipe, and a later one wins over
-an earlier one; a setting on the command line wins over all.
+Trains by a recipe, a YAML file of `setting: value` lines: starts the services that it names, trains, saves the model
+in `output_dir`, and stops what it started. Overlays change settings of it; later ones win, flags win over all.
 
   accelerate launch -m trl_atropos.train --config recipes/quickstart/colocate.yaml --max_steps 100
   accelerate launch -m trl_atropos.train --config my.yaml --resume_from_checkpoint true
@@ -144,7 +143,6 @@ def _print_error(message: str) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -154,10 +152,9 @@ def _message(error: Exception) -> str | None:
     """What to tell the person who started the run; `None` for an error that was not written for people."""
     from trl_atropos.errors import AtroposTrainingError, ServerTimeout
 
-    # A service may die while some library is at work, which then wraps the error that was raised in its midst.
+    # The error of a service that died may be wrapped by the library that was at work then.
     ours = [e for e in _chain(error) if isinstance(e, AtroposTrainingError)]
-    # A server that hangs loses its trainer and then leaves: that it ended is a consequence.
-    ours.sort(key=lambda e: not isinstance(e, ServerTimeout))
+    ours.sort(key=lambda e: not isinstance(e, ServerTimeout))  # a server that hangs ends because its trainer does
     return str(ours[0]) if ours else _lost_contact(error)
 
 

@@ -42,8 +42,8 @@ FAILURES = {
     "Error in handle_send_to_api": "failed to deliver a group, because something in it is missing or wrong",
 }
 MEANINGS = FAILURES | {
-    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Use easier "
-    "or harder prompts or a finer reward, or have its code return such groups",
+    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Use "
+    "other prompts or a finer reward, or have its code return such groups, too",
     "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
     "`--env.ensure_scores_are_not_same false`, or use easier or harder prompts",
     "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
@@ -68,8 +68,6 @@ class EnvironmentSpec(BaseModel):
         command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
         name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
             is called `environment.py`.
-        env: Environment variables.
-        cwd: Working directory.
         python: Interpreter that `{python}` stands for; by default the run's own.
         servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and `server_type` are
             by default those of the run. A `command` is given them as the file `--config`.
@@ -197,8 +195,8 @@ class EnvironmentLog:
 
 
 class Supervisor:
-    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`, from a thread, with the
-    error that ends the run: an environment only ever fails."""
+    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`, from a thread, with
+    the error that ends the run: an environment only ever fails."""
 
     def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
         self._services = services
@@ -218,8 +216,8 @@ class Supervisor:
         return {"services/restarts": float(self._services.restarts)}
 
     def names(self) -> dict[int, str]:
-        """The environments' names by their numbers at the API, which their logs show. Where two logs show one number, as
-        after a restart of the API, it is that of the environment which was started later."""
+        """The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
+        as after a restart of the API, it is that of the environment which was started later."""
         logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
         numbers = [(log.former_number, service) for service, log in logs]
         numbers += [(log.number, service) for service, log in logs]
@@ -246,8 +244,9 @@ class Supervisor:
                     continue
                 where = f"the traceback is in its log, {service.log_path}"
                 if log.failures >= HOPELESS and log.never_succeeded:
-                    what = f"{service.name} failed on each of its first {log.failures} groups. The last error was {log.error}"
-                    return self._on_failure(RolloutError(what, fix=f"Correct the environment: {where}."))
+                    what = f"{service.name} failed on each of its first {log.failures} groups"
+                    fix = f"The last error was {log.error}. Correct the environment: {where}."
+                    return self._on_failure(RolloutError(what, fix=fix))
                 if (service.name, log.place) not in self._warned_of:
                     self._warned_of.add((service.name, log.place))
                     logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)

@@ -83,11 +83,9 @@ def signal_all(pids: list[int], signum: int) -> None:
 
 
 class SharedFiles:
-    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped.
-
-    Files are known by inode: `sem_open` maps a semaphore under a temporary name, which is gone when it returns. Files
-    that existed before this object belong to others, and so do files in folders of /dev/shm: people keep models there.
-    """
+    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped. They are known
+    by inode: `sem_open` maps a semaphore under a temporary name. Files that existed before this object belong to
+    others, and so do files in folders of /dev/shm: people keep models there."""
 
     def __init__(self) -> None:
         self._noted: set[int] = set()

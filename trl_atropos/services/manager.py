@@ -1,9 +1,8 @@
 """The services of a run: the Atropos API, the inference server and the environments, started and stopped with the run.
 
 `trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
-Each runs under a guard (`guard.py`) and writes a log of its own; an error that reports a death quotes the end of that
-log. Leaving the `with` block stops the services in reverse order; if the trainer is killed outright, the guards do.
-Services that run elsewhere are used by their URLs and never appear here.
+Each runs under a guard (`guard.py`) and writes a log of its own, whose end an error quotes. Leaving the `with` block
+stops the services in reverse order; if the trainer is killed outright, the guards do.
 """
 
 import contextlib
@@ -60,8 +59,8 @@ VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] 
 ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
 RELAYED = "Engine core initialization failed"  # by vLLM's API server: the engine's own error stands above
 
-# What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would wait for ever
-# for its process group at the launcher's store.
+# What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would wait at
+# the launcher's store for its process group, for ever.
 LAUNCHER_VARIABLE = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|ROLE_NAME|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))$|TORCHELASTIC_|ACCELERATE_|FSDP_"
 )
@@ -97,7 +96,6 @@ class Services:
         self._services: dict[str, Service] = {}
         self._nothing_left = threading.Event()
         self._reaping = threading.Lock()
-        self._on_end: Callable[[Service], None] = lambda service: None
 
     def __enter__(self) -> "Services":
         return self
@@ -158,8 +156,8 @@ class Services:
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
     def wait_healthy(self, name: str, timeout: float) -> None:
-        """Waits until a service's health URL answers 200; a service without a URL only has to be alive. Raises
-        `ServiceError` when `timeout` seconds are over, and at once if any service dies."""
+        """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
+        are over, and at once if any service dies."""
         service = self._services[name]
         began = time.monotonic()
         while not service.stopping:
@@ -189,7 +187,7 @@ class Services:
             if killed and code == 128 + signal.SIGKILL:
                 memory = (
                     f"Since it was started, the kernel of this machine has killed {killed} processes because its "
-                    "memory or a container's was used up: give it more, or use less (`trl-atropos check` estimates it). "
+                    "memory or a container's was used up: add some, or use less (`trl-atropos check` estimates it). "
                 )
             cause, end = _cause_and_end_of(service.log_path)
             cause = cause if code < 128 else ""  # a signal leaves no time for one
@@ -203,8 +201,7 @@ class Services:
     ) -> None:
         """Watches all services from a thread, also later ones. Calls `on_death` once, as soon as one dies for good
         without `stop`, and `on_end` when one has ended and is about to be started again."""
-        self._on_end = on_end
-        threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(on_death, on_end), name="service-watch", daemon=True).start()
 
     @property
     def restarts(self) -> int:
@@ -254,17 +251,17 @@ class Services:
             service.exit_code = code
         return code
 
-    def _watch(self, on_death: Callable[[ServiceError], None]) -> None:
+    def _watch(self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None]) -> None:
         while not self._nothing_left.wait(POLL):
             for service in self.running():
-                self._read_reports(service)
+                self._read_reports(service, on_end)
             try:
                 self.check()
             except ServiceError as error:
                 on_death(error)
                 return
 
-    def _read_reports(self, service: Service) -> None:
+    def _read_reports(self, service: Service, on_end: Callable[[Service], None]) -> None:
         """Notes and logs what the guard of a service did since the last look."""
         with self._reaping:
             if service.stopping:  # `stop` is about to close the pipe, or has closed it
@@ -279,12 +276,11 @@ class Services:
                 service.restarts += 1
                 continue
             code, lived, wait = numbers
-            logger.warning(
-                "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
-                *(service.name, _describe(int(code)), float(lived), wait, tail(service.log_path, 5)),
-            )
+            what = "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s"
+            end = tail(service.log_path, 5)
+            logger.warning(what, service.name, _describe(int(code)), float(lived), wait, end)
             service.down = True
-            self._on_end(service)
+            on_end(service)
 
 
 def _trouble_at(url: str) -> str | None:
@@ -359,11 +355,10 @@ def require_shared_memory(processes: int) -> None:
 
 def killed_for_memory() -> int:
     """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
-    try:
-        counts = dict(line.split() for line in VMSTAT.read_text(encoding="ascii").splitlines())
-    except FileNotFoundError:  # some containers hide it
-        return 0
-    return int(counts.get("oom_kill", 0))
+    with contextlib.suppress(FileNotFoundError):  # some containers hide it
+        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="ascii"), re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def _describe(code: int) -> str:
