@@ -117,8 +117,7 @@ class AtroposGRPOConfig(GRPOConfig):
             adapter is sent from memory to memory. `"lora"`: servers load the adapter's folder over HTTP. `"restart"`:
             the server is restarted on a checkpoint.
         vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:9001"`):
-            URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their URLs, as a
-            list in a recipe or separated by commas.
+            URL of the vLLM server, or of several: as a list in a recipe, or separated by commas.
         sync_every_n_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes. Always 1 with `vllm_mode: colocate`.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
@@ -131,8 +130,8 @@ class AtroposGRPOConfig(GRPOConfig):
             tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
             probes off. By default, all are on the CPU; on a GPU, probes take at most 2 percent of the run's time.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
-            Whether the server gives the device's memory back while the trainer computes. For servers whose weights are
-            copied, started with `--enable-sleep-mode`.
+            Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
+            server needs `--enable-sleep-mode`.
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             `1` keeps the server's weights in host memory while it sleeps, `2` discards them.
         master_weights (`bool`, *optional*, defaults to `True`):
@@ -157,8 +156,7 @@ class AtroposGRPOConfig(GRPOConfig):
             What to do with a group of one rollout, which has no group statistics: `"refuse"` stops the run, `"raw"`
             takes the score as the advantage, `"zero"` sets the advantage to 0.
         sampling_temperature (`float`, *optional*):
-            Temperature the environments sample at, where you know it. It is compared with `temperature` at the start;
-            few environments send it along with their rollouts.
+            Temperature of the environments, where you know it, to be compared with `temperature` at the start.
         max_staleness (`int`, *optional*):
             Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
             counted; rollouts of unknown version are kept. By default, there is no limit.
@@ -181,18 +179,18 @@ class AtroposGRPOConfig(GRPOConfig):
         > Loss and micro-batches
 
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
-            How the ratio between the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
-            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The sequence modes multiply the ratios of all
-            tokens, which soon exceeds any bound for rollouts that are one version old.
+            How the ratio of the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
+            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The last two multiply the ratios of all tokens,
+            which soon exceeds any bound for rollouts that are one version old.
         distillation_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the distillation term, for environments that send a teacher's top-k log-probabilities
-            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy) over the teacher's top k, both
-            renormalised over them, at temperature 1, averaged over the trained tokens that have them. Each micro-batch
-            then takes one further forward, and memory for its logits over the whole vocabulary. `0` switches it off.
+            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy), renormalised over the top k, at
+            temperature 1, averaged over the trained tokens that have them. `0` switches it off. Otherwise each
+            micro-batch takes one further forward, and memory for its logits over the whole vocabulary.
         group_by_length (`bool`, *optional*, defaults to `True`):
             Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. Has no
-            effect where the gradient of the optimizer step depends on it: with `loss_type: bnpo`, an entropy bonus,
-            `top_entropy_quantile`, or the load-balancing loss of a mixture of experts.
+            effect where the gradient depends on it: with `loss_type: bnpo`, an entropy bonus, `top_entropy_quantile`,
+            or the load-balancing loss of a mixture of experts.
         max_tokens_per_micro_batch (`int`, *optional*):
             Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
             `per_device_train_batch_size` is the number of rollouts of one process in an optimizer step.
@@ -329,11 +327,8 @@ class AtroposGRPOConfig(GRPOConfig):
     def _warn_unused(self) -> None:
         changed = [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
         if changed:
-            warnings.warn(
-                f"These settings have no effect, because the environments generate: {', '.join(changed)}. Set what "
-                "they mean in the environment instead.",
-                stacklevel=3,
-            )
+            what = f"These settings have no effect, because the environments generate: {', '.join(changed)}"
+            warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
         for name in ("deepspeed", "fsdp"):

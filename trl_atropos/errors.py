@@ -35,10 +35,6 @@ class CheckpointError(AtroposTrainingError):
     """A run cannot resume from the checkpoint."""
 
 
-class OutputLockError(AtroposTrainingError):
-    """Another run is using `output_dir`."""
-
-
 class RolloutError(AtroposTrainingError):
     """The Atropos API or the rollouts it delivered cannot be used."""
 

@@ -362,15 +362,14 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    path = str(spec.env["PATH"]) if "PATH" in spec.env else None
     given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
         what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
         raise RecipeError(what, seen, "Correct it.", "environment-program")
-    if not shutil.which(place, path=path):
-        fix = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
-        fix = fix if spec.path is None else "Correct its `python`."
-        raise RecipeError(f"{name}: there is no program {program!r} to run", program, fix, "environment-program")
+    if not shutil.which(place, path=spec.env.get("PATH")):
+        wrong = "python" if spec.path is not None else "command`, such as `{python} path/to/script.py"
+        what = f"{name}: there is no program {program!r} to run"
+        raise RecipeError(what, program, f"Correct its `{wrong}`.", "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
         what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
         raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")

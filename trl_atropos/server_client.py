@@ -35,7 +35,7 @@ HELD = b"held\n"  # what the response of a lease begins with
 
 
 class ServerClient:
-    """One server, by its URL without `/v1`. A call may take `timeout` seconds. Without a `token`, the environment has it."""
+    """One server, by its URL without `/v1`. A call may take `timeout` seconds. `token` may be in the environment."""
 
     def __init__(self, url: str, timeout: float, token: str | None = None):
         self.url = url.rstrip("/")
@@ -142,18 +142,15 @@ class ServerClient:
             ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
         ):
             response = self._send("POST", route, phase, body)
-            # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
+            # vLLM answers 404 for a route that it was not told to have, too, but then without an error of this type.
             absent = response.status_code == 404 and "NotFoundError" in response.text
-            if response.status_code == 200 or (absent and "lora_path" not in body):
-                continue
-            if absent:
-                fix = "It must read the trainer's `output_dir` under the same path."
-                raise ServerError(f"The server at {self.url} cannot read {path}", fix=fix)
-            if response.status_code == 404:
-                fix = "Start it by `trl-atropos serve --vllm_mode lora`, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-                raise ServerError(f"The server at {self.url} has no route {route}", fix=fix)
-            fix = "If vLLM cannot serve such an adapter, change it, or use `vllm_mode: server`."
-            raise ServerError(str(self._refused(phase, response)), fix=fix)
+            if response.status_code != 200 and not (absent and "lora_path" not in body):
+                why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
+                raise ServerError(
+                    f"The server at {self.url} failed while {phase} ({why})",
+                    fix="Start it by `trl-atropos serve --vllm_mode lora`, where it can read the trainer's `output_dir` "
+                    "by the same path. If vLLM cannot serve such an adapter, use `vllm_mode: server`.",
+                )
         return time.monotonic() - started
 
     def drain(self) -> None:

@@ -122,9 +122,6 @@ def print_help() -> None:
     parser.print_help()
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 def _show_warning(message: Warning | str, *where: Any) -> None:
     """Prints a warning above the progress bar, without the line of code that warns."""
     from tqdm.auto import tqdm
@@ -172,9 +169,6 @@ def _lost_contact(error: Exception) -> str | None:
                 "again on all of them, with `--resume_from_checkpoint true` if it has saved a checkpoint."
             )
     return None
-
-
-# ----------------------------------------------------------------------------------------------------------------- run
 
 
 def run(recipe: "Recipe") -> None:
@@ -271,16 +265,15 @@ def _require_room(recipe: "Recipe") -> None:
     from trl_atropos.protocol import parallel
     from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
 
-    training, config = recipe.training, recipe.services
-    if config.start_vllm:
+    fix = "Stop what runs there, set `{}` to a free port, or use it with `{}: false`."
+    if recipe.services.start_vllm:
         require_sockets()
         require_shared_memory(parallel(recipe.vllm_flags())[0])
-    if config.start_atropos:
-        fix = "Stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`."
-        require_free_port(training.atropos_url, "the Atropos API", fix)
-    fix = "Stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`."
-    for url in training.vllm_server_urls if config.start_vllm else []:
-        require_free_port(url, "the vLLM server", fix)
+        for url in recipe.training.vllm_server_urls:
+            require_free_port(url, "the vLLM server", fix.format("vllm_server_base_url", "start_vllm"))
+    if recipe.services.start_atropos:
+        url = recipe.training.atropos_url
+        require_free_port(url, "the Atropos API", fix.format("atropos_url", "start_atropos"))
 
 
 def _device(index: int) -> str:

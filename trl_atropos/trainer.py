@@ -101,16 +101,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         kwargs:
             Anything else that [`~trl.GRPOTrainer`] takes, such as `callbacks`, `optimizers` or `peft_config`, but no
             `train_dataset` and no `reward_funcs`: prompts and rewards come with the rollouts.
-
-    Example:
-
-    ```python
-    trainer = AtroposGRPOTrainer(
-        model="Qwen/Qwen3-0.6B",
-        args=AtroposGRPOConfig(output_dir="runs/mine", max_steps=200),
-    )
-    trainer.train()
-    ```
     """
 
     _tag_names = ["trl", "grpo", "atropos", "trl_atropos"]
@@ -180,8 +170,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.run_log = RunLog(args.output_dir)
         for callback in (self.run_log, _rollout_state(self), StepTimes(self.stopwatch, self._metrics["train"])):
             self.add_callback(callback)
-
-    # -------------------------------------------------------------------------------------------------------- training
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
@@ -452,10 +440,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
             self._log({f"health/{name}": value for name, value in measures.items()})
-        if self.args.stop_on_warnings:
-            ranks.on_main(lambda: self._health.check(measures))
-        elif self.accelerator.is_main_process:
-            self._health.check(measures)
+        ranks.on_main(lambda: self._health.check(measures))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of a training step. Backward is done here for all its micro-batches but the last."""

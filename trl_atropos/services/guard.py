@@ -1,12 +1,9 @@
 """A guard: the small process between the trainer and one service, which leaves nothing behind.
 
-`trl_atropos.services.manager` runs this file by its path, once per service:
-
-    python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
-
-The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
-(SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its children live
-on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
+`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] -- command ...`. The
+guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
+(SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone, or when the command ends while its children live on,
+the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
 /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
 With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an

@@ -116,11 +116,10 @@ class Services:
         scratch: bool = False,
     ) -> None:
         """
-        Starts a service under a guard. From the main thread only: a guard ends with the thread that started it.
-
-        `env` is added to the trainer's variables without those of the launcher. The guard starts a service that lived
-        for `settled` seconds again when it ends, `restarts` times within an hour. With `scratch`, the service gets a
-        temporary folder, which is removed with it: vLLM leaves sockets and files there. Compiled kernels are kept.
+        Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added to
+        the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
+        when it ends, `restarts` times within an hour. With `scratch`, it gets a temporary folder, which is removed
+        with it: vLLM leaves sockets and files there. Compiled kernels are kept.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -162,9 +161,7 @@ class Services:
         began = time.monotonic()
         while not service.stopping:
             self.check()
-            if service.health_url is None:
-                return
-            trouble = _trouble_at(service.health_url)
+            trouble = service.health_url and _trouble_at(service.health_url)
             waited = time.monotonic() - began
             if trouble is None:
                 logger.info("%s is healthy after %.1f s", name, waited)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trl_atropos.errors import OutputLockError
+from trl_atropos.errors import AtroposTrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _held: set[Path] = set()  # by this process
 
 @contextlib.contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
-    """Holds the folder, which may not exist yet. Raises `OutputLockError` if another run that is alive holds it."""
+    """Holds the folder, which may not exist yet. Raises `AtroposTrainingError` if a run that is alive holds it."""
     folder = Path(output_dir).resolve()
     if folder in _held:
         yield
@@ -90,9 +90,10 @@ def _take(file: int, path: Path) -> None:
     logger.warning(message, path.parent, _named(holder), silent)
 
 
-def _taken(path: Path, holder: dict[str, str]) -> OutputLockError:
+def _taken(path: Path, holder: dict[str, str]) -> AtroposTrainingError:
     what = f"`output_dir` is {str(path.parent)!r}, which another run is using: {_named(holder)}"
-    return OutputLockError(what, fix="Set `output_dir` to another folder, or end that run first.")
+    fix = "Set `output_dir` to another folder, or end that run first."
+    return AtroposTrainingError(what, fix=fix, code="output-dir-taken")
 
 
 def _named(holder: dict[str, str]) -> str:
