@@ -1,8 +1,7 @@
 """`AtroposGRPOConfig`: every setting of a run, with its default, its help text and its checks.
 
-It is TRL's `GRPOConfig` plus the settings for rollouts and for the publishing of weights. The docstring is the only
-place where a setting is explained: `--help` and docs/reference.md are made from it. Values are checked here by hand,
-because a YAML recipe bypasses the `choices` of a `Literal` annotation.
+The docstring is the only place where a setting is explained: `--help` and docs/reference.md are made from it. Values
+are checked here by hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
 """
 
 import inspect
@@ -101,9 +100,8 @@ class AtroposGRPOConfig(GRPOConfig):
     """
     Configuration of [`AtroposGRPOTrainer`].
 
-    Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe how
-    completions are generated (`top_p`, `num_generations`, ...) have no effect, because the environments generate; a
-    warning names those that were set.
+    Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe
+    generation (`top_p`, ...) have no effect, because the environments generate; a warning names those that were set.
 
     A *publish* gives the weights of the trainer to the vLLM server. The *policy version* is the number of publishes so
     far; the *staleness* of a rollout is the version that it is trained at minus the oldest version that sampled it.
@@ -303,13 +301,12 @@ class AtroposGRPOConfig(GRPOConfig):
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if size % 2:
-            raise self._wrong(
-                f"A generation batch has {size} rollouts (per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation), but it "
-                "must be even, and a multiple of every environment's group size",
-                "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
-                "batch-size",
+            product = f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation"
+            what = (
+                f"A generation batch has {size} rollouts (per_device_train_batch_size {product}), but it must be even"
             )
+            fix = "Change `per_device_train_batch_size` or `gradient_accumulation_steps`."
+            raise self._wrong(what, fix, "batch-size")
 
     def _check_urls(self) -> None:
         given = self.vllm_server_base_url or f"http://127.0.0.1:{self.vllm_server_port}"

@@ -235,8 +235,6 @@ def tokenizer_fingerprint(vocabulary: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------- command lines
-
 # The flags that divide a vLLM server among GPUs, by vLLM's short names. `tests/server/test_launch.py` compares these
 # with vLLM's own, and sees that the other flags which are looked for have none.
 PARALLEL = {

@@ -160,9 +160,6 @@ class Recipe:
         return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
 class _Parser(TrlParser):
     """Says what is wrong in one line, without the usage of several hundred flags."""
 
@@ -329,12 +326,9 @@ def _check(recipe: Recipe) -> None:
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
     elif mode in ADAPTER_MODES and not recipe.model.use_peft:
-        raise RecipeError(
-            f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none",
-            f"vllm_mode: {mode}",
-            "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: colocate` or `server`.",
-            "no-adapter",
-        )
+        what = f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none"
+        fix = "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: colocate` or `server`."
+        raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
     if (again := recipe.services.restart_environments) < 0:
         what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
         raise RecipeError(what, seen, "Set it to 0 (never) or more.")
@@ -404,9 +398,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
-
-# ------------------------------------------------------------------------------------------ checks of what is not ours
 
 
 def check_files(recipe: Recipe) -> None:

@@ -146,11 +146,9 @@ class ServerClient:
             absent = response.status_code == 404 and "NotFoundError" in response.text
             if response.status_code != 200 and not (absent and "lora_path" not in body):
                 why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
-                raise ServerError(
-                    f"The server at {self.url} failed while {phase} ({why})",
-                    fix="Start it by `trl-atropos serve --vllm_mode lora`, where it can read the trainer's `output_dir` "
-                    "by the same path. If vLLM cannot serve such an adapter, use `vllm_mode: server`.",
-                )
+                fix = "Start it by `trl-atropos serve --vllm_mode lora`, where the path can be read. If vLLM cannot serve "
+                fix += "such an adapter, use `vllm_mode: server`."
+                raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
         return time.monotonic() - started
 
     def drain(self) -> None:
@@ -207,18 +205,15 @@ class ServerClient:
             fix = "It hangs or is overloaded: look at its log, or raise `publish_timeout`."
             raise ServerTimeout(what, fix=fix) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise ServerError(
-                f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__})",
-                fix="If it died, look at its log; if it runs elsewhere, check `vllm_server_base_url`. Start one with "
-                "`trl-atropos serve MODEL` or `start_vllm: true`.",
-            ) from error
+            what = f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__})"
+            fix = "If it died, look at its log; if it runs elsewhere, check `vllm_server_base_url`. Start one with "
+            raise ServerError(what, fix=f"{fix}`trl-atropos serve MODEL` or `start_vllm: true`.") from error
         return response
 
     def _stranger(self, answer: str) -> ServerError:
+        fix = "Start it with `trl-atropos serve MODEL`, not `vllm serve`, or correct `vllm_server_base_url`."
         return ServerError(
-            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step",
-            fix="Start it with `trl-atropos serve MODEL`, not `vllm serve`, or correct `vllm_server_base_url`.",
-            code="not-our-server",
+            f"The server at {self.url} has no control routes ({answer})", fix=fix, code="not-our-server"
         )
 
     def _refused(self, phase: str, response: requests.Response) -> ServerError:

@@ -88,7 +88,7 @@ class Service:
     stopping: bool = False  # expected to exit: not a failure
 
 
-class Services:
+class Services(contextlib.AbstractContextManager):
     """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the block stops them."""
 
     def __init__(self, log_dir: str | Path) -> None:
@@ -96,9 +96,6 @@ class Services:
         self._services: dict[str, Service] = {}
         self._nothing_left = threading.Event()
         self._reaping = threading.Lock()
-
-    def __enter__(self) -> "Services":
-        return self
 
     def __exit__(self, *_) -> None:
         self.stop()
