@@ -146,8 +146,8 @@ class ServerClient:
             absent = response.status_code == 404 and "NotFoundError" in response.text
             if response.status_code != 200 and not (absent and "lora_path" not in body):
                 why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
-                fix = "Start it by `trl-atropos serve --vllm_mode lora`, where the path can be read. If vLLM cannot serve "
-                fix += "such an adapter, use `vllm_mode: server`."
+                fix = "Start it by `trl-atropos serve --vllm_mode lora` where the path can be read, or use "
+                fix += "`vllm_mode: server` if vLLM cannot serve such an adapter."
                 raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
         return time.monotonic() - started
 
@@ -206,15 +206,15 @@ class ServerClient:
             raise ServerTimeout(what, fix=fix) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             what = f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__})"
-            fix = "If it died, look at its log; if it runs elsewhere, check `vllm_server_base_url`. Start one with "
-            raise ServerError(what, fix=f"{fix}`trl-atropos serve MODEL` or `start_vllm: true`.") from error
+            fix = "If it died, look at its log; if it runs elsewhere, check `vllm_server_base_url`; if there is none, "
+            fix += "start it by `trl-atropos serve MODEL` or `start_vllm: true`."
+            raise ServerError(what, fix=fix) from error
         return response
 
     def _stranger(self, answer: str) -> ServerError:
         fix = "Start it with `trl-atropos serve MODEL`, not `vllm serve`, or correct `vllm_server_base_url`."
-        return ServerError(
-            f"The server at {self.url} has no control routes ({answer})", fix=fix, code="not-our-server"
-        )
+        what = f"The server at {self.url} has no control routes ({answer})"
+        return ServerError(what, fix=fix, code="not-our-server")
 
     def _refused(self, phase: str, response: requests.Response) -> ServerError:
         status = response.status_code
