@@ -302,9 +302,7 @@ class AtroposGRPOConfig(GRPOConfig):
         size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if size % 2:
             product = f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation"
-            what = (
-                f"A generation batch has {size} rollouts (per_device_train_batch_size {product}), but it must be even"
-            )
+            what = f"A generation batch has {size} rollouts (per_device_train_batch_size {product}) and must be even"
             fix = "Change `per_device_train_batch_size` or `gradient_accumulation_steps`."
             raise self._wrong(what, fix, "batch-size")
 
