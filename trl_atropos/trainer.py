@@ -469,8 +469,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         )
         return loss + self.args.distillation_coef * term, divergence
 
-    # ---------------------------------------------------------------------------------------------- model card and Hub
-
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """As in TRL, with the reward, environments, settings and versions of the run."""
         model_name = model_name or Path(self.hub_model_id or self.args.output_dir).name

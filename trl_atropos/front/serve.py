@@ -101,10 +101,9 @@ class Engine:
             return await reply.json()
 
     async def trouble(self) -> str | None:
-        """What is wrong with the engine by its own health check; `None` if nothing is."""
-        limit = aiohttp.ClientTimeout(total=15.0)  # seconds; the engine's server gives its engine 10 s
+        """What is wrong with the engine by its own health check, which gives it 10 s; `None` if nothing is."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=limit) as reply:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)) as reply:
                 return None if reply.status == 200 else (await reply.text())[:500]
         except (aiohttp.ClientError, TimeoutError) as problem:
             return f"the engine's server does not answer ({problem!r})"

@@ -36,8 +36,6 @@ class Interrupted(SystemExit):
 
 @dataclass
 class _State:
-    """What the handler knows, once for the process."""
-
     installed: bool = False
     ending: bool = False  # the exception was raised: nothing may disturb the clean-up
     depth: int = 0  # of `deferred` blocks
@@ -46,7 +44,7 @@ class _State:
     from_thread: BaseException | None = None  # given to `interrupt_main_with`
 
 
-_state = _State()
+_state = _State()  # one for the process, to which signal handlers belong
 
 
 def die_with_launcher() -> None:
