@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.errors import OutputLockError
+from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services import output_lock
 from trl_atropos.services.output_lock import NAME, locked
 
@@ -46,7 +46,7 @@ def of_another_machine(folder: Path, age: float) -> Path:
 
 def test_a_folder_that_a_living_process_holds_is_refused_and_the_process_named(holder, tmp_path):
     told = rf"another run is using: process {holder.pid} on .*, since .* Set `output_dir` to another folder"
-    with pytest.raises(OutputLockError, match=told), locked(tmp_path / "run"):
+    with pytest.raises(AtroposTrainingError, match=told), locked(tmp_path / "run"):
         pass
 
 
@@ -58,14 +58,14 @@ def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it
     from trl_atropos.recipe import parse
 
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0))
-    with pytest.raises(OutputLockError, match=f"process {holder.pid} "):
+    with pytest.raises(AtroposTrainingError, match=f"process {holder.pid} "):
         trainer.train()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model_name_or_path: {tiny_model}\noutput_dir: {tmp_path / 'run'}\nmax_steps: 1\nuse_cpu: true\n"
     )
     monkeypatch.setattr(train, "_set_up_logging", lambda training: None)  # which would be that of all tests
-    with pytest.raises(OutputLockError, match=f"process {holder.pid} "):
+    with pytest.raises(AtroposTrainingError, match=f"process {holder.pid} "):
         train.run(parse(["--config", str(recipe)]))
     assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]
 
@@ -91,7 +91,7 @@ def test_one_process_may_lock_a_folder_again_while_it_holds_it(tmp_path):
 def test_the_lock_of_a_machine_that_went_on_writing_is_refused(tmp_path, caplog):
     path = of_another_machine(tmp_path, 1.0)
     threading.Timer(0.6, os.utime, [path]).start()
-    with pytest.raises(OutputLockError, match="process 7 on node-2, since 2026"), locked(tmp_path):
+    with pytest.raises(AtroposTrainingError, match="process 7 on node-2, since 2026"), locked(tmp_path):
         pass
     assert "was last used by process 7 on node-2" in caplog.text
 
@@ -112,6 +112,6 @@ def test_without_locks_of_the_file_system_the_beat_tells_of_this_machine_too(tmp
     monkeypatch.setattr(output_lock, "BEAT", 0.1)
     with locked(tmp_path):
         output_lock._held.clear()  # as another process, which does not know
-        with pytest.raises(OutputLockError, match=f"process {os.getpid()} "), locked(tmp_path):
+        with pytest.raises(AtroposTrainingError, match=f"process {os.getpid()} "), locked(tmp_path):
             pass
         output_lock._held.add(tmp_path.resolve())

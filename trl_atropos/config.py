@@ -1,8 +1,7 @@
 """`AtroposGRPOConfig`: every setting of a run, with its default, its help text and its checks.
 
-It is TRL's `GRPOConfig` plus the settings for rollouts and for the publishing of weights. The docstring is the only
-place where a setting is explained: `--help` and docs/reference.md are made from it. Values are checked here by hand,
-because a YAML recipe bypasses the `choices` of a `Literal` annotation.
+The docstring is the only place where a setting is explained: `--help` and docs/reference.md are made from it. Values
+are checked here by hand, because a YAML recipe bypasses the `choices` of a `Literal` annotation.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from trl import GRPOConfig
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
-from trl_atropos.protocol import VLLM_MODES
+from trl_atropos.protocol import ADAPTER_MODES, VLLM_MODES
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -46,11 +45,10 @@ LEAST = {
     "sync_every_n_steps": (1, "1 or more"),
     "max_sequence_length": (2, "the longest prompt plus completion in tokens, or leave it out for the server's limit"),
 }
-REMOVED = {
+REMOVED = {  # settings of earlier versions, and what replaces each
     "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
     "save_in_background": "Leave it out: a checkpoint is written while the training waits, as in Transformers.",
 }
-"""Settings of earlier versions, and what replaces each."""
 
 # Settings of GRPOConfig that describe generation, which is done by the environments here.
 UNUSED_FIELDS = (
@@ -102,9 +100,8 @@ class AtroposGRPOConfig(GRPOConfig):
     """
     Configuration of [`AtroposGRPOTrainer`].
 
-    Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe how
-    completions are generated (`top_p`, `num_generations`, ...) have no effect, because the environments generate; a
-    warning names those that were set.
+    Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe
+    generation (`top_p`, ...) have no effect, because the environments generate; a warning names those that were set.
 
     A *publish* gives the weights of the trainer to the vLLM server. The *policy version* is the number of publishes so
     far; the *staleness* of a rollout is the version that it is trained at minus the oldest version that sampled it.
@@ -114,12 +111,11 @@ class AtroposGRPOConfig(GRPOConfig):
 
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             How new weights reach the vLLM server. `"colocate"`: the trainer's parameters are views of the server's
-            memory, so nothing is moved (adapters are sent). `"server"`: all weights go to running servers.
-            `"nccl_lora"`: a LoRA adapter goes to running servers from memory to memory. `"lora"`: a directory with the
-            adapter for each version, loaded over HTTP. `"restart"`: a checkpoint, on which the server is restarted.
+            memory (adapters are sent). `"server"`: all weights are sent to running servers. `"nccl_lora"`: a LoRA
+            adapter is sent from memory to memory. `"lora"`: servers load the adapter's folder over HTTP. `"restart"`:
+            the server is restarted on a checkpoint.
         vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:9001"`):
-            URL of the vLLM server started by `trl-atropos serve` or by the recipe. Several servers: their URLs, as a
-            list in a recipe or separated by commas.
+            URL of the vLLM server, or of several: as a list in a recipe, or separated by commas.
         sync_every_n_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes. Always 1 with `vllm_mode: colocate`.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
@@ -129,12 +125,11 @@ class AtroposGRPOConfig(GRPOConfig):
             Seconds that the server may take to answer any one step of a publish.
         probe_every_n_steps (`int`, *optional*):
             Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
-            tokens; a difference stops the run. The first and the last publish are always probed. `0` switches probes
-            off. By default, every publish is probed on the CPU; on a GPU, so many that probes take at most 2 percent
-            of the run's time.
+            tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
+            probes off. By default, all are on the CPU; on a GPU, probes take at most 2 percent of the run's time.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
-            Whether the server gives the device's memory back while the trainer computes. For servers whose weights are
-            copied, started with `--enable-sleep-mode`.
+            Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
+            server needs `--enable-sleep-mode`.
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             `1` keeps the server's weights in host memory while it sleeps, `2` discards them.
         master_weights (`bool`, *optional*, defaults to `True`):
@@ -159,49 +154,44 @@ class AtroposGRPOConfig(GRPOConfig):
             What to do with a group of one rollout, which has no group statistics: `"refuse"` stops the run, `"raw"`
             takes the score as the advantage, `"zero"` sets the advantage to 0.
         sampling_temperature (`float`, *optional*):
-            Temperature the environments sample at, where you know it. It is compared with `temperature` at the start;
-            few environments send it along with their rollouts.
+            Temperature of the environments, where you know it, to be compared with `temperature` at the start.
         max_staleness (`int`, *optional*):
             Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
             counted; rollouts of unknown version are kept. By default, there is no limit.
         prefetch_batches (`int`, *optional*, defaults to `0`):
             Generation batches that are pulled and checked ahead while the trainer computes. Each makes rollouts one
-            version staler, because the environments sample one batch further ahead. With `0` and environments whose
-            `max_batches_offpolicy` is 1, the next batch waits at the Atropos API, one version old.
+            version staler. With `0`, if environments have a `max_batches_offpolicy` of 1, one batch waits at the API.
         replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
             Whether to drop groups whose scores are all equal, from which nothing is learned, and to fill the batch
             with the next groups (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.
         enforce_environment_weights (`bool`, *optional*, defaults to `False`):
             Whether to train on several environments in the proportion of their `--env.inference_weight`, by dropping
-            rollouts of those that are ahead. By itself, the Atropos API limits only how many requests each has under
-            way.
+            rollouts of those that are ahead. The Atropos API itself limits only how many requests each has in flight.
         replay_paths (`list[str]`, *optional*):
             Train on recorded rollouts instead of a live Atropos API: files or folders of JSON or JSON lines, or of
             Arrow files as a run leaves them in `<output_dir>/rollouts`. No server is used.
         max_spool_gb (`float`, *optional*, defaults to `10.0`):
-            Gigabytes of rollouts in `<output_dir>/rollouts`, where every pulled rollout is kept. Above that, the
-            oldest that no checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, are not
-            counted.
+            Gigabytes of rollouts in `<output_dir>/rollouts`, where all are kept. Above that, the oldest that no
+            checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, are not counted.
 
         > Loss and micro-batches
 
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
-            How the ratio between the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
-            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The sequence modes multiply the ratios of all
-            tokens, which soon exceeds any bound for rollouts that are one version old.
+            How the ratio of the trainer's and the sampler's probabilities corrects the loss: `"token_truncate"`,
+            `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`. The last two multiply the ratios of all tokens,
+            which soon exceeds any bound for rollouts that are one version old.
         distillation_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the distillation term, for environments that send a teacher's top-k log-probabilities
-            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy) over the teacher's top k, both
-            renormalised over them, at temperature 1, averaged over the trained tokens that have them. Each micro-batch
-            then takes one further forward, and memory for its logits over the whole vocabulary. `0` switches it off.
+            (`distill_token_ids`, `distill_logprobs`): KL(teacher || policy), renormalised over the top k, at
+            temperature 1, averaged over the trained tokens that have them. `0` switches it off. Otherwise each
+            micro-batch takes one further forward, and memory for its logits over the whole vocabulary.
         group_by_length (`bool`, *optional*, defaults to `True`):
             Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. Has no
-            effect where the gradient of the optimizer step depends on it: with `loss_type: bnpo`, an entropy bonus,
-            `top_entropy_quantile`, or the load-balancing loss of a mixture of experts.
+            effect where the gradient depends on it: with `loss_type: bnpo`, an entropy bonus, `top_entropy_quantile`,
+            or the load-balancing loss of a mixture of experts.
         max_tokens_per_micro_batch (`int`, *optional*):
             Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
-            `per_device_train_batch_size` is the number of rollouts that one process takes for an optimizer step; they
-            are divided into as many micro-batches as they need.
+            `per_device_train_batch_size` is the number of rollouts of one process in an optimizer step.
 
         > Warnings
 
@@ -278,15 +268,11 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _check_run_length(self) -> None:
         if self.max_steps <= 0:
+            what = f"`max_steps` is {self.max_steps}, but rollouts from environments have no end"
+            raise self._wrong(what, "Set `max_steps` to the number of optimizer steps.")
+        if self.eval_strategy != "no" or self.eval_on_start:
             raise self._wrong(
-                f"`max_steps` is {self.max_steps}, but rollouts come from environments and have no end, so a run "
-                "needs a length",
-                "Set `max_steps` to the number of optimizer steps.",
-            )
-        if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" or self.eval_on_start:
-            raise self._wrong(
-                "Evaluation inside the trainer is not supported, because an evaluation step would take a training "
-                "batch from the environments",
+                "Evaluation inside the trainer is not supported: it would take training batches from the environments",
                 "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
                 "saved checkpoints.",
             )
@@ -298,41 +284,29 @@ class AtroposGRPOConfig(GRPOConfig):
         for name in ("replay_paths", "stop_on_warnings"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])  # YAML gives a scalar where a list has one entry
-        wanted = {
-            name: f"one of: {', '.join(map(str, allowed))}"
-            for name, allowed in CHOICES.items()
-            if getattr(self, name) not in allowed
-        }
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {', '.join(map(str, allowed))}.")
         for name, (least, text) in LEAST.items():
             value = getattr(self, name)
-            if value != self.__dataclass_fields__[name].default and not (value is not None and value >= least):
-                wanted[name] = text
-        if math.isinf(self.distillation_coef):
-            wanted["distillation_coef"] = LEAST["distillation_coef"][1]
-        for name, text in wanted.items():
-            raise self._wrong(f"`{name}` is {getattr(self, name)!r}", f"Set it to {text}.")
+            fits = value is not None and value >= least and (value < math.inf or name != "distillation_coef")
+            if value != self.__dataclass_fields__[name].default and not fits:
+                raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
-            raise self._wrong(
-                f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` the server "
-                "samples from the trainer's own weights, which every step changes",
-                "Leave it at 1.",
-            )
+            what = f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` it is always 1"
+            raise self._wrong(what, "Leave it at 1.")
 
     def _check_batch(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         size = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if size % 2:
-            raise self._wrong(
-                f"A generation batch has {size} rollouts (per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation), but it "
-                "must be even, and a multiple of every environment's group size",
-                "Change `per_device_train_batch_size` or `gradient_accumulation_steps`.",
-                "batch-size",
-            )
+            product = f"{self.per_device_train_batch_size} x {processes} processes x {steps} steps per generation"
+            what = f"A generation batch has {size} rollouts (per_device_train_batch_size {product}) and must be even"
+            fix = "Change `per_device_train_batch_size` or `gradient_accumulation_steps`."
+            raise self._wrong(what, fix, "batch-size")
 
     def _check_urls(self) -> None:
-        # TRL's host and port pair is understood where it was set and the URL was not.
         given = self.vllm_server_base_url or f"http://127.0.0.1:{self.vllm_server_port}"
         servers = [str(url) for url in given] if isinstance(given, list) else given.split(",")  # YAML may give a list
         servers = [_plain_url("vllm_server_base_url", url) for url in servers]
@@ -348,11 +322,8 @@ class AtroposGRPOConfig(GRPOConfig):
     def _warn_unused(self) -> None:
         changed = [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
         if changed:
-            warnings.warn(
-                f"These settings have no effect, because the environments generate: {', '.join(changed)}. Set what "
-                "they mean in the environment instead.",
-                stacklevel=3,
-            )
+            what = f"These settings have no effect, because the environments generate: {', '.join(changed)}"
+            warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
         for name in ("deepspeed", "fsdp"):
@@ -368,22 +339,17 @@ class AtroposGRPOConfig(GRPOConfig):
     def _check_sleep(self) -> None:
         if not self.vllm_enable_sleep_mode:
             return
-        if self.vllm_mode not in ("server", "colocate") and self.vllm_sleep_level != 1:
-            raise self._wrong(
-                f"`vllm_sleep_level` is {self.vllm_sleep_level}, which discards the server's weights, but `vllm_mode: "
-                f"{self.vllm_mode}` does not send all of them again",
-                "Set `vllm_sleep_level: 1`.",
-            )
         if self.vllm_mode == "restart":
             raise self._wrong("`vllm_enable_sleep_mode` has no meaning with `vllm_mode: restart`", "Remove it.")
-        # A server that sleeps until the next publish must not be waited for before it.
+        if self.vllm_mode in ADAPTER_MODES and self.vllm_sleep_level != 1:
+            what = f"`vllm_sleep_level: 2` discards weights that `vllm_mode: {self.vllm_mode}` does not send again"
+            raise self._wrong(what, "Set `vllm_sleep_level: 1`.")
         per_batch = self.steps_per_generation * self.num_iterations
         if self.sync_every_n_steps > 1 or per_batch < self.gradient_accumulation_steps:
             raise self._wrong(
-                "`vllm_enable_sleep_mode` lets the server sleep from a batch to the next publish, but the trainer "
-                f"would need another batch before that (sync_every_n_steps {self.sync_every_n_steps}, "
-                f"steps_per_generation {self.steps_per_generation}, gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps})",
+                "With `vllm_enable_sleep_mode` the server sleeps until the next publish, but the trainer would need "
+                f"another batch before that (sync_every_n_steps {self.sync_every_n_steps}, steps_per_generation "
+                f"{self.steps_per_generation}, gradient_accumulation_steps {self.gradient_accumulation_steps})",
                 "Set `sync_every_n_steps: 1` and leave `steps_per_generation` out.",
             )
 
@@ -392,24 +358,20 @@ class AtroposGRPOConfig(GRPOConfig):
         if budget is None:
             return
         if budget < max(2, self.max_sequence_length or 0):
+            longest = f"`max_sequence_length` ({self.max_sequence_length}) tokens"
+            what = f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have {longest}"
+            raise self._wrong(what, "Set it to that or more.")
+        if (steps := self.gradient_accumulation_steps) != 1:
+            size = self.per_device_train_batch_size * steps
             raise self._wrong(
-                f"`max_tokens_per_micro_batch` is {budget}, but a rollout may have `max_sequence_length` "
-                f"({self.max_sequence_length}) tokens and cannot be divided",
-                "Set it to that or more.",
-            )
-        if self.gradient_accumulation_steps != 1:
-            raise self._wrong(
-                f"`gradient_accumulation_steps` is {self.gradient_accumulation_steps}, but with "
-                "`max_tokens_per_micro_batch` the rollouts of an optimizer step are divided by their tokens",
-                "Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: "
-                f"{self.per_device_train_batch_size * self.gradient_accumulation_steps}`.",
+                f"`gradient_accumulation_steps` is {steps}, but `max_tokens_per_micro_batch` divides the step itself",
+                f"Set `gradient_accumulation_steps: 1` and `per_device_train_batch_size: {size}`.",
             )
         if self.loss_depends_on_micro_batches or not self.group_by_length:
             raise self._wrong(
                 "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and `loss_type: bnpo`, "
                 "`entropy_coef`, `use_adaptive_entropy` and `top_entropy_quantile` take means over each",
-                "Use another `loss_type` (`dapo` is a mean over all tokens of the batch), leave those out, and leave "
-                "`group_by_length` on.",
+                "Use another `loss_type`, such as `dapo`, leave the others out, and leave `group_by_length` on.",
             )
 
     def _check_warnings(self) -> None:
@@ -426,23 +388,16 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _check_correction(self) -> None:
         if not self.temperature > 0:
-            raise self._wrong(
-                f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected",
-                "Set it to the temperature above 0 that the environments sample at.",
-                "temperature",
-            )
-        generation = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        for name, value in (
-            ("sampling_temperature", self.sampling_temperature),
-            ("generation_kwargs['temperature']", generation.get("temperature")),
-        ):
+            what = f"`temperature` is {self.temperature}. Log-probabilities of greedy samples cannot be corrected"
+            fix = "Set it to the temperature above 0 that the environments sample at."
+            raise self._wrong(what, fix, "temperature")
+        stated = {"sampling_temperature": self.sampling_temperature}
+        stated["generation_kwargs['temperature']"] = (self.generation_kwargs or {}).get("temperature")
+        for name, value in stated.items():
             if value is not None and abs(value - self.temperature) > 1e-6:
-                raise self._wrong(
-                    f"`{name}` is {value} but `temperature` is {self.temperature}. The trainer scores every token at "
-                    "`temperature`, so the two must agree",
-                    f"Set `temperature: {value}`, or let the environments sample at {self.temperature}.",
-                    "temperature",
-                )
+                what = f"`{name}` is {value} but `temperature` is {self.temperature}, at which every token is scored"
+                fix = f"Set `temperature: {value}`, or let the environments sample at {self.temperature}."
+                raise self._wrong(what, fix, "temperature")
         token_level = self.vllm_importance_sampling_mode.startswith("token")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_correction and not token_level:
             raise self._wrong(
@@ -453,12 +408,7 @@ class AtroposGRPOConfig(GRPOConfig):
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:
-        """
-        Whether the gradient of an optimizer step depends on which rollouts share a micro-batch.
-
-        Most losses are sums over the rollouts. `bnpo` is a mean over the tokens of each micro-batch, and so are the
-        entropy bonus and the quantile of entropies.
-        """
+        """Whether the gradient depends on which rollouts share a micro-batch, because means over each are taken."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
 

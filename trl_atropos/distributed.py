@@ -10,14 +10,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 def together(call: Callable[[], Any]) -> Any:
     """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the first error."""
-    state = PartialState()
     result, error = None, None
     try:
         result = call()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
         error = caught
-    errors = gather_object([error]) if state.num_processes > 1 else [error]
-    first = next((error for error in errors if error is not None), None)
+    first = next((error for error in gather_object([error]) if error is not None), None)
     if first is not None:
         raise first
     return result
@@ -25,15 +23,13 @@ def together(call: Callable[[], Any]) -> Any:
 
 def on_main(call: Callable[[], Any]) -> Any:
     """Calls `call` on rank 0 only, and returns its result, or raises its error, on every rank."""
-    state = PartialState()
     outcome: list[Any] = [None, None]
-    if state.is_main_process:
+    if PartialState().is_main_process:
         try:
             outcome = [call(), None]
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
             outcome = [None, error]
-    if state.num_processes > 1:
-        broadcast_object_list(outcome, from_process=0)
+    broadcast_object_list(outcome, from_process=0)
     result, error = outcome
     if error is not None:
         raise error

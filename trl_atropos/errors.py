@@ -1,22 +1,14 @@
-"""The errors that a user meets, in four parts: what happened, what was seen, the way out, and a name for scripts.
-
-`trl_atropos.train` prints one as a single message without a traceback, and `trl-atropos check` lists such objects as
-its findings. Anything else that is raised is a bug and keeps its traceback.
-"""
+"""The errors that a user meets. `trl_atropos.train` prints one without a traceback, `trl-atropos check` lists them as
+its findings. Anything else that is raised is a bug and keeps its traceback."""
 
 ERROR, WARNING = "error", "warning"
 
 
 class AtroposTrainingError(RuntimeError):
     """
-    Base of every error whose message is written for the person who started the run.
-
-    Args:
-        what (`str`): What happened.
-        seen (`str`, *optional*): The value that was seen.
-        fix (`str`, *optional*): What to do about it, in sentences.
-        code (`str`, *optional*): Stable name for scripts, such as `port-taken`.
-        level (`str`, *optional*, defaults to `"error"`): `"warning"` for a finding of `check` that does not end a run.
+    Base of every error whose message is written for the person who started the run: what happened, the value that was
+    seen, what to do about it in sentences, and a stable name for scripts, such as `port-taken`. The level is
+    `"warning"` for a finding of `check` that does not end a run.
     """
 
     usual_code = "error"
@@ -41,10 +33,6 @@ class PushError(AtroposTrainingError):
 
 class CheckpointError(AtroposTrainingError):
     """A run cannot resume from the checkpoint."""
-
-
-class OutputLockError(AtroposTrainingError):
-    """Another run is using `output_dir`."""
 
 
 class RolloutError(AtroposTrainingError):

@@ -1,14 +1,14 @@
 """How much the package says on stderr: verbosity with the names that transformers uses.
 
-The environment variable `TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The
-default is the root logger's level (warning, unless it was changed), and info in runs of `trl_atropos.train`. Lines
-appear above progress bars. A program that has given Python's root logger a handler gets the records there instead,
-until `disable_propagation()`.
+`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The default is the root
+logger's level, and info in runs of `trl_atropos.train`. A program that has given Python's root logger a handler gets
+the records there instead, until `disable_propagation()`.
 """
 
 import logging
 import os
 import sys
+from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 
 VARIABLE = "TRL_ATROPOS_VERBOSITY"
@@ -41,20 +41,10 @@ def set_verbosity(level: int) -> None:
     _root.setLevel(level)
 
 
-def set_verbosity_debug() -> None:
-    set_verbosity(DEBUG)
-
-
-def set_verbosity_info() -> None:
-    set_verbosity(INFO)
-
-
-def set_verbosity_warning() -> None:
-    set_verbosity(WARNING)
-
-
-def set_verbosity_error() -> None:
-    set_verbosity(ERROR)
+set_verbosity_debug = partial(set_verbosity, DEBUG)
+set_verbosity_info = partial(set_verbosity, INFO)
+set_verbosity_warning = partial(set_verbosity, WARNING)
+set_verbosity_error = partial(set_verbosity, ERROR)
 
 
 def disable_propagation() -> None:

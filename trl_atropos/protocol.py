@@ -28,24 +28,14 @@ ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatev
 
 
 def environment_token() -> str:
-    """
-    The control token in `TRL_ATROPOS_TOKEN`, empty if there is none.
-
-    Raises:
-        AtroposTrainingError: No HTTP header can carry it.
-    """
+    """The control token in the environment, or "". Raises `AtroposTrainingError` if no HTTP header can carry it."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     for position, char in enumerate(token, start=1):
         if not "!" <= char <= "~":
             kind = "a space or line break" if char.isspace() else "a control or non-ASCII character"
-            raise AtroposTrainingError(
-                f"The control token in {TOKEN_VARIABLE} has {kind} at place {position} of {len(token)}, which no HTTP "
-                "header can carry",
-                seen=kind,
-                fix="Set it to letters and digits, such as those of `openssl rand -hex 24`, the same for trainer and "
-                "server.",
-                code="token",
-            )
+            where = f"The control token in {TOKEN_VARIABLE} has {kind} at place {position} of {len(token)}"
+            fix = "Set it to letters and digits (`openssl rand -hex 24`), the same for trainer and server."
+            raise AtroposTrainingError(f"{where}, which no HTTP header can carry", kind, fix, "token")
     return token
 
 
@@ -116,9 +106,7 @@ class ParameterSpec(Strict):
     pieces: list[CheckpointTensor] | None = None
 
     @classmethod
-    def of(
-        cls, name: str, shape: Iterable[int], dtype: Any, pieces: list[CheckpointTensor] | None = None
-    ) -> "ParameterSpec":
+    def of(cls, name: str, shape: Iterable[int], dtype: Any, pieces: Any = None) -> "ParameterSpec":
         """`dtype` is torch's."""
         return cls(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces)
 
@@ -201,10 +189,9 @@ class RefusalsReply(Strict):
 
 def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:
     """
-    What both sides know one sampled completion by: 16 bytes, a hash over all of it.
-
-    The log-probabilities belong to it, to the last bit, because completions repeat as a policy converges: by tokens
-    alone, a third of them would be taken for those of another version. JSON leaves the values as they are.
+    What both sides know one sampled completion by: a hash of 16 bytes. It includes the log-probabilities, which JSON
+    leaves as they are, because completions repeat as a policy converges: by tokens alone, a third of them would be
+    taken for those of another version.
 
     Args:
         prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.
@@ -248,48 +235,18 @@ def tokenizer_fingerprint(vocabulary: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------- command lines
-
-# vLLM's short names (vllm/engine/arg_utils.py); `tests/server/test_launch.py` compares them with vLLM's own.
-ALIASES = {
+# The flags that divide a vLLM server among GPUs, by vLLM's short names. `tests/server/test_launch.py` compares these
+# with vLLM's own, and sees that the other flags which are looked for have none.
+PARALLEL = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpl": "--data-parallel-size-local",
-    "-dpa": "--data-parallel-address",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpb": "--data-parallel-backend",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-ep": "--enable-expert-parallel",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-q": "--quantization",
-    "-sc": "--speculative-config",
-    "-cc": "--compilation-config",
-    "-ac": "--attention-config",
-    "-dc": "--diffusion-config",
-    "-asc": "--api-server-count",
 }
-PARALLEL = (
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--prefill-context-parallel-size",
-    "--data-parallel-size",
-)
 
 
 def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
-    """
-    The flags of a command line with their values, in either spelling (`--a v`, `--a=v`).
-
-    The last value counts if a flag is given several times. The value of a flag without one is an empty text.
-    """
+    """The flags of a command line with their last values, in either spelling (`--a v`, `--a=v`), or an empty text."""
     aliases, stated, flag = aliases or {}, {}, None
     for word in argv:
         name, equals, value = word.partition("=")
@@ -304,7 +261,7 @@ def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) 
 
 def server_flags(argv: Iterable[str]) -> dict[str, str]:
     """Flags of a vLLM server by their long names: `--max_model_len 8`, `-tp 2` and `-tp=2` are stated, too."""
-    return {flag.replace("_", "-"): value for flag, value in stated_flags(argv, ALIASES).items()}
+    return {flag.replace("_", "-"): value for flag, value in stated_flags(argv, PARALLEL).items()}
 
 
 def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -322,5 +279,6 @@ def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def parallel(flags: Iterable[str]) -> tuple[int, str]:
     """GPUs that a server with these flags takes, and the flags that say so."""
-    stated = {flag: value for flag, value in server_flags(flags).items() if flag in PARALLEL and value.isdigit()}
+    stated = server_flags(flags)
+    stated = {flag: stated[flag] for flag in PARALLEL.values() if stated.get(flag, "").isdigit()}
     return math.prod(map(int, stated.values())), " ".join(f"{flag} {value}" for flag, value in stated.items())

@@ -1,12 +1,10 @@
 """What a recipe says besides the training settings: which services to start, and the checks that need both.
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
-`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`, any number) change settings of it: a later
-one wins over an earlier one, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call
-`parse`, then `check_files` and `check_reports`.
+`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of it: later ones win, and
+command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call `parse`, then the other checks.
 
-Of an environment, a recipe needs to say only the script. The run writes the rest into the file that Atropos' own
-`--config` reads (`Recipe.environment_file`).
+The run writes what a recipe does not say of an environment into the file that Atropos' own `--config` reads.
 """
 
 import difflib
@@ -48,13 +46,11 @@ class ServicesConfig:
             Further flags for the vLLM server, as `trl-atropos serve` takes them.
         environments (`list[dict]`, *optional*):
             Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
-            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. {python},
-            {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed} and {output_dir} in a command are
-            filled in.
+            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. A command
+            may have {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
         restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends is started again, and likewise the Atropos API if the run
-            started it. One that ends within 30 seconds of its start is not: the run ends with its log. `0` ends the
-            run at the first end.
+            How often within an hour an environment that ends, or the Atropos API of the run, is started again. One
+            that ends within 30 seconds of its start ends the run. `0` ends the run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
@@ -71,14 +67,10 @@ PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
 ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
 NOT_IN_OVERLAYS = {"env", "environments"}  # one overlay is for many recipes, which differ in these
-HOW_TO_QUOTE = (
-    "Flags of the server are a list in a recipe, and one quoted text on the command line: `--vllm_args "
-    '"--max-model-len 512 --dtype bfloat16"`.'
-)
-HOW_TO_ENTER = (
-    "An entry is the path of a script, or has `path` or `command`, and optionally `name`, `config`, `env`, `cwd`, "
-    "`python` and `servers`."
-)
+QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
+HOW_TO_QUOTE = f"Flags of the server are a list in a recipe, and one quoted text on the command line: {QUOTED}."
+ENTRY_KEYS = ", ".join(f"`{name}`" for name in EnvironmentSpec.model_fields)
+HOW_TO_ENTER = f"An entry is the path of a script, or has `path` or `command`. It may have: {ENTRY_KEYS}."
 HELP = "See `python -m trl_atropos.train --help`."
 
 
@@ -120,21 +112,17 @@ class Recipe:
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
         """
-        What the run writes for Atropos' `--config`. `None` where it writes nothing: a command without `servers`.
-
-        Atropos drops settings that an environment's configuration does not have, such as `seed`.
+        What the run writes for Atropos' `--config`, which drops settings that an environment does not have. `None` for
+        a command without `servers`.
         """
         if spec.path is None and spec.servers is None:
             return None
         usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": "none"}
         stated = spec.servers or [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
-        servers = [
-            {
-                key: spec.fill_in(value, self.placeholders()) if isinstance(value, str) else value
-                for key, value in {**usual, **server}.items()
-            }
-            for server in stated
-        ]
+        servers = [usual | server for server in stated]
+        for server in servers:
+            texts = {key: value for key, value in server.items() if isinstance(value, str)}
+            server |= {key: spec.fill_in(value, self.placeholders()) for key, value in texts.items()}
         # Atropos ignores the URL of a single server unless the environment has a list itself. It heeds those of two.
         servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
         if spec.path is None:
@@ -164,16 +152,12 @@ class Recipe:
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
         """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of its command."""
-        flags = stated_flags(self.environment_command(spec))
-        return spec.config | {
-            flag.removeprefix("--env."): value for flag, value in flags.items() if flag.startswith("--env.")
-        }
+        flags = stated_flags(self.environment_command(spec)).items()
+        own = {flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")}
+        return spec.config | own
 
     def _file_of(self, spec: EnvironmentSpec) -> str:
         return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 class _Parser(TrlParser):
@@ -194,13 +178,14 @@ class _Parser(TrlParser):
 def parse(argv: list[str]) -> Recipe:
     """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
     overlays, argv = values_of("--overlay", argv)
-    path = next(iter(values_of("--config", argv)[0]), None)
+    recipes, argv = values_of("--config", argv)
+    path = next(iter(recipes), None)
     if path is None:
         stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
         if not argv or argv[-1] == "--config" or stray in argv:
             fix = f"Name one with `--config`, as in `--config {stray}`."
             raise RecipeError("No recipe", seen=" ".join(argv), fix=fix, code="no-recipe")
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    argv = [word for recipe in recipes for word in ("--config", recipe)] + argv
     parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
     if path is not None:
@@ -224,16 +209,13 @@ def parse(argv: list[str]) -> Recipe:
 
 
 def _vllm_args(given: list[str] | str | None) -> list[str]:
-    """
-    The flags for vLLM as words. On the command line they come quoted, `"--max-num-seqs 8"`, or they would be taken for
-    the run's own. The value in `--flag={"a": 1}` may have blanks.
-    """
+    """The flags for vLLM as words. The command line has them quoted; the value in `--a={"b": 1}` may have blanks."""
     try:
         given = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
         flags = [flag for word in given for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])]
     except ValueError as error:
-        what, seen = f"`vllm_args` cannot be split into flags: {error}", f"vllm_args: {given}"
-        raise RecipeError(what, seen=seen, fix="Correct its quotes.") from error
+        what = f"`vllm_args` cannot be split into flags: {error}"
+        raise RecipeError(what, f"vllm_args: {given}", "Correct its quotes.") from error
     if flags and not flags[0].startswith("-"):  # vLLM would ignore it without a word
         what = f"`vllm_args` begins with {flags[0]!r}, which is no flag"
         raise RecipeError(what, seen=f"vllm_args: {given}", fix=HOW_TO_QUOTE)
@@ -274,8 +256,8 @@ def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str,
         raise RecipeError(what, f"{path}: {type(content).__name__}", "Correct it.", "recipe-format")
     for key in content:
         if key not in known | {"env"}:
-            what, fix = f"{path}: unknown key `{key}`", _suggest(str(key), known)
-            raise RecipeError(what, f"{key}: {content[key]}", fix, "unknown-key")
+            fix = _suggest(str(key), known)
+            raise RecipeError(f"{path}: unknown key `{key}`", f"{key}: {content[key]}", fix, "unknown-key")
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
         if (key in ALSO_LISTS and isinstance(value, list)) or (key in ALSO_FALSE and value is False):
@@ -294,16 +276,12 @@ def _wanted(value: Any, hint: Any) -> str | None:
         return 'the word in quotes ("no", say): without them YAML reads `no` as false'
     if isinstance(value, str) or type(value) in allowed:
         return None
-    numbers = allowed & {int, float}
-    if allowed <= {int, NoneType}:
-        return "a whole number"
-    if numbers and allowed <= {int, float, NoneType}:
-        return None if type(value) in (int, float) else "a number"
-    if allowed <= {str, NoneType} and value is not True:
+    kinds = allowed - {NoneType}
+    if kinds <= {int, float} and not (float in kinds and type(value) is int):
+        return "a number" if float in kinds else "a whole number"
+    if kinds == {str} and value is not True:
         return "text, in quotes if it looks like a number"
-    if allowed <= {bool, NoneType}:
-        return "true or false"
-    return None
+    return "true or false" if kinds == {bool} else None
 
 
 def _suggest(key: str, known: set[str]) -> str:
@@ -342,27 +320,18 @@ def _check(recipe: Recipe) -> None:
         fix = "Set `model_name_or_path` to a Hub name or a folder."
         raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
-        raise RecipeError(
-            f"The model folder {model!r} does not exist (looked in {os.getcwd()})",
-            f"model_name_or_path: {model}",
-            "Set `model_name_or_path` to a Hub name or to a folder with a config.json; the quickstart's is made by "
-            "`python recipes/quickstart/make_model.py FOLDER`.",
-            "model",
-        )
+        what = f"The model folder {model!r} does not exist (looked in {os.getcwd()})"
+        fix = "Set `model_name_or_path`; recipes/quickstart/make_model.py FOLDER makes the quickstart's."
+        raise RecipeError(what, f"model_name_or_path: {model}", fix, "model")
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
     elif mode in ADAPTER_MODES and not recipe.model.use_peft:
-        raise RecipeError(
-            f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none",
-            f"vllm_mode: {mode}",
-            "Set `use_peft: true` (with `lora_r` and `lora_target_modules: all-linear`), or use `vllm_mode: colocate` "
-            "or `server`.",
-            "no-adapter",
-        )
-    again = recipe.services.restart_environments
-    if again < 0:
-        seen = f"restart_environments: {again}"
-        raise RecipeError(f"`restart_environments` is {again}", seen, "Set it to 0 (never) or more.")
+        what = f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none"
+        fix = "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: colocate` or `server`."
+        raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
+    if (again := recipe.services.restart_environments) < 0:
+        what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
+        raise RecipeError(what, seen, "Set it to 0 (never) or more.")
     _check_patience(recipe.services, training)
     for spec in recipe.environments:
         _check_program(recipe, spec)
@@ -370,13 +339,13 @@ def _check(recipe: Recipe) -> None:
 
 
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
-    """The other processes wait for the first one, which waits for one service after the other."""
+    """The first process waits for one service after the other, and the others wait for it."""
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
     seconds = services.service_timeout
     if training.world_size > 1 and waits * seconds >= training.ddp_timeout:
         raise RecipeError(
             f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the trainer's "
-            f"processes wait for each other for only {training.ddp_timeout} s (`ddp_timeout`)",
+            f"processes wait for the first one for only {training.ddp_timeout} s (`ddp_timeout`)",
             f"service_timeout: {seconds:g}, ddp_timeout: {training.ddp_timeout}",
             "Raise `ddp_timeout`, or lower `service_timeout`.",
         )
@@ -387,15 +356,14 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    path = str(spec.env["PATH"]) if "PATH" in spec.env else None
     given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
         what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
         raise RecipeError(what, seen, "Correct it.", "environment-program")
-    if not shutil.which(place, path=path):
-        fix = "Correct its `command`; a Python script is run by `{python} path/to/script.py`."
-        fix = fix if spec.path is None else "Correct its `python`."
-        raise RecipeError(f"{name}: there is no program {program!r} to run", program, fix, "environment-program")
+    if not shutil.which(place, path=spec.env.get("PATH")):
+        wrong = "python" if spec.path is not None else "command`, such as `{python} path/to/script.py"
+        what = f"{name}: there is no program {program!r} to run"
+        raise RecipeError(what, program, f"Correct its `{wrong}`.", "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
         what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
         raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
@@ -411,23 +379,16 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     for setting, value in stated.items():
         if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
             written = f"{value} (`config: {setting}`)" if setting in spec.config else f"{value} (--env.{setting})"
-            raise RecipeError(
-                f"{name} samples at temperature {written}, but `temperature` is {training.temperature}. The trainer "
-                "scores every token at `temperature`",
-                f"temperature {written}, temperature: {training.temperature}",
-                "Make the two equal.",
-                "temperature",
-            )
+            seen = f"temperature {written}, temperature: {training.temperature}"
+            what = f"{name} samples at temperature {written}, but `temperature` is {training.temperature}"
+            raise RecipeError(f"{what}, at which every token is scored", seen, "Make the two equal.", "temperature")
     size, batch = _number(stated.get("group_size")), training.generation_batch_size
     if size and batch % size:
-        what = f"which do not fill a generation batch of {batch} rollouts: the Atropos API would never deliver one"
-        fix = (
-            "Make the batch (`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of "
-            "the group size."
-        )
-        if size > batch:
-            what = f"but a generation batch has only {batch} rollouts"
-            fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
+        what = f"but a generation batch has only {batch} rollouts"
+        fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
+        if size < batch:
+            what = f"which do not fill a generation batch of {batch} rollouts: the Atropos API would never deliver one"
+            fix = "Change `per_device_train_batch_size` to make the batch a multiple of the group size."
         seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
         raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
 
@@ -439,14 +400,8 @@ def _number(value: Any) -> float | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------ checks of what is not ours
-
-
 def check_files(recipe: Recipe) -> None:
-    """
-    Checks what a run reads and writes, before it starts anything that takes long. All ranks call this; what one of
-    them lacks ends all. Sets `resume_from_checkpoint` to the folder of the checkpoint, or to `None`.
-    """
+    """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder, or to `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
 

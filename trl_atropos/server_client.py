@@ -1,8 +1,7 @@
 """The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
 
 `ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
-`ServerError` that names the server, what was being done, and the way out. `rollouts/versions.py` asks for itself,
-because there a server that does not answer is no failure.
+`ServerError`; `rollouts/versions.py`, where a server that does not answer is no failure, asks for itself.
 """
 
 import time
@@ -36,14 +35,7 @@ HELD = b"held\n"  # what the response of a lease begins with
 
 
 class ServerClient:
-    """
-    One server.
-
-    Args:
-        url (`str`): Base URL of the server, without `/v1`.
-        timeout (`float`): Seconds that any one call may take.
-        token (`str`, *optional*): The control token. Defaults to the environment variable `TRL_ATROPOS_TOKEN`.
-    """
+    """One server, by its URL without `/v1`. A call may take `timeout` seconds. `token` may be in the environment."""
 
     def __init__(self, url: str, timeout: float, token: str | None = None):
         self.url = url.rstrip("/")
@@ -56,16 +48,11 @@ class ServerClient:
         self.session.headers.update({"authorization": f"Bearer {self.token}", "connection": "close"})
         self._lease: requests.Response | None = None
 
-    # ------------------------------------------------------------------------------------------------ what it is, does
-
     def info(self) -> ServerInfo:
         reply = self._call("/info", "asking the server what it is")
         if reply.get("protocol") != PROTOCOL_VERSION:
-            raise ServerError(
-                f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}",
-                fix="Install the same version of trl_atropos on both sides.",
-                code="server-version",
-            )
+            what = f"The server at {self.url} speaks protocol {reply.get('protocol')}, this trainer {PROTOCOL_VERSION}"
+            raise ServerError(what, fix="Install the same trl_atropos on both sides.", code="server-version")
         return ServerInfo.model_validate(reply)
 
     def sample(
@@ -98,26 +85,18 @@ class ServerClient:
         except ServerTimeout:
             return (
                 f"The server at {self.url} did not sample one token within {self.timeout:g} s: it hangs or is "
-                "overloaded, and environments wait for it. Look at its log; if it hangs, end it, and resume the run "
-                "from its last checkpoint."
+                "overloaded. Look at its log; if it hangs, end it, and resume the run from its last checkpoint."
             )
         except ServerError as error:
             return str(error)
         return ""
 
-    # ------------------------------------------------------------------------------------------------------- a publish
-
     def pause(self, clear_cache: bool = True, in_place: bool = False) -> None:
         """
-        Stops sampling after the running step. Requests in flight stay.
-
-        Args:
-            clear_cache (`bool`): Requests in flight recompute what they cached, with the new weights.
-            in_place (`bool`): This process will write into the server's memory, so that its death would leave the
-                weights torn.
+        Stops sampling after the running step. Requests in flight stay; with `clear_cache`, they recompute what they
+        cached. With `in_place`, this process will write into the server's memory: its death would tear the weights.
         """
-        body = {"clear_cache": clear_cache, "in_place": in_place}
-        self._call("/pause", "pausing the server", body)
+        self._call("/pause", "pausing the server", {"clear_cache": clear_cache, "in_place": in_place})
 
     def resume(self, policy_version: int) -> None:
         self._call("/resume", "resuming the server", {"policy_version": policy_version})
@@ -157,52 +136,36 @@ class ServerClient:
 
     def swap_adapter(self, name: str, path: str) -> float:
         """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
-        started = time.monotonic()
+        started, phase = time.monotonic(), f"loading the adapter in {path}"
         for route, body in (
             ("/v1/unload_lora_adapter", {"lora_name": name}),
             ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
         ):
-            phase = f"loading the adapter in {path}"
             response = self._send("POST", route, phase, body)
-            # vLLM answers 404 for an unknown adapter or path, too, but then with an error of this type.
+            # vLLM answers 404 for a route that it was not told to have, too, but then without an error of this type.
             absent = response.status_code == 404 and "NotFoundError" in response.text
-            if response.status_code == 200 or (absent and "lora_path" not in body):
-                continue
-            if absent:
-                raise ServerError(
-                    f"The server at {self.url} cannot read {path}: the trainer's `output_dir` must be readable where "
-                    "the server runs, under the same path."
-                )
-            if response.status_code == 404:
-                raise ServerError(
-                    f"The server at {self.url} has no route {route}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
-                    "in its environment, or by `trl-atropos serve --vllm_mode lora`."
-                )
-            raise ServerError(
-                f"{self._refused(phase, response)} If vLLM cannot serve such an adapter, change it, or use "
-                "`vllm_mode: server`, which sends merged weights."
-            )
+            if response.status_code != 200 and not (absent and "lora_path" not in body):
+                why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
+                fix = "Start it by `trl-atropos serve --vllm_mode lora` where the path can be read, or use "
+                fix += "`vllm_mode: server` if vLLM cannot serve such an adapter."
+                raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
         return time.monotonic() - started
 
     def drain(self) -> None:
         """Pauses a front, which first lets the requests in flight end."""
-        phase = "waiting for the requests in flight to end"
-        self._call("/pause", phase, {}, max(self.timeout, RESTART_TIMEOUT))
+        self._call("/pause", "waiting for the requests in flight", {}, max(self.timeout, RESTART_TIMEOUT))
 
     def restart(self, path: str) -> float:
         """Lets a front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
         timeout = max(self.timeout, RESTART_TIMEOUT)
         return self._call("/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
 
-    # ----------------------------------------------------------------------------------------------------------- lease
-
     def hold_lease(self) -> None:
         """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""
         if self._lease is None:
-            phase = "taking the lease"
-            response = self._send("POST", f"{ROUTE_PREFIX}/lease", phase, stays_open=True)
+            response = self._send("POST", f"{ROUTE_PREFIX}/lease", "taking the lease", stays_open=True)
             if response.status_code != 200:
-                raise self._refused(phase, response)
+                raise self._refused("taking the lease", response)
             self._lease = response
 
     def release_lease(self) -> None:
@@ -210,8 +173,6 @@ class ServerClient:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
-
-    # ------------------------------------------------------------------------------------------------ requests, errors
 
     def _call(self, route: str, phase: str, body: dict | None = None, timeout: float | None = None) -> dict:
         """The JSON that the server answers to a POST of `body`, or to a GET. `phase` says in messages what is done."""
@@ -240,51 +201,38 @@ class ServerClient:
             if stays_open and response.status_code == 200:
                 response.raw.read(len(HELD))
         except (requests.Timeout, urllib3.exceptions.TimeoutError) as error:
-            raise ServerTimeout(
-                f"The server at {self.url} did not answer within {timeout:.0f} s while {phase}. It hangs or is "
-                "overloaded: look at its log, or raise `publish_timeout`."
-            ) from error
+            what = f"The server at {self.url} did not answer within {timeout:.0f} s while {phase}"
+            fix = "It hangs or is overloaded: look at its log, or raise `publish_timeout`."
+            raise ServerTimeout(what, fix=fix) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise ServerError(
-                f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__}). If it was "
-                "running, it died: look at its log. If it runs elsewhere, check `vllm_server_base_url`; start one "
-                "with `trl-atropos serve MODEL`, or let the recipe start it with `start_vllm: true`."
-            ) from error
+            what = f"The server at {self.url} cannot be reached while {phase} ({type(error).__name__})"
+            fix = "If it died, look at its log; if it runs elsewhere, check `vllm_server_base_url`; if there is none, "
+            fix += "start it by `trl-atropos serve MODEL` or `start_vllm: true`."
+            raise ServerError(what, fix=fix) from error
         return response
 
     def _stranger(self, answer: str) -> ServerError:
-        return ServerError(
-            f"The server at {self.url} has no control routes ({answer}), so its weights cannot be kept in step",
-            fix="Start it with `trl-atropos serve MODEL` in place of `vllm serve MODEL`; if it is something else "
-            "altogether, correct `vllm_server_base_url`.",
-            code="not-our-server",
-        )
+        fix = "Start it with `trl-atropos serve MODEL`, not `vllm serve`, or correct `vllm_server_base_url`."
+        what = f"The server at {self.url} has no control routes ({answer})"
+        return ServerError(what, fix=fix, code="not-our-server")
 
     def _refused(self, phase: str, response: requests.Response) -> ServerError:
         status = response.status_code
         if status == 401:
-            return ServerError(
-                f"The server at {self.url} refused the control token",
-                fix=f"Set {TOKEN_VARIABLE} to the value that the server was started with; `trl-atropos serve` prints "
-                "it where it is not set.",
-                code="server-token",
-            )
+            fix = f"Set {TOKEN_VARIABLE} to the server's, of which `trl-atropos serve` says where it is."
+            return ServerError(f"The server at {self.url} refused the control token", fix=fix, code="server-token")
         if status in (404, 405, 501):
             return self._stranger(f"HTTP {status}")
-        reason = reason_in(response.text)
-        return ServerError(f"The server at {self.url} failed while {phase} (HTTP {status}): {reason}")
+        return ServerError(
+            f"The server at {self.url} failed while {phase} (HTTP {status}): {reason_in(response.text)}"
+        )
 
 
 @dataclass(eq=False)
 class Servers:
     """
-    The servers of a run as one: the same call to each of them, and an outcome that all ranks share.
-
-    Args:
-        urls (`list[str]`): Base URL of each server.
-        timeout (`float`): Seconds that a server may take for any one step of a publish.
-        token (`str`, *optional*): Control token; defaults to `TRL_ATROPOS_TOKEN`.
-        client (`type`): What talks to each of them.
+    The servers of a run as one: the same call to each of them, and an outcome that all ranks share. The arguments are
+    those of `ServerClient`, and the class that talks to each.
     """
 
     urls: list[str]
@@ -302,9 +250,9 @@ class Servers:
         self.one_per_rank = one_per_rank
         if one_per_rank and len(self.urls) != state.num_processes:
             raise AttachError(
-                f"Every process trains the memory of a server of its own, but there are {state.num_processes} "
-                f"processes and {len(self.urls)} servers: list one URL per process in `vllm_server_base_url`, or "
-                f"start `--num_processes {len(self.urls)}`."
+                "Every process trains the memory of a server of its own, but there are "
+                f"{state.num_processes} processes and {len(self.urls)} servers: list one URL per process in "
+                f"`vllm_server_base_url`, or start `--num_processes {len(self.urls)}`."
             )
         urls = [self.urls[state.process_index]] if one_per_rank else self.urls if state.is_main_process else []
         self.clients = [self.client(url, self.timeout, self.token) for url in urls]
@@ -334,10 +282,8 @@ class Servers:
         self.each(lambda client: client.hold_lease())
         for before, now in zip(self.infos, self.each(lambda client: client.info()), strict=True):
             if now.instance != before.instance:
-                raise ServerError(
-                    f"The server at {self.urls[0]} was restarted since this trainer was built, so that what they "
-                    "shared is gone: build the trainer again (its last checkpoint can be resumed)."
-                )
+                what = f"The server at {self.urls[0]} was restarted since this trainer was built"
+                raise ServerError(what, fix="So build the trainer again (its last checkpoint can be resumed).")
 
     def release_leases(self) -> None:
         """On this rank only: called where other ranks may not come along."""

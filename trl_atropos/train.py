@@ -28,13 +28,10 @@ STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
 LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
-USAGE = (
-    "accelerate launch [its options] -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"
-)
+USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"
 DESCRIPTION = """\
-Trains by a recipe: a YAML file of `setting: value` lines. It starts the services that the recipe names, trains, saves
-the model in `output_dir`, and stops what it started. Overlays change settings of the recipe, and a later one wins over
-an earlier one; a setting on the command line wins over all.
+Trains by a recipe, a YAML file of `setting: value` lines: starts the services that it names, trains, saves the model
+in `output_dir`, and stops what it started. Overlays change settings of it; later ones win, flags win over all.
 
   accelerate launch -m trl_atropos.train --config recipes/quickstart/colocate.yaml --max_steps 100
   accelerate launch -m trl_atropos.train --config my.yaml --resume_from_checkpoint true
@@ -80,10 +77,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def without_vllm():
-    """
-    TRL imports vLLM where it is installed, warns of its version, and sets the level of its log. In here it finds none:
-    a rank does without, 8 seconds of a CPU and 150 MB sooner, because its engines are other processes.
-    """
+    """Hides vLLM from TRL, which would import it: 8 seconds of a CPU and 150 MB, for engines in other processes."""
     hidden = "vllm" not in sys.modules
     if hidden:
         sys.modules["vllm"] = None  # type: ignore[assignment] - Python's way to say that there is no such module
@@ -111,17 +105,12 @@ def apply_recipe_environment(argv: list[str]) -> None:
 
 
 def print_help() -> None:
-    """
-    Prints the settings that this package adds to TRL's, in groups. Those of TRL and Transformers are several hundred,
-    and documented elsewhere: `--help_all` lists them too.
-    """
+    """Prints the settings that this package adds to TRL's, in groups. `--help_all` lists TRL's, too."""
     from trl_atropos.config import AtroposGRPOConfig, described
     from trl_atropos.recipe import ServicesConfig
 
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=DESCRIPTION, epilog=EPILOG, formatter_class=layout, add_help=False
-    )
+    texts = {"usage": USAGE, "description": DESCRIPTION, "epilog": EPILOG}
+    parser = argparse.ArgumentParser(**texts, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     for config in (ServicesConfig, AtroposGRPOConfig):
         defaults = {setting.name: setting.default for setting in fields(config)}
         for title, settings in groupby(described(config), key=lambda setting: setting[0]):
@@ -131,9 +120,6 @@ def print_help() -> None:
                 text += "" if default is None else f" Default: {default}."
                 group.add_argument(f"--{name}", metavar="", help=text.replace("%", "%%"))
     parser.print_help()
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def _show_warning(message: Warning | str, *where: Any) -> None:
@@ -154,7 +140,6 @@ def _print_error(message: str) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -164,10 +149,9 @@ def _message(error: Exception) -> str | None:
     """What to tell the person who started the run; `None` for an error that was not written for people."""
     from trl_atropos.errors import AtroposTrainingError, ServerTimeout
 
-    # A service may die while some library is at work, which then wraps the error that was raised in its midst.
+    # The error of a service that died may be wrapped by the library that was at work then.
     ours = [e for e in _chain(error) if isinstance(e, AtroposTrainingError)]
-    # A server that hangs loses its trainer and then leaves: that it ended is a consequence.
-    ours.sort(key=lambda e: not isinstance(e, ServerTimeout))
+    ours.sort(key=lambda e: not isinstance(e, ServerTimeout))  # a server that hangs ends because its trainer does
     return str(ours[0]) if ours else _lost_contact(error)
 
 
@@ -181,18 +165,13 @@ def _lost_contact(error: Exception) -> str | None:
             reason = " ".join(str(cause).split()).split(". ")[0].rstrip(".")
             return (
                 "Another process of this trainer, on this machine or on another one, has ended or cannot be reached "
-                f"any more ({reason}). If it says why, that comes first: look at the output of all machines. Then "
-                "start the run again on all of them, with `--resume_from_checkpoint true` if it has saved a "
-                "checkpoint."
+                f"any more ({reason}). Look at the output of all machines for the first error, then start the run "
+                "again on all of them, with `--resume_from_checkpoint true` if it has saved a checkpoint."
             )
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------- run
-
-
 def run(recipe: "Recipe") -> None:
-    """Trains by `recipe`."""
     from accelerate import PartialState
 
     from trl_atropos import distributed as ranks
@@ -233,11 +212,8 @@ def _set_up_logging(training: "AtroposGRPOConfig") -> None:
     if not sys.stderr.isatty():
         disable_progress_bar()
     logging.disable_propagation()
-    if training.log_level != "passive":
-        logging.set_verbosity(training.get_process_log_level())
-    else:
-        level = logging.verbosity_of_environment()  # the recipe's `env`, too, which came after the import
-        logging.set_verbosity(logging.INFO if level is None else level)
+    stated = logging.verbosity_of_environment() or logging.INFO  # by the recipe's `env`, too
+    logging.set_verbosity(stated if training.log_level == "passive" else training.get_process_log_level())
 
 
 def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
@@ -289,16 +265,15 @@ def _require_room(recipe: "Recipe") -> None:
     from trl_atropos.protocol import parallel
     from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
 
-    training, config = recipe.training, recipe.services
-    if config.start_vllm:
+    fix = "Stop what runs there, set `{}` to a free port, or use it with `{}: false`."
+    if recipe.services.start_vllm:
         require_sockets()
         require_shared_memory(parallel(recipe.vllm_flags())[0])
-    if config.start_atropos:
-        fix = "Stop what runs there, set `atropos_url` to a free port, or use it with `start_atropos: false`."
-        require_free_port(training.atropos_url, "the Atropos API", fix)
-    fix = "Stop what runs there, set `vllm_server_base_url` to a free port, or use it with `start_vllm: false`."
-    for url in training.vllm_server_urls if config.start_vllm else []:
-        require_free_port(url, "the vLLM server", fix)
+        for url in recipe.training.vllm_server_urls:
+            require_free_port(url, "the vLLM server", fix.format("vllm_server_base_url", "start_vllm"))
+    if recipe.services.start_atropos:
+        url = recipe.training.atropos_url
+        require_free_port(url, "the Atropos API", fix.format("atropos_url", "start_atropos"))
 
 
 def _device(index: int) -> str:
@@ -308,10 +283,9 @@ def _device(index: int) -> str:
 
 
 def _module(name: str, url: str, *arguments: str) -> list[str]:
-    """The command that runs a module as the server at `url`."""
-    from trl_atropos.services.manager import port_of
-
-    return [sys.executable, "-m", name, *arguments, "--host", urlsplit(url).hostname, "--port", str(port_of(url))]
+    """The command that runs a module as the server at `url`, whose port was found to be free."""
+    place = urlsplit(url)
+    return [sys.executable, "-m", name, *arguments, "--host", place.hostname, "--port", str(place.port)]
 
 
 def train(recipe: "Recipe", services: "Services") -> None:
@@ -339,27 +313,26 @@ def train(recipe: "Recipe", services: "Services") -> None:
     trainer.run_log.model = asdict(model)
     trainer.environment_commands = {spec.name: spec.line for spec in recipe.environments}
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    not_pushed = None
-    with disk_errors(training.output_dir, "The model"):
-        if training.push_to_hub:
-            try:
+    try:
+        with disk_errors(training.output_dir, "The model"):
+            if training.push_to_hub:
                 trainer.push_to_hub()  # saves, and writes the card, before
-            except PushError as error:
-                not_pushed = error
-        else:
-            trainer.save_model(training.output_dir)
-            trainer.create_model_card()
-    if trainer.accelerator.is_main_process:
+            else:
+                trainer.save_model(training.output_dir)
+                trainer.create_model_card()
+    except PushError:
         _summarise(trainer)
-    if not_pushed is not None:
-        raise not_pushed
+        raise
+    _summarise(trainer)
     trainer.accelerator.end_training()
 
 
 def _summarise(trainer: Any) -> None:
-    """Writes the run's summary, draws its rewards, and prints its end."""
+    """Writes the run's summary, draws its rewards, and prints its end, on rank 0."""
     from trl_atropos.report.summary import CURVE, closing_lines, draw_reward_curve, write_summary
 
+    if not trainer.accelerator.is_main_process:
+        return
     folder, log = trainer.args.output_dir, trainer.run_log
     seconds, probed = time.monotonic() - STARTED, trainer.policy_publisher.probe_max_abs_diff
     summary = write_summary(folder, log, trainer.state.global_step, probed, seconds)

@@ -1,16 +1,15 @@
 """`AtroposGRPOTrainer`: TRL's `GRPOTrainer` with rollouts from a `RolloutSource` in place of a prompt dataset.
 
 The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads, scores under the old
-and the reference policy, corrects for the sampler, and logs. It gets the rollouts through its own `rollout_func` hook
-and their scores through an ordinary reward function. Only the advantages are set here, because Atropos groups have
-sizes of their own. `tests/test_trl_seam.py` names every private name of TRL and Transformers that is used here, and
-fails when one of them moves.
+and the reference policy, corrects for the sampler, and logs. It gets the rollouts through its `rollout_func` hook and
+their scores through a reward function. Only the advantages are set here, because Atropos groups have sizes of their
+own. `tests/test_trl_seam.py` fails when a private name of TRL or Transformers that is used here moves.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,9 @@ from transformers.trainer_callback import ExportableState
 from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
-from trl_atropos.batches.inputs import (
-    advantage_tensor,
-    columns,
-    distillation_inputs,
-    distillation_loss,
-    logged_advantages,
-    share_zero_variance,
-)
-from trl_atropos.batches.micro_batches import (
-    Batch,
-    Plan,
-    join,
-    loss_share,
-    plan_rollouts,
-    regroups,
-    take,
-    trim,
-    without_padding,
-)
+from trl_atropos.batches import inputs as batch_inputs
+from trl_atropos.batches import micro_batches
+from trl_atropos.batches.micro_batches import Batch, join, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
@@ -57,21 +40,11 @@ from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSour
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.services.output_lock import locked
-from trl_atropos.weights.checkpoint import (
-    groups_of,
-    load_weights,
-    optimizer_resumed,
-    require_same_weights,
-    require_whole,
-    save_whole,
-    weight_errors,
-)
+from trl_atropos.weights import checkpoint as checkpoints
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.masters import accumulate_gradients, exact_gradients, use_masters
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
-
-logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
@@ -126,19 +99,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         policy_publisher ([`PolicyPublisher`], *optional*):
             How new weights reach the sampler. Defaults to what `args.vllm_mode` names.
         kwargs:
-            Anything else that [`~trl.GRPOTrainer`] takes: `processing_class`, `callbacks`, `optimizers`,
-            `peft_config`, `quantization_config`. Prompts and rewards come with the rollouts, so there is no
-            `train_dataset` and no `reward_funcs`.
-
-    Example:
-
-    ```python
-    trainer = AtroposGRPOTrainer(
-        model="Qwen/Qwen3-0.6B",
-        args=AtroposGRPOConfig(output_dir="runs/mine", max_steps=200),
-    )
-    trainer.train()
-    ```
+            Anything else that [`~trl.GRPOTrainer`] takes, such as `callbacks`, `optimizers` or `peft_config`, but no
+            `train_dataset` and no `reward_funcs`: prompts and rewards come with the rollouts.
     """
 
     _tag_names = ["trl", "grpo", "atropos", "trl_atropos"]
@@ -157,16 +119,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"`{name}` was given, but {reason}.")
         if not isinstance(args, AtroposGRPOConfig):
-            raise ValueError(
-                f"`args` is a {type(args).__name__}: pass `AtroposGRPOConfig(output_dir=..., max_steps=...)`, which "
-                "takes every argument of GRPOConfig."
-            )
+            right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
+            raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._rollouts: list[Rollout] = []  # this rank's share of the current generation batch
-        self._plan: Plan | None = None  # of that batch; None where TRL draws the micro-batches
+        self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
@@ -183,17 +143,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
             if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
-                raise ValueError(
-                    f"TRL cannot compute the load-balancing loss of {base_model(self.model).config.model_type}, whose "
-                    "configuration names its number of experts otherwise: set `router_aux_loss_coef: 0`."
-                )
+                kind = base_model(self.model).config.model_type
+                raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
             prepare_model(self.model, warn=self.accelerator.is_main_process)
-            self._regroups = regroups(args, self.aux_loss_enabled)
+            self._regroups = micro_batches.regroups(args, self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
-                    "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and the load-balancing "
-                    "loss of this mixture of experts is a mean over each: set `router_aux_loss_coef: 0`, or leave "
-                    "`max_tokens_per_micro_batch` out."
+                    "The load-balancing loss of this mixture of experts is a mean over each micro-batch: set "
+                    "`router_aux_loss_coef: 0`, or leave `max_tokens_per_micro_batch` out."
                 )
             self.policy_publisher.attach(self)
             sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these have masters of their own
@@ -205,18 +162,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
             raise
         self._logprobs = TrainerLogprobs(Path(args.output_dir, "rollouts"))
         self.rollout_func = self._columns
-        # TRL corrects for the sampler only where it believes that vLLM sampled. Set after its constructor, which
-        # would start a vLLM of its own; what that would have checked is checked in the configuration.
+        # TRL corrects for the sampler only where it believes that vLLM sampled. Its constructor would start a vLLM.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.vllm_generation = None
         self._last_loaded_step = self.state.global_step
         show_lines(self.callback_handler)
         self.run_log = RunLog(args.output_dir)
-        self.add_callback(self.run_log)
-        self.add_callback(_rollout_state(self))
-        self.add_callback(StepTimes(self.stopwatch, self._metrics["train"]))
-
-    # -------------------------------------------------------------------------------------------------------- training
+        for callback in (self.run_log, _rollout_state(self), StepTimes(self.stopwatch, self._metrics["train"])):
+            self.add_callback(callback)
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
@@ -264,10 +217,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.stopwatch.start()
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
-        """
-        A pull lets the environments begin with another batch. In the pause of the last publish before the next batch
-        is due, they begin with the new policy, so that their rollouts are no staler than if they were pulled when due.
-        """
+        """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is
+        due, they begin it with the new policy, as if it were pulled when due."""
 
         def paused() -> None:
             if self._step % self._steps_per_batch == 0 and self.state.global_step + 1 < self.args.max_steps:
@@ -304,7 +255,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
         with self.stopwatch.part(SAVE):
-            save_whole(self, lambda: write(model, trial))
+            checkpoints.save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -317,32 +268,30 @@ class AtroposGRPOTrainer(GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         if self.is_fsdp_enabled:  # DeepSpeed does not come here
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        require_whole(resume_from_checkpoint)
-        require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
+        checkpoints.require_whole(resume_from_checkpoint)
+        checkpoints.require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
         if isinstance(policy, PreTrainedModel):
-            return load_weights(policy, resume_from_checkpoint)
-        with weight_errors(resume_from_checkpoint):
+            return checkpoints.load_weights(policy, resume_from_checkpoint)
+        with checkpoints.weight_errors(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The optimizer is final now, and its state is not loaded yet.
-        self._fresh_groups = groups_of(self.optimizer if optimizer is None else optimizer)
+        self._fresh_groups = checkpoints.groups_of(self.optimizer if optimizer is None else optimizer)
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with optimizer_resumed(self, checkpoint, self._fresh_groups):
+        with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
         """
-        One empty item per micro-batch: the rollouts come from `rollout_source`.
-
-        It is not prepared by accelerate, whose loader reads one batch ahead: it would wait for rollouts of the next
-        policy before the current one is trained. It is as long as the run, because a shorter one would end an epoch,
-        and with it a gradient accumulation, in the middle.
+        One empty item per micro-batch: the rollouts come from `rollout_source`. Not prepared by accelerate, whose
+        loader reads one batch ahead, which needs the next policy. As long as the run: the end of an epoch would end a
+        gradient accumulation in the middle.
         """
         length = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(length), batch_size=1, collate_fn=lambda items: [{"prompt": ""}])
@@ -356,7 +305,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._plan = None
         if self._regroups:
             seed = self.args.seed * NUM_SEEDS + self.state.global_step
-            self._plan = plan_rollouts(rollouts, self.args, self.accelerator.num_processes, seed)
+            self._plan = micro_batches.plan_rollouts(rollouts, self.args, self.accelerator.num_processes, seed)
             rollouts = [rollouts[index] for index in self._plan.order]
         local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
@@ -373,10 +322,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         finally:
             self.num_generations = asked
         length = output["completion_ids"].size(1)
-        advantages = advantage_tensor(rollouts, here, self.scale_rewards, length)
+        advantages = batch_inputs.advantage_tensor(rollouts, here, self.scale_rewards, length)
         output["advantages"] = advantages.to(self.accelerator.device)
         if self.args.distillation_coef:
-            output |= distillation_inputs(rollouts, here, output, self.accelerator)
+            output |= batch_inputs.distillation_inputs(rollouts, here, output, self.accelerator)
         self._check_health(rollouts, output, self._correct_logs(rollouts))
         if "old_per_token_logps" in output:
             self._logprobs.keep(rollouts, output, self.accelerator)
@@ -409,18 +358,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """As in TRL, in the micro-batches that are trained, and without their padding."""
         forward = super()._get_per_token_logps_and_entropies
         size = batch_size or len(input_ids)
-        micro_batches = [slice(start, start + size) for start in range(0, len(input_ids), size)]
+        parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
         if batch_size is not None and self._plan is not None:
-            micro_batches = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
+            parts = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
         with self.stopwatch.part(COMPUTE):
-            scored = without_padding(
-                lambda *inputs: forward(model, *inputs, **kwargs),
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                micro_batches,
-                self.pad_to_multiple_of or 1,
-            )
+            score, multiple = partial(forward, model, **kwargs), self.pad_to_multiple_of or 1
+            scored = without_padding(score, input_ids, attention_mask, logits_to_keep, parts, multiple)
             if not torch.is_grad_enabled():  # before training: TRL reads values of the batch next
                 settle(self.accelerator.device)
         return scored
@@ -428,7 +371,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's `rollout_func` hook. `env_mask` becomes TRL's tool mask; other columns go to the reward function."""
         messages = {"messages": [rollout.messages for rollout in self._rollouts]} if self._shows_messages else {}
-        return columns(self._rollouts) | messages
+        return batch_inputs.columns(self._rollouts) | messages
 
     def _next_batch(self) -> list[Rollout]:
         """The next generation batch, the same on every rank. Rank 0 pulls it and hands it to the others."""
@@ -448,23 +391,19 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if rollouts is not None:
             self.run_log.batch(rollouts, self.policy_publisher.trainer_version, self.rollout_source.state())
         elif waited > self.args.rollout_timeout:
-            raise RolloutError(
-                f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s "
-                f"(`rollout_timeout`). {self.rollout_source.diagnose()}"
-            )
+            what = f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s (`rollout_timeout`)."
+            raise RolloutError(what, fix=self.rollout_source.diagnose())
         return rollouts
 
     def _correct_logs(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """
-        Replaces what TRL logged from its one big group by the values of the rollouts' own groups. Adds and returns the
-        metrics of the publisher and, on rank 0, of the source.
-        """
+        """Replaces what TRL logged from its one big group by the values of the rollouts' own groups. Adds and returns
+        the metrics of the publisher and, on rank 0, of the source."""
         metrics = self._metrics["train"]
-        metrics["frac_reward_zero_std"][-1] = share_zero_variance(rollouts)
+        metrics["frac_reward_zero_std"][-1] = batch_inputs.share_zero_variance(rollouts)
         logged = self._logs["advantages"]
         for _ in range(min(len(rollouts), len(logged))):
             logged.pop()
-        logged.extend(logged_advantages(rollouts, self.scale_rewards))
+        logged.extend(batch_inputs.logged_advantages(rollouts, self.scale_rewards))
         if self._plan is not None:  # the table shows rollouts in the order in which they came, by group
             tables = (self._logs["rewards"].values(), self._logs["extra"].values())
             for column in (self._logs["prompt"], self._logs["completion"], logged, *chain(*tables)):
@@ -477,9 +416,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
             metrics["policy/probe_max_abs_diff"] = [max([worst, *metrics["policy/probe_max_abs_diff"]])]
         if self.accelerator.is_main_process:
             own |= self.rollout_source.metrics()
-        for name, value in own.items():
-            metrics[name].append(value)
+        self._log(own)
         return own
+
+    def _log(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
 
     def _check_health(self, rollouts: list[Rollout], output: Batch, own: dict[str, float]) -> None:
         """Logs the health of the batch. Warns where it does not look right, or stops all ranks together."""
@@ -488,8 +430,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if "importance_sampling_ratio" in output:  # only then has TRL scored the rollouts under the current policy
             sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
             measures, further = sampling_measures(output, self._rollouts, sequence_level, self.accelerator)
-            for name, value in further.items():
-                metrics[name].append(value)
+            self._log(further)
         if self.accelerator.is_main_process:
             measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rollouts)
@@ -498,12 +439,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if "rollouts/staleness_mean" in own:
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
-            for name, value in measures.items():
-                metrics[f"health/{name}"].append(value)
-        if self.args.stop_on_warnings:
-            ranks.on_main(lambda: self._health.check(measures))
-        elif self.accelerator.is_main_process:
-            self._health.check(measures)
+            self._log({f"health/{name}": value for name, value in measures.items()})
+        ranks.on_main(lambda: self._health.check(measures))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of a training step. Backward is done here for all its micro-batches but the last."""
@@ -524,15 +461,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
         """The loss, and the divergence from the teacher if there is one."""
-        loss = super().compute_loss(model, inputs) * loss_share(self.args, len(inputs["completion_ids"]))
+        loss = super().compute_loss(model, inputs) * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
-        term, divergence = distillation_loss(
+        term, divergence = batch_inputs.distillation_loss(
             model, inputs, self.accelerator, self.args.steps_per_generation, self.current_gradient_accumulation_steps
         )
         return loss + self.args.distillation_coef * term, divergence
-
-    # ---------------------------------------------------------------------------------------------- model card and Hub
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """As in TRL, with the reward, environments, settings and versions of the run."""
@@ -568,8 +503,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
     """The callback that starts the rollouts, and saves their place in every checkpoint."""
 
-    # A class per trainer: to restore callbacks from a checkpoint, transformers makes new ones without arguments. Its
-    # name is `spool.STATE_NAME`.
+    # A class per trainer, named `spool.STATE_NAME`: to restore one, transformers makes it anew without arguments.
     class RolloutState(TrainerCallback, ExportableState):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
             trainer._begin(optimizer)

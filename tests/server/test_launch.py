@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan
 from trl_atropos.check.memory import case_of
-from trl_atropos.protocol import ADAPTER_MODES, ALIASES, TOKEN_VARIABLE, environment_token, parallel, stated_flags
+from trl_atropos.protocol import ADAPTER_MODES, PARALLEL, TOKEN_VARIABLE, environment_token, parallel, stated_flags
 from trl_atropos.recipe import RecipeError, parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 
@@ -73,8 +73,12 @@ def test_the_short_names_of_flags_are_vllms():
         for one, action in arguments._option_string_actions.items()
         if not one.startswith("--") and one != "-h"
     }
-    ours = {one: long.removeprefix("--").replace("-", "_") for one, long in ALIASES.items()}
-    assert theirs.items() <= ours.items() and theirs.keys() >= {"-tp", "-pp", "-dp", "-q"}
+    ours = {one: long.removeprefix("--").replace("-", "_") for one, long in PARALLEL.items()}
+    looked_for = {*ours.values(), "dtype", "enable_lora", "gpu_memory_utilization", "host", "kv_cache_memory_bytes"}
+    looked_for |= {"max_cpu_loras", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "port"}
+    looked_for |= {"chat_template", "max_num_seqs", "seed", "served_model_name", "tokenizer"}
+    assert {one: long for one, long in theirs.items() if long in looked_for}.items() <= ours.items()
+    assert theirs.keys() >= {"-tp", "-pp", "-dp"}
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)

@@ -2,16 +2,14 @@
 
     python -m trl_atropos.front.serve MODEL [--host H] [--port P] [--drain_timeout S] [any flag of `vllm serve`]
 
-`trl_atropos.server.launch` runs this. Environments sample from the front as from the server itself: it passes their
-requests on to the engine, a vLLM server in a child process, and holds them while the engine is away, so no client sees
-an error. A publish is
+`trl_atropos.server.launch` runs this. The front passes requests on to the engine, a vLLM server in a child process,
+and holds them while the engine is away, so no client sees an error. A publish is
 
     pause (hold what arrives, let what is in flight finish) -> restart on a checkpoint -> resume (release)
 
-under the same token, lease and routes as in `server/control.py`. A policy version is the model that is served after a
-resume: if the trainer dies in between, the front goes back to the model of the last version and releases the requests.
-If the engine dies by itself, the front answers 503 with the reason, and exits with code 1; after SIGTERM and SIGINT,
-with 143 and 130.
+under the same token, lease and routes as in `server/control.py`. If the trainer dies in between, the front goes back
+to the model of the last version and releases the requests. If the engine dies by itself, the front answers 503 with
+the reason, and exits with code 1; after SIGTERM and SIGINT, with 143 and 130.
 """
 
 import argparse
@@ -51,9 +49,7 @@ NAME = "engine"
 POLL = 0.2  # seconds
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
 LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients get the reason
-# Seconds between a connection that a dying engine broke and the news of its death, which its guard gives when all of
-# the engine's processes are gone.
-WHY_WITHIN = GRACE + KILL_DEADLINE
+WHY_WITHIN = GRACE + KILL_DEADLINE  # seconds until the guard of a dying engine, which broke a connection, reports
 # Headers that belong to one connection, not to the message; and those that the client library writes itself.
 NOT_PASSED_ON = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}
 NOT_PASSED_BACK = {b"connection", b"keep-alive", b"transfer-encoding"}
@@ -61,8 +57,7 @@ NOT_TO_ATTACH = "it was started with `--vllm_mode restart`: set `vllm_mode: rest
 
 
 class Engine:
-    """`trl_atropos.server.launch` in a child process, under a guard that ends it whatever becomes of the front. Each
-    start listens on a loopback port of its own."""
+    """`trl_atropos.server.launch` in a child process under a guard, on another loopback port at each start."""
 
     def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
         self.model: str | None = None  # what is served now; None while the engine is away
@@ -76,11 +71,11 @@ class Engine:
         self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
         self.log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
         self.log.touch()
-        self._services = Services(self.log.parent)
+        self.services = Services(self.log.parent)
         self._stopping = threading.Lock()
 
     async def serve(self, model: str) -> None:
-        """Stops the engine if it runs and starts it on `model`; returns when it answers. From the main thread. Raises
+        """Stops the engine and starts it on `model`, from the main thread. Returns when it answers. Raises
         `ServiceError` with the end of the log; then the engine is away."""
         self.model = None
         await asyncio.to_thread(self.stop)
@@ -89,8 +84,8 @@ class Engine:
         command = [sys.executable, "-m", "trl_atropos.server.launch", model, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--seed", str(next(self._seeds)), *self._flags]
         env = {protocol.TOKEN_VARIABLE: self._token, READY_VARIABLE: ""}
-        self._services.start(NAME, command, env=env, health_url=f"{self.url}/health")
-        await asyncio.to_thread(self._services.wait_healthy, NAME, START_TIMEOUT)
+        self.services.start(NAME, command, env=env, health_url=f"{self.url}/health")
+        await asyncio.to_thread(self.services.wait_healthy, NAME, START_TIMEOUT)
         try:
             self.description = await self.ask("GET", "/info", timeout=120.0)  # it hashes the vocabulary
         except (aiohttp.ClientError, TimeoutError) as problem:
@@ -106,22 +101,17 @@ class Engine:
             return await reply.json()
 
     async def trouble(self) -> str | None:
-        """What is wrong with the engine by its own health check; `None` if nothing is."""
-        limit = aiohttp.ClientTimeout(total=15.0)  # seconds; the engine's server gives its engine 10 s
+        """What is wrong with the engine by its own health check, which gives it 10 s; `None` if nothing is."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=limit) as reply:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)) as reply:
                 return None if reply.status == 200 else (await reply.text())[:500]
         except (aiohttp.ClientError, TimeoutError) as problem:
             return f"the engine's server does not answer ({problem!r})"
 
-    async def check(self) -> None:
-        """Raises `ServiceError` if the engine died by itself."""
-        await asyncio.to_thread(self._services.check)  # which may have to end what a killed guard left behind
-
     def stop(self) -> None:
         """Returns when nothing of the engine is left, at most 12 s later."""
         with self._stopping:  # when the front exits, a restart's call may be at work in its thread
-            self._services.stop()
+            self.services.stop()
 
     async def show_log(self) -> None:
         """Copies to stderr what the engine writes."""
@@ -200,18 +190,16 @@ class Front(ControlPlane):
         raise Refused(NOT_TO_ATTACH)
 
     async def pause(self, _body: dict) -> dict:
-        """Returns when nothing is in flight; what arrives is held until `resume`. Nothing that the body can ask for
-        makes a difference: an engine starts with empty caches and whole weights."""
+        """Returns when nothing is in flight; what arrives is held until `resume`. An engine starts with empty caches
+        and whole weights, whatever the body asks for."""
         self.open.clear()
         deadline = time.monotonic() + self.drain_timeout
         while self.in_flight and self.lease.locked() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         if left := self.in_flight:
             self._release(self.policy_version)
-            raise Refused(
-                f"{left} requests were still in flight after {self.drain_timeout:g} s, so the server goes on as "
-                "it was: start it with a larger `--drain_timeout`, or have the environments ask for fewer tokens"
-            )
+            told = f"{left} requests were still in flight after {self.drain_timeout:g} s, so the server goes on"
+            raise Refused(f"{told}: raise its `--drain_timeout`, or have environments ask for fewer tokens")
         await self._keep_versions()
         return {}
 
@@ -226,7 +214,6 @@ class Front(ControlPlane):
         try:
             await self.engine.serve(model)
         except ServiceError as problem:
-            logger.error("the engine did not start on %s: going back to %s", model, self.model)
             await self._go_back()
             raise Refused(f"the engine did not start on {model} and is back on {self.model}. {problem}") from problem
         return {"model": model, "restart_s": time.monotonic() - began}
@@ -266,8 +253,8 @@ class Front(ControlPlane):
             raise Refused(self.broken, 503) from problem
 
     async def versions(self, body: dict) -> dict:
-        """`POST /trl_atropos/versions`, at any time, also while the engine is away. The engine knows which completions
-        it has sampled, the front of which version: no version changes while a request is in flight."""
+        """At any time, also while the engine is away. The engine knows which completions it has sampled, the front of
+        which version: no version changes while a request is in flight."""
         keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
         new: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
@@ -351,7 +338,7 @@ class Front(ControlPlane):
             sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
             while True:
                 if self.engine.model is not None:  # otherwise a restart looks after it
-                    await self.engine.check()
+                    await asyncio.to_thread(self.engine.services.check)  # may have to end what a killed guard left
                 await asyncio.sleep(POLL)
         except ServiceError as problem:
             self.end(str(problem))

@@ -4,8 +4,8 @@
 From then on `Supervisor` tells the rollout source what the logs say, and ends the run when an environment only fails.
 `Services.watch` reports to `Disconnector` each environment that ended, so that the Atropos API forgets it.
 
-`EnvironmentLog` is the only place that knows the lines which Atropos 0.4 writes. `environment_site/sitecustomize.py`
-adds to them; without it, as in a container whose Python does not heed `PYTHONPATH`, messages have less detail.
+Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py` adds to them; where
+it is not loaded, messages have less detail.
 """
 
 import contextlib
@@ -39,19 +39,16 @@ NOTHING = "handle_env: No trajectories collected"  # after each exception, too
 FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
     POSTPROCESS_FAILED: "failed in `postprocess_histories`",
-    "Error in handle_send_to_api": "failed to deliver a group that it had collected, because something in it is "
-    "missing or wrong",
+    "Error in handle_send_to_api": "failed to deliver a group, because something in it is missing or wrong",
 }
 MEANINGS = FAILURES | {
-    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Give the "
-    "model easier or harder prompts or a finer reward, or let its code return such groups, too, which the trainer "
-    "counts",
+    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Use "
+    "other prompts or a finer reward, or have its code return such groups, too",
     "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
-    "`--env.ensure_scores_are_not_same false`, or give the model easier or harder prompts",
+    "`--env.ensure_scores_are_not_same false`, or use easier or harder prompts",
     "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
     "it sample fewer tokens, or raise `max_sequence_length`",
-    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct "
-    "what it collects",
+    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct it",
     "Failed to send": "could not deliver a group: the API refused it or did not answer",
 }
 SIGN = re.compile("|".join(map(re.escape, MEANINGS)))
@@ -66,18 +63,14 @@ class EnvironmentSpec(BaseModel):
     One entry of `environments`. A text alone is the `path`.
 
     Attributes:
-        path: The environment's script, relative to `cwd`. It is started as `{python} PATH serve --config FILE`, with
-            a file that the run writes.
-        config: Settings of the environment's configuration. In that file, they win over those of the run.
+        path: The environment's script, relative to `cwd`, started as `{python} PATH serve --config FILE`.
+        config: Settings of the environment, which win over those that the run writes to that file.
         command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
         name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
             is called `environment.py`.
-        env: Environment variables.
-        cwd: Working directory.
         python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs; by default those of the run. Where an entry does not
-            have them, `base_url` is `{vllm_url}/v1`, `model_name` is `{model}`, and `server_type` is `vllm`. With a
-            `command`, they are written to a file that it is given as `--config`.
+        servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and `server_type` are
+            by default those of the run. A `command` is given them as the file `--config`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -124,12 +117,8 @@ class EnvironmentSpec(BaseModel):
         try:
             return shlex.split(self.command) if isinstance(self.command, str) else self.command
         except ValueError as error:
-            raise RecipeError(
-                f"The command of environment {self.name!r} is cut short: {error}",
-                seen=str(self.command),
-                fix="Correct its quotes.",
-                code="environment-command",
-            ) from error
+            what = f"The command of environment {self.name!r} is cut short: {error}"
+            raise RecipeError(what, str(self.command), "Correct its quotes.", "environment-command") from error
 
     def fill_in(self, text: str, values: dict[str, str]) -> str:
         """`text` with the values of its placeholders."""
@@ -139,12 +128,9 @@ class EnvironmentSpec(BaseModel):
         try:
             return text.format_map(values)
         except (KeyError, IndexError, ValueError) as error:
-            raise RecipeError(
-                f"The entry of environment {self.name!r} has an unknown placeholder ({error})",
-                seen=f"{error} in {text}",
-                fix=f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice.",
-                code="environment-command",
-            ) from error
+            what = f"The entry of environment {self.name!r} has an unknown placeholder ({error})"
+            fix = f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
+            raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
 
 
 def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
@@ -209,13 +195,8 @@ class EnvironmentLog:
 
 
 class Supervisor:
-    """
-    What `AtroposSource` knows of the environments that this run started.
-
-    Args:
-        services: of this run.
-        on_failure: called, from a thread, with the error that ends the run: an environment only ever fails.
-    """
+    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`, from a thread, with
+    the error that ends the run: an environment only ever fails."""
 
     def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
         self._services = services
@@ -235,10 +216,8 @@ class Supervisor:
         return {"services/restarts": float(self._services.restarts)}
 
     def names(self) -> dict[int, str]:
-        """
-        The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
-        the API was restarted in between, and the number is that of the environment which was started later.
-        """
+        """The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
+        as after a restart of the API, it is that of the environment which was started later."""
         logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
         numbers = [(log.former_number, service) for service, log in logs]
         numbers += [(log.number, service) for service, log in logs]
@@ -265,11 +244,9 @@ class Supervisor:
                     continue
                 where = f"the traceback is in its log, {service.log_path}"
                 if log.failures >= HOPELESS and log.never_succeeded:
-                    error = (
-                        f"{service.name} failed on each of its first {log.failures} groups. The last error was "
-                        f"{log.error}. Correct the environment: {where}."
-                    )
-                    return self._on_failure(RolloutError(error))
+                    what = f"{service.name} failed on each of its first {log.failures} groups"
+                    fix = f"The last error was {log.error}. Correct the environment: {where}."
+                    return self._on_failure(RolloutError(what, fix=fix))
                 if (service.name, log.place) not in self._warned_of:
                     self._warned_of.add((service.name, log.place))
                     logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
@@ -285,16 +262,9 @@ def _account_of(service: Service, undelivered: list[str]) -> str:
 
 class Disconnector:
     """
-    Has the API forget environments that ended, once their successors have registered.
-
-    The API never forgets by itself: an environment that ended keeps its share of the weights, and with a
-    `min_batch_allocation` it stops all batches. Its number there is known if its log shows it, or if it is the only
-    environment. Nothing is disconnected before a successor is there: without any connected environment, the API
-    divides by zero.
-
-    Args:
-        services: of this run.
-        url: of the API.
+    Has the API at `url` forget environments that ended, once their successors have registered: without any connected
+    environment, the API divides by zero. It never forgets by itself: an environment that ended keeps its share of the
+    weights, and with a `min_batch_allocation` it stops all batches.
     """
 
     def __init__(self, services: Services, url: str):
@@ -316,10 +286,8 @@ class Disconnector:
         if numbers is None:
             logger.warning(
                 "The Atropos API still counts on the environment that ended (%s), and its number there is not known. "
-                "If it reserved a part of every batch (`min_batch_allocation`), no batch comes before the API is told "
-                "to forget it: %s.",
-                service.name,
-                disconnect_command(self._client.url, [0, 1]),
+                "If it has a `min_batch_allocation`, no batch comes before the API is told to forget it: %s.",
+                *(service.name, disconnect_command(self._client.url, [0, 1])),
             )
         elif numbers:
             forget = (service.name, numbers, count, self._api_ends)
@@ -340,10 +308,8 @@ class Disconnector:
         return list(range(count)) if alone and count <= service.restarts + 1 else None
 
     def _forget(self, name: str, numbers: list[int], successor: int, api_ends: int) -> None:
-        """
-        Disconnects `numbers` as soon as the next environment has registered, which gets the number `successor`. Has no
-        deadline: the run ends if no environment registers.
-        """
+        """Disconnects `numbers` when the next environment has registered, as number `successor`. If none does, the run
+        ends anyway."""
         while api_ends == self._api_ends:
             with contextlib.suppress(ApiUnreachable, ReplyLost):
                 if self._client.environment(successor) is not None:

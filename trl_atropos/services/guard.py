@@ -1,21 +1,17 @@
 """A guard: the small process between the trainer and one service, which leaves nothing behind.
 
-`trl_atropos.services.manager` runs this file by its path, once per service:
-
-    python -I -S guard.py --parent PID --grace SECONDS [--restarts N --settled SECONDS --report FD] -- command ...
-
-The guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
-(SIGTERM, SIGINT, SIGHUP), when the parent is gone (SIGKILL included), or when the command ends while its children live
-on, the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
+`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] -- command ...`. The
+guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
+(SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone, or when the command ends while its children live on,
+the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
 /dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
 With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
-hour. A command that lived less than `--settled` seconds is not: it would only end again. The guard reports restarts to
-the file descriptor `--report`: a line `ended CODE LIVED WAIT` before the wait, and `started` after it. The folder
-`--scratch` is removed at the end.
+hour, unless it lived less than `--settled` seconds. The guard writes to the file descriptor `--report` the line `ended
+CODE LIVED WAIT` before the wait, and `started` after it. The folder `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process: guards must be started from the main thread, or they
-end their service with that thread. This file imports the standard library only: a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: start guards from the main thread. This file imports
+the standard library only: a guard is up in some 20 ms.
 """
 
 import argparse
@@ -84,11 +80,9 @@ def signal_all(pids: list[int], signum: int) -> None:
 
 
 class SharedFiles:
-    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped.
-
-    Files are known by inode: `sem_open` maps a semaphore under a temporary name, which is gone when it returns. Files
-    that existed before this object belong to others, and so do files in folders of /dev/shm: people keep models there.
-    """
+    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped. They are known
+    by inode: `sem_open` maps a semaphore under a temporary name. Files that existed before this object belong to
+    others, and so do files in folders of /dev/shm: people keep models there."""
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
@@ -136,9 +130,8 @@ def _mapped(pid: int) -> set[int]:
 def end_service(
     guard: int, grace: float, shared: SharedFiles, pause: Callable[[], object] = lambda: time.sleep(POLL)
 ) -> list[int]:
-    """Ends every process of a guard's service, but not the guard, and removes the service's files in /dev/shm. Sends
-    SIGKILL `grace` seconds after SIGTERM and calls `pause` between two looks. Returns the processes that were still
-    there `KILL_DEADLINE` seconds after SIGKILL."""
+    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds later SIGKILL, and
+    removes its files in /dev/shm. Returns the processes that are left. Calls `pause` between two looks."""
     pids = members(guard)
     shared.note(pids)
     signal_all(pids, signal.SIGTERM)
@@ -206,8 +199,8 @@ class Guard:
             os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:
-        """Starts the service, waits for its end and ends all of its processes. Returns the seconds that the service
-        lived, and the processes that could not be ended."""
+        """Runs the service once. Returns the seconds that it lived, and those of its processes that could not be
+        ended."""
         shared, self._exit_code = SharedFiles(), None
         self._service, started = _start(self._command), time.monotonic()
         while self._exit_code is None and not self._unwanted():

@@ -1,9 +1,8 @@
 """The services of a run: the Atropos API, the inference server and the environments, started and stopped with the run.
 
 `trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
-Each runs under a guard (`guard.py`) and writes a log of its own; an error that reports a death quotes the end of that
-log. Leaving the `with` block stops the services in reverse order; if the trainer is killed outright, the guards do.
-Services that run elsewhere are used by their URLs and never appear here.
+Each runs under a guard (`guard.py`) and writes a log of its own, whose end an error quotes. Leaving the `with` block
+stops the services in reverse order; if the trainer is killed outright, the guards do.
 """
 
 import contextlib
@@ -53,20 +52,18 @@ VMSTAT = Path("/proc/vmstat")
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500  # characters
+# Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is above them.
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
-"""Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is above them."""
+# What vLLM writes before each line of its processes, also of their tracebacks.
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
-"""What vLLM writes before each line of its processes, also of their tracebacks."""
 ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
-RELAYED = "Engine core initialization failed"
-"""In the error that vLLM's API server raises when its engine has died: the engine's own error stands above it."""
+RELAYED = "Engine core initialization failed"  # by vLLM's API server: the engine's own error stands above
 
-LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} | {
-    f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
-}
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-"""What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would look for
-its process group at the launcher's store and wait there for ever."""
+# What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would wait at
+# the launcher's store for its process group, for ever.
+LAUNCHER_VARIABLE = re.compile(
+    r"(MASTER_ADDR|MASTER_PORT|ROLE_NAME|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))$|TORCHELASTIC_|ACCELERATE_|FSDP_"
+)
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our 127.0.0.1
 
@@ -91,7 +88,7 @@ class Service:
     stopping: bool = False  # expected to exit: not a failure
 
 
-class Services:
+class Services(contextlib.AbstractContextManager):
     """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the block stops them."""
 
     def __init__(self, log_dir: str | Path) -> None:
@@ -99,10 +96,6 @@ class Services:
         self._services: dict[str, Service] = {}
         self._nothing_left = threading.Event()
         self._reaping = threading.Lock()
-        self._on_end: Callable[[Service], None] = lambda service: None
-
-    def __enter__(self) -> "Services":
-        return self
 
     def __exit__(self, *_) -> None:
         self.stop()
@@ -120,12 +113,10 @@ class Services:
         scratch: bool = False,
     ) -> None:
         """
-        Starts a service under a guard. From the main thread only: a guard ends with the thread that started it.
-
-        `env` comes on top of the trainer's variables without those of the launcher. `health_url` answers 200 when the
-        service is ready. The guard starts a service that lived for `settled` seconds again when it ends, `restarts`
-        times within an hour. With `scratch`, the service gets a temporary folder of its own, which is removed with it:
-        vLLM leaves sockets and files in `TMPDIR`, wandb folders. Compiled kernels are kept for the next run.
+        Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added to
+        the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
+        when it ends, `restarts` times within an hour. With `scratch`, it gets a temporary folder, which is removed
+        with it: vLLM leaves sockets and files there. Compiled kernels are kept.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -152,35 +143,30 @@ class Services:
                 stderr=log,
                 cwd=cwd,
                 pass_fds=(report,),
-                env=_environment_without_launcher() | variables,
+                env={k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLE.match(k)} | variables,
                 start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
             )
         os.close(report)
-        self._services[name] = Service(
-            name, str(log_path), log_start, health_url, folder, guard=guard, reports=reports
-        )
+        self._services[name] = Service(name, str(log_path), log_start, health_url, folder, guard, reports)
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
     def wait_healthy(self, name: str, timeout: float) -> None:
-        """Waits until a service's health URL answers 200; a service without a URL only has to be alive. Raises
-        `ServiceError` when `timeout` seconds are over, and at once if any service dies."""
+        """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
+        are over, and at once if any service dies."""
         service = self._services[name]
         began = time.monotonic()
         while not service.stopping:
             self.check()
-            if service.health_url is None:
-                return
-            trouble = _trouble_at(service.health_url)
+            trouble = service.health_url and _trouble_at(service.health_url)
             waited = time.monotonic() - began
             if trouble is None:
                 logger.info("%s is healthy after %.1f s", name, waited)
                 return
             if waited >= timeout:
-                raise ServiceError(
-                    f"{name} did not become healthy: {service.health_url} gave no 200 within {timeout:g} s (last: "
-                    f"{trouble}). Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
-                )
+                told = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
+                fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
+                raise ServiceError(f"{name} did not become healthy: {told}", fix=fix)
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
@@ -195,8 +181,7 @@ class Services:
             if killed and code == 128 + signal.SIGKILL:
                 memory = (
                     f"Since it was started, the kernel of this machine has killed {killed} processes because its "
-                    "memory, or that of a container, was used up (`oom_kill` in /proc/vmstat): give the machine or "
-                    "the container more, or use less (`trl-atropos check` estimates it). "
+                    "memory or a container's was used up: add some, or use less (`trl-atropos check` estimates it). "
                 )
             cause, end = _cause_and_end_of(service.log_path)
             cause = cause if code < 128 else ""  # a signal leaves no time for one
@@ -208,10 +193,9 @@ class Services:
     def watch(
         self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None
     ) -> None:
-        """Watches all services from a thread, also those that are started later. Calls `on_death` once, as soon as one
-        dies for good without `stop`, and `on_end` when one has ended and is about to be started again."""
-        self._on_end = on_end
-        threading.Thread(target=self._watch, args=(on_death,), name="service-watch", daemon=True).start()
+        """Watches all services from a thread, also later ones. Calls `on_death` once, as soon as one dies for good
+        without `stop`, and `on_end` when one has ended and is about to be started again."""
+        threading.Thread(target=self._watch, args=(on_death, on_end), name="service-watch", daemon=True).start()
 
     @property
     def restarts(self) -> int:
@@ -228,8 +212,8 @@ class Services:
             time.sleep(POLL)
 
     def stop(self) -> None:
-        """Stops the services in reverse order of their start. Returns when nothing of them is left. May be called any
-        number of times; goes on where an interrupted call ended."""
+        """Stops the services in reverse order. Returns when nothing of them is left. May be called again, and after a
+        call that was interrupted."""
         services = self.running()[::-1]
         for service in services:
             service.stopping = True
@@ -261,17 +245,17 @@ class Services:
             service.exit_code = code
         return code
 
-    def _watch(self, on_death: Callable[[ServiceError], None]) -> None:
+    def _watch(self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None]) -> None:
         while not self._nothing_left.wait(POLL):
             for service in self.running():
-                self._read_reports(service)
+                self._read_reports(service, on_end)
             try:
                 self.check()
             except ServiceError as error:
                 on_death(error)
                 return
 
-    def _read_reports(self, service: Service) -> None:
+    def _read_reports(self, service: Service, on_end: Callable[[Service], None]) -> None:
         """Notes and logs what the guard of a service did since the last look."""
         with self._reaping:
             if service.stopping:  # `stop` is about to close the pipe, or has closed it
@@ -286,20 +270,11 @@ class Services:
                 service.restarts += 1
                 continue
             code, lived, wait = numbers
-            logger.warning(
-                "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s",
-                *(service.name, _describe(int(code)), float(lived), wait, tail(service.log_path, 5)),
-            )
+            what = "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s"
+            end = tail(service.log_path, 5)
+            logger.warning(what, service.name, _describe(int(code)), float(lived), wait, end)
             service.down = True
-            self._on_end(service)
-
-
-def _environment_without_launcher() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
-    }
+            on_end(service)
 
 
 def _trouble_at(url: str) -> str | None:
@@ -313,19 +288,15 @@ def _trouble_at(url: str) -> str | None:
 
 def port_of(url: str) -> int:
     """Port of a URL, as `--port` of the service that is to answer there."""
-    fix = "Write it like http://127.0.0.1:8000."
-    try:
-        port = urlsplit(url).port
-    except ValueError as error:
-        raise ServiceError(f"{url!r} has no valid port ({error})", url, fix, "port") from error
-    if port is None:
-        raise ServiceError(f"{url!r} names no port", url, fix, "port")
-    return port
+    with contextlib.suppress(ValueError):  # no number, or above 65,535
+        if port := urlsplit(url).port:
+            return port
+    raise ServiceError(f"{url!r} names no port", url, "Write it like http://127.0.0.1:8000.", "port")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port where nobody listens now. To make it unlikely that another process takes it before it is bound, it is one
-    that the kernel gives to no connection by itself, and each process tries them in an order of its own."""
+    """A port where nobody listens now. Hardly any other process takes it before it is bound: the kernel gives it to no
+    connection by itself, and each process tries ports in an order of its own."""
     for port in itertools.islice(_ports_of(os.getpid()), len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -340,8 +311,7 @@ def _ports_of(process: int) -> Iterator[int]:
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:
-    """Raises `ServiceError` if the service `what`, such as "the Atropos API", cannot listen at `url`. `fix` says what
-    to do instead."""
+    """Raises `ServiceError`, with `fix`, if the service `what`, such as "the Atropos API", cannot listen at `url`."""
     host, port = urlsplit(url).hostname, port_of(url)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -362,13 +332,9 @@ def require_sockets() -> None:
     folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
     length = len(os.fsencode(folder))
     if length > LONGEST_SOCKET_FOLDER:
-        raise ServiceError(
-            f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes; at most "
-            f"{LONGEST_SOCKET_FOLDER} leave room for their names",
-            seen=folder,
-            fix=f"Set `{variable}` to a folder with a shorter path, such as /tmp.",
-            code="sockets",
-        )
+        what = f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes"
+        fix = f"Set `{variable}` to a folder with a shorter path, such as /tmp."
+        raise ServiceError(f"{what}; at most {LONGEST_SOCKET_FOLDER} leave room for names", folder, fix, "sockets")
 
 
 def require_shared_memory(processes: int) -> None:
@@ -376,22 +342,17 @@ def require_shared_memory(processes: int) -> None:
     needed = SHARED_BY_ONE if processes == 1 else SHARED_BY_SEVERAL
     free = shutil.disk_usage(SHM).free
     if free < needed:
-        raise ServiceError(
-            f"{SHM} has {free >> 20} MiB free, and a vLLM server of {processes} worker processes needs {needed >> 20}",
-            seen=f"{free >> 20} MiB",
-            fix="Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or remove what others "
-            "left there.",
-            code="shared-memory",
-        )
+        wanted = f"a vLLM server of {processes} worker processes needs {needed >> 20}"
+        fix = "Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or make room there."
+        raise ServiceError(f"{SHM} has {free >> 20} MiB free, and {wanted}", f"{free >> 20} MiB", fix, "shared-memory")
 
 
 def killed_for_memory() -> int:
     """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
-    try:
-        counts = dict(line.split() for line in VMSTAT.read_text(encoding="ascii").splitlines())
-    except FileNotFoundError:  # some containers hide it
-        return 0
-    return int(counts.get("oom_kill", 0))
+    with contextlib.suppress(FileNotFoundError):  # some containers hide it
+        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="ascii"), re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def _describe(code: int) -> str:
@@ -411,8 +372,8 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
 
 
 def _cause_and_end_of(log_path: str) -> tuple[str, str]:
-    """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines.
-    Of a traceback, these have only the innermost frame, which leaves room for the reason."""
+    """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines,
+    of tracebacks only the innermost frames."""
     cause, lines, frame, validation = "", [], [], False
     for line in tail(log_path, 10 * TAIL_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)

@@ -3,11 +3,10 @@
 `trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for a trainer that is
 used by itself; both on rank 0.
 
-The kernel knows whether the process that locked a file still lives, but only on its own machine. A network file system
-may carry the lock to other machines, keep it on one, or not know locks. So the holder also writes its name into the
-file, and refreshes the file's time every `BEAT` seconds. If the lock is refused, the folder is held. If it is granted,
-the folder is free if its last holder was on this machine. Otherwise the time decides: a holder that has not refreshed
-it for `DEAD` seconds is dead.
+The kernel knows whether the process that locked a file still lives, but a network file system may not carry locks to
+other machines. So the holder also writes its name into the file, and refreshes the file's time every `BEAT` seconds.
+If the lock is refused, the folder is held. If it is granted and the last holder was on this machine, the folder is
+free. Else the time decides: a holder that has not refreshed it for `DEAD` seconds is dead.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trl_atropos.errors import OutputLockError
+from trl_atropos.errors import AtroposTrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +37,7 @@ _held: set[Path] = set()  # by this process
 
 @contextlib.contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
-    """
-    Holds the folder for this process, which may hold it already. Creates it if it does not exist.
-
-    Raises:
-        OutputLockError: Another run that is alive holds it.
-    """
+    """Holds the folder, which may not exist yet. Raises `AtroposTrainingError` if a run that is alive holds it."""
     folder = Path(output_dir).resolve()
     if folder in _held:
         yield
@@ -51,9 +45,8 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    ended = threading.Event()
+    since, ended = time.strftime("%Y-%m-%d %H:%M:%S"), threading.Event()
     beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         _take(file, path)
         _write(file, {"process": str(os.getpid()), "host": socket.gethostname(), "boot": _boot(), "since": since})
@@ -97,11 +90,10 @@ def _take(file: int, path: Path) -> None:
     logger.warning(message, path.parent, _named(holder), silent)
 
 
-def _taken(path: Path, holder: dict[str, str]) -> OutputLockError:
-    return OutputLockError(
-        f"`output_dir` is {str(path.parent)!r}, which another run is using: {_named(holder)}. Two runs would delete "
-        "each other's checkpoints and rollouts. Set `output_dir` to another folder, or end that run first."
-    )
+def _taken(path: Path, holder: dict[str, str]) -> AtroposTrainingError:
+    what = f"`output_dir` is {str(path.parent)!r}, which another run is using: {_named(holder)}"
+    fix = "Set `output_dir` to another folder, or end that run first."
+    return AtroposTrainingError(what, fix=fix, code="output-dir-taken")
 
 
 def _named(holder: dict[str, str]) -> str:
@@ -112,10 +104,7 @@ def _named(holder: dict[str, str]) -> str:
 
 def _boot() -> str:
     """The same for all processes of this machine, containers too, until it is started again."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -21,9 +21,9 @@ LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun")
 LAUNCHER_MODULES = ("accelerate", "torch.distributed")
 LAUNCHER_FOLDERS = ("/accelerate/commands/", "/torch/distributed/")
 
+# Signals within this time after the first count as part of it. One Ctrl-C sends several: the terminal's, the one that
+# torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1 s later).
 ECHO_SECONDS = 5.0
-"""Signals within this time after the first count as part of it. One Ctrl-C sends several: the terminal's, the one that
-torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1 s later)."""
 
 
 class Interrupted(SystemExit):
@@ -36,8 +36,6 @@ class Interrupted(SystemExit):
 
 @dataclass
 class _State:
-    """What the handler knows. There is one object, because signal handlers belong to the process."""
-
     installed: bool = False
     ending: bool = False  # the exception was raised: nothing may disturb the clean-up
     depth: int = 0  # of `deferred` blocks
@@ -46,23 +44,21 @@ class _State:
     from_thread: BaseException | None = None  # given to `interrupt_main_with`
 
 
-_state = _State()
+_state = _State()  # one for the process, to which signal handlers belong
 
 
 def die_with_launcher() -> None:
     """Has the kernel send SIGTERM to this process when the launcher that started it dies: `accelerate launch` passes
-    no signals on. Does nothing under another parent: a run started with `nohup ... &` outlives its shell. Call it
-    first, from the main thread."""
+    no signals on. Does nothing under another parent, such as `nohup ... &`. Call it first, from the main thread."""
     parent = os.getppid()
     try:
         command = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:  # it is gone, or another user's
         return
-    if not _runs_launcher(command):
-        return
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the line above
-        os.kill(os.getpid(), signal.SIGTERM)
+    if _runs_launcher(command):
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _runs_launcher(argv: list[str]) -> bool:
@@ -79,8 +75,7 @@ def _runs_launcher(argv: list[str]) -> bool:
 
 def install_handlers() -> None:
     """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a shell's `&` left SIGINT
-    ignored. Later signals are ignored: the SIGTERM of `die_with_launcher` must not break the clean-up after a
-    Ctrl-C."""
+    ignored. Later signals are ignored, or that of `die_with_launcher` would break the clean-up after a Ctrl-C."""
     global _state
     _state = _State(installed=True)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -105,13 +100,12 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Keeps signals that arrive inside the block until the block ends, so that nothing in it is left half done. A
-    second signal, at least `ECHO_SECONDS` after the first, raises at once: the way out of a block that hangs. Does
-    nothing in other threads than the main one, which get no signals."""
-    if threading.current_thread() is not threading.main_thread():
+    """Keeps signals that arrive inside the block until it ends. A second signal, at least `ECHO_SECONDS` after the
+    first, raises at once: the way out of a block that hangs."""
+    state = _state
+    if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
         return
-    state = _state
     if not state.installed:
         with _ctrl_c_kept():
             yield
@@ -151,8 +145,7 @@ def _ctrl_c_kept() -> Iterator[None]:
 
 
 def interrupt_main_with(error: BaseException) -> None:
-    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up. For
-    threads which find that the run cannot go on."""
+    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up."""
     assert _state.installed, "call install_handlers() first: without it, SIGTERM ends the process"
     _state.from_thread = error
     # A signal to the main thread itself also ends the system call that it is blocked in.
