@@ -89,7 +89,7 @@ MISTAKES = {
         lambda desk: desk.recipe(output_dir="recipe.yaml"), "output-dir", "output_dir: recipe.yaml", "another folder"
     ),
     "a setting of generation": Mistake(
-        lambda desk: desk.recipe(top_p=0.9), "dead-setting", "top_p: 0.9", "in the environment", WARNING
+        lambda desk: desk.recipe(top_p=0.9), "dead-setting", "top_p: 0.9", "Set the environment's own", WARNING
     ),
     "flags for a server that is not started": Mistake(
         lambda desk: desk.recipe(vllm_args=["--max-num-seqs", "8"]),
@@ -112,7 +112,7 @@ MISTAKES = {
         lambda desk: desk.recipe(vllm_gpu_memory_utilization=0.5),
         "dead-setting",
         "vllm_gpu_memory_utilization: 0.5",
-        "in its place there is `--gpu-memory-utilization` in `vllm_args`",
+        "Use `--gpu-memory-utilization` in `vllm_args`, or remove it",
         WARNING,
     ),
     # versions and packages
@@ -207,24 +207,6 @@ MISTAKES = {
         "or name the model",
         WARNING,
     ),
-    "another tokenizer of the server": Mistake(
-        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--tokenizer", desk.other_vocabulary()]),
-        "tokenizer",
-        "--tokenizer: {folder}/copy",
-        "Leave `--tokenizer` out",
-    ),
-    "no such chat template": Mistake(
-        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--chat-template", "my.jinja"]),
-        "chat-template",
-        "--chat-template my.jinja",
-        "Correct `--chat-template`",
-    ),
-    "sequences longer than the model": Mistake(
-        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--max-model-len", "512"]),
-        "model-length",
-        "--max-model-len 512, max_position_embeddings: 128",
-        "to 128 or less",
-    ),
     "sequences longer than the server": Mistake(
         lambda desk: desk.recipe(
             start_vllm=True,
@@ -269,12 +251,6 @@ MISTAKES = {
         lambda desk: desk.recipe({"command": "{python} -u other.py serve"}),
         "environment-script",
         "other.py",
-        "Correct its `command` or `cwd`",
-    ),
-    "no such module": Mistake(
-        lambda desk: desk.recipe({"command": "{python} -u -m nowhere.environment serve"}),
-        "environment-script",
-        "nowhere.environment in ",
         "Correct its `command` or `cwd`",
     ),
     "a Python without Atropos": Mistake(

@@ -272,7 +272,7 @@ def test_a_port_in_use_is_found(setting, stranger, desk):
     [found] = examine(desk.recipe(**{start: True, setting: stranger})).findings
     port = stranger.rpartition(":")[2]
     assert (found.code, found.level) == ("port-taken", ERROR)
-    assert found.seen == f"{setting}: {stranger}, port {port} on 127.0.0.1 is already in use"
+    assert found.seen == f"port {port} on 127.0.0.1 is already in use"
     assert found.fix.endswith(f"set `{setting}` to a free port, or use it with `{start}: false`.")
 
 
@@ -341,7 +341,7 @@ def test_the_command_prints_one_json_object_and_nothing_else(desk):
         "name": "dead-setting",
         "what": "A setting has no effect, because the environments generate",
         "seen": "top_p: 0.9",
-        "fix": "Remove them, and set what they mean in the environment.",
+        "fix": "Set the environment's own, or remove it.",
         "level": "warning",
     }
     assert told["memory"]["fits"] and told["memory"]["bytes"]["trainer"]["runtime"] > 0
@@ -373,7 +373,7 @@ def test_findings_are_numbered_and_have_no_colours_where_none_are_wanted(desk, m
     assert code == 1 and "\033" not in text
     assert text.startswith("1. error [environment-steps]\n   Environment 'mine': it ends before the run does.\n")
     assert "\n2. warning [dead-setting]\n" in text
-    assert "\n   seen  top_p: 0.9\n   fix   Remove them, and set what" in text
+    assert "\n   seen  top_p: 0.9\n   fix   Set the environment's own, or remove it." in text
     assert "\n1 error, 1 warning.\n" in text
 
 

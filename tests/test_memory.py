@@ -25,7 +25,7 @@ from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Launch, plan_of
-from trl_atropos.check.memory import state_bytes
+from trl_atropos.check.memory import case_of, state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -63,7 +63,7 @@ def model(tmp_path_factory) -> str:
 
 def estimated(folder: Path, model: str, settings: dict) -> Estimate:
     recipe = parse(command_line(model, folder, settings))
-    return estimate(recipe, plan_of(recipe.training, Launch()))
+    return estimate(case_of(recipe, plan_of(recipe.training, Launch())))
 
 
 # ------------------------------------------------------------------------------------------------------------ measured
@@ -109,7 +109,7 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tm
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     argv = ["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", model, "--use_cpu", "true"]
     recipe = parse([*argv, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--bf16", "false"])
-    server = estimate(recipe, plan_of(recipe.training, Launch())).server
+    server = estimate(case_of(recipe, plan_of(recipe.training, Launch()))).server
     assert running.generate(prompt="abcdefgh" * 50, n=8, max_tokens=8, temperature=1.0).ok
     guard = psutil.Process(running.services._services["vllm"].guard.pid)
     accounts = [account(child.pid) for child in guard.children(recursive=True)]
@@ -192,7 +192,7 @@ def on_gpus(folder: Path, model: str | Path, gib: float = 40, **settings) -> Est
     recipe |= {"vllm_args": ["--max-model-len", "4096"], "per_device_train_batch_size": 2, **settings}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     parsed = parse(["--config", str(folder / "recipe.yaml")])
-    return estimate(parsed, plan_of(parsed.training, Launch(gib, config_file=launch)))
+    return estimate(case_of(parsed, plan_of(parsed.training, Launch(gib, config_file=launch))))
 
 
 def test_a_config_without_weights_is_enough(large, tmp_path):

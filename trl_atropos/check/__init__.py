@@ -11,7 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trl_atropos.errors import ERROR, WARNING
@@ -26,7 +26,7 @@ line of `trl_atropos.train`, and some options of `accelerate launch`. What is ch
   files           model, checkpoint, recordings, output folder, and the disk for what is saved
   services        ports, sockets and shared memory for those that the recipe starts; what answers where it starts none
   GPUs            processes and servers against each other and the devices
-  text            tokenizers, chat templates and lengths of environments, server and model
+  text            tokenizers and lengths of environments, server and model
   environments    program, script and atroposlib; settings that the recipe states and that must fit the run
   memory          trainer and server at their peaks, estimated from the model's config"""
 
@@ -116,78 +116,64 @@ def check(argv: list[str]) -> list[str]:
 
 def examine(argv: list[str]) -> Report:
     """The same as objects, with the estimate of memory and the versions of what is installed."""
-    from trl_atropos.check.launch import Launch, packages, read, stated_settings
+    from trl_atropos.check.launch import Launch, packages, read, refused, stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
-    given, found, memory = {flag[2:]: getattr(options, flag[2:]) for flag, *_ in OPTIONS}, [], {"table": []}
-    try:
-        launch = Launch(**given)
-    except Finding as error:
-        found.append(error)
-        launch = Launch(**given | {"config_file": None})
+    launch, recipe, memory = (
+        Launch(**{flag[2:]: getattr(options, flag[2:]) for flag, *_ in OPTIONS}),
+        None,
+        {"table": []},
+    )
+    found = list(refused(lambda: launch.content))
+    if found:
+        launch = replace(launch, config_file=None)
     stated = stated_settings(argv)
-    recipe, wrong = read(argv, stated, launch)
-    found += [*wrong, *packages(recipe, launch)]
-    if recipe is not None:  # without one that can be read there is nothing more to look at
+    try:
+        recipe = read(argv, stated, launch)
         more, memory = _of_recipe(recipe, launch, stated)
         found += more
+    except Finding as error:  # without a recipe that can be read there is nothing more to look at
+        found.append(error)
+    found += packages(recipe, launch)
     found.sort(key=lambda one: one.level != ERROR)
     return Report(found, memory, versions())
 
 
 def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], dict[str, Any]]:
-    from trl_atropos.check.fit import disk
-    from trl_atropos.check.launch import Plan, dead, layout, plan_of
+    from trl_atropos.check.fit import disk, estimate, findings
+    from trl_atropos.check.launch import Plan, dead, layout, plan_of, refused
     from trl_atropos.check.memory import case_of
-    from trl_atropos.check.services import environments, lengths, services, tokenizers
-
-    found = [*_files(recipe), *services(recipe, launch), *layout(recipe, launch), *tokenizers(recipe)]
-    try:
-        plan = plan_of(recipe.training, launch)
-    except Finding as error:  # a file that accelerate's names
-        plan, found = None, [*found, error]
-    with contextlib.suppress(Exception):  # what a model's own code and wrong flags of the server raise: see `_memory`
-        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
-        found += [*lengths(recipe, case, stated), *disk(case, launch.elsewhere)]
-    too_much, estimate = _memory(recipe, plan)
-    return [*found, *environments(recipe), *dead(recipe, stated), *too_much], estimate
-
-
-def _files(recipe) -> Iterator[Finding]:
-    """What the run reads and writes, and what it reports to."""
+    from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
 
-    folder = recipe.training.output_dir
+    folder, plan, memory = recipe.training.output_dir, None, {"table": [NO_GPU]}
     was_there = os.path.isdir(folder)
-    for look in (lambda: check_files(recipe), lambda: check_reports(recipe.training)):
-        try:
-            look()
-        except Finding as error:
-            yield error
+    found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)
-
-
-def _memory(recipe, plan) -> tuple[list[Finding], dict[str, Any]]:
-    """What does not fit; and the estimate, with the lines of its table, or why there is none."""
-    from trl_atropos.check.fit import estimate, findings
-
-    if plan is None:
-        return [], {"table": [NO_GPU]}
+    found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
     try:
-        found = estimate(recipe, plan)
-        too_much, table = findings(found), found.table()
+        plan = plan_of(recipe.training, launch)
+        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
+        found += lengths(recipe, case, stated)
+        found += disk(case, launch.elsewhere)
+        if plan is not None:
+            fit = estimate(case)
+            found += findings(fit)
+            memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
+            memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
+    except Finding as error:  # a file that accelerate's names
+        found.append(error)
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
-        reason, wrong = " ".join(str(error).split())[:200], []
+        reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
             what, seen = "peft cannot put the adapter into the model", f"{recipe.model.lora_target_modules}"
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
-            wrong = [Finding(what, f"lora_target_modules: {seen}", fix, "adapter")]
+            found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
         needs = "which needs the model's config and a model that runs by it"
-        return wrong, {"table": [f"Memory: no estimate, {needs} ({reason})."]}
-    sizes = {"total": found.total, "available": plan.total, "fits": found.fits}
-    return too_much, {"table": table, "bytes": {one.name: one.items for one in found.processes}, **sizes}
+        memory = {"table": [f"Memory: no estimate, {needs} ({reason})."]}
+    return found, memory
 
 
 def _lines(report: Report, colours: bool) -> Iterator[str]:

@@ -10,12 +10,11 @@ from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB, Plan
-from trl_atropos.check.memory import Case, Process, case_of, server_memory, smallest_cache, state_bytes, trainer_memory
+from trl_atropos.check.launch import GIB
+from trl_atropos.check.memory import Case, Process, server_memory, smallest_cache, state_bytes, trainer_memory
 from trl_atropos.check.trace import ACTIVATIONS, GRADIENTS, Sizes, shadow_model
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.recipe import Recipe
 
 RESTART_COPIES = 3  # on disk: the version that is served, the one before, and the one that is being written
 PASSING = (ACTIVATIONS, GRADIENTS, "temporaries")  # items that are gone when a step is over
@@ -76,12 +75,8 @@ def _line(title: str, size: int) -> str:
     return f"{title:<44}{size / GIB:>8.2f}"
 
 
-def estimate(recipe: Recipe, plan: Plan) -> Estimate:
-    """Loads nothing but the model's config. Raises `OSError` or `ValueError` if that cannot be read."""
-    return _estimate(case_of(recipe, plan))
-
-
-def _estimate(case: Case) -> Estimate:
+def estimate(case: Case) -> Estimate:
+    """Loads nothing but the model's config."""
     starts = case.flags is not None and case.recipe.services.start_vllm
     return Estimate(case, trainer_memory(case), server_memory(case) if starts else None)
 
@@ -113,7 +108,7 @@ def _way_out(found: Estimate) -> str:
     case, total, ways = found.case, found.total, []
     for settings in _changes(found):
         changed = _changed(case, settings)
-        less = _estimate(changed).total
+        less = estimate(changed).total
         if less < total:
             besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if case.plan.device == "cpu" else ""  # which would come first
             flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]

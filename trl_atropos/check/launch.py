@@ -4,18 +4,17 @@ that `check` is told of or finds. And whether these fit each other."""
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import yaml
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from packaging.requirements import Requirement
 from transformers import Trainer
 
@@ -29,9 +28,18 @@ GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 
 
+def refused(look: Callable[[], Any], seen: str = "") -> Iterator[Finding]:
+    """What a check raises that the run makes, too. `seen` is for an error that has nothing of its own there."""
+    try:
+        look()
+    except Finding as error:
+        error.seen = error.seen or seen
+        yield error
+
+
 @dataclass(frozen=True)
 class Launch:
-    """The options of `check`. Raises `AtroposTrainingError` if accelerate's file cannot be read."""
+    """The options of `check`."""
 
     device_memory_gb: float | None = None
     devices: int | None = None
@@ -39,12 +47,9 @@ class Launch:
     num_processes: int | None = None
     num_machines: int | None = None
 
-    def __post_init__(self) -> None:
-        self.content  # noqa: B018 - is read now
-
     @cached_property
     def content(self) -> dict[str, Any]:
-        """Accelerate's YAML."""
+        """Accelerate's YAML. Raises `AtroposTrainingError` if it cannot be read."""
         if self.config_file is None:
             return {}
         try:
@@ -116,13 +121,11 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
     stated = content.get("deepspeed_config", {}) if kind == "DEEPSPEED" else {}
     stage = stated.get("zero_stage", 0)
     devices = [stated.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
-    own = stated.get("deepspeed_config_file") or training.deepspeed
-    if own:  # DeepSpeed's own format
+    if own := stated.get("deepspeed_config_file") or training.deepspeed:
         try:
-            content = own if isinstance(own, dict) else json.loads(Path(own).read_text(encoding="utf-8"))
+            zero = HfDeepSpeedConfig(own).config.get("zero_optimization", {})
         except (OSError, ValueError) as error:
             raise _unreadable(own, error) from error
-        zero = content.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         devices = [zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")]
     optimizer, weights = (device not in (None, "none") for device in devices)
@@ -136,66 +139,50 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
         return
     kind = launch.content.get("distributed_type")
     if training.vllm_mode == "colocate" and kind in ("DEEPSPEED", "FSDP"):
-        yield Finding(
-            "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded",
-            f"distributed_type: {kind} in {launch.config_file}",
-            "Launch with a configuration that does not shard (configs/accelerate/ddp.yaml), or use `vllm_mode: "
-            "server`.",
-            "sharded-colocate",
-        )
+        what = "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded"
+        fix = "Launch with configs/accelerate/ddp.yaml, which does not shard, or use `vllm_mode: server`."
+        yield Finding(what, f"distributed_type: {kind} in {launch.config_file}", fix, "sharded-colocate")
     elif training.vllm_mode == "colocate" and launch.processes not in (None, servers):
-        yield Finding(
-            "With `vllm_mode: colocate` every process trains the memory of a server of its own",
-            f"{launch.processes} processes, {servers} servers",
-            f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`.",
-            "processes-servers",
-        )
+        what = "With `vllm_mode: colocate` every process trains the memory of a server of its own"
+        fix = f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`."
+        yield Finding(what, f"{launch.processes} processes, {servers} servers", fix, "processes-servers")
     here = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not here:  # nothing is known of the GPUs
         return
     local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
+    seen, fix = "", ""
     if local > here:
-        yield _too_few(f"{local} processes of the trainer on a machine", here, "Launch with fewer `--num_processes`")
+        seen, fix = f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"
     elif recipe.services.start_vllm:
-        yield from _server_devices(recipe, here)
+        seen, fix = _server_devices(recipe, here)
+    if fix:
+        fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
+        yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
 
 
-def _server_devices(recipe: Recipe, here: int) -> Iterator[Finding]:
-    """Whether the servers that the recipe starts have GPUs enough on a machine of `here`."""
+def _server_devices(recipe: Recipe, here: int) -> tuple[str, str]:
+    """Which servers of the recipe have too few GPUs on a machine of `here`, and what to do; empty if none has."""
     servers, (parts, flags) = len(recipe.training.vllm_server_urls), parallel(recipe.vllm_flags())
     each_its_own = recipe.training.vllm_mode == "colocate" and servers > 1
     if each_its_own and servers > here:
-        yield _too_few(f"{servers} servers, each on a GPU of its own", here, "List fewer servers")
-    elif parts > (1 if each_its_own else here):
-        place = "each server gets one GPU" if each_its_own else f"the machine has {here}"
-        yield Finding(
-            f"A server of the recipe is spread over more GPUs than it can have: {place}",
-            f"{flags} in `vllm_args`",
-            "Lower it, or start the servers by hand with `trl-atropos serve` where there are enough GPUs.",
-            "gpu-layout",
-        )
+        return f"{servers} servers, each on a GPU of its own", "List fewer servers"
+    if parts > (1 if each_its_own else here):
+        place = ", where each server gets one GPU" if each_its_own else ""
+        return f"{flags} in `vllm_args`{place}", "Lower it, start the servers by hand with `trl-atropos serve`"
     share = 0.0
     with contextlib.suppress(ValueError):  # vLLM says what is wrong with it
         share = float(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization", UTILIZATION))
     if servers > 1 and not each_its_own and share * servers > 1:
-        yield Finding(
-            "All servers that the recipe starts are on the same GPU, which has too little memory for them",
-            f"{servers} servers x `--gpu-memory-utilization` {share:g}",
-            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own, or lower "
-            "`--gpu-memory-utilization` in `vllm_args`.",
-            "gpu-layout",
+        return (
+            f"{servers} servers x `--gpu-memory-utilization` {share:g}, all on the same GPU",
+            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own, lower "
+            "`--gpu-memory-utilization` in `vllm_args`",
         )
-
-
-def _too_few(what: str, here: int, fix: str) -> Finding:
-    fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
-    return Finding("There are fewer GPUs than the run needs", f"{what}, {here} GPUs", fix, "gpu-layout")
+    return "", ""
 
 
 # --------------------------------------------------------------------------------------------------------- the recipe
 
-NO_EFFECT = "These settings have no effect"  # how the configuration's own warning begins
-NEEDS_GPU = "setup doesn't support bf16/gpu"  # in what transformers says
 TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_gpu_memory_utilization": "`--gpu-memory-utilization` in `vllm_args`",
     "vllm_max_model_length": "`--max-model-len` in `vllm_args`",
@@ -216,38 +203,28 @@ def stated_settings(argv: list[str]) -> dict[str, Any]:
     return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
-def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe, `None` if there is none that can be run; and what is wrong with it."""
+def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
+    """The recipe. Raises `AtroposTrainingError` if it cannot be run."""
     # What transformers refuses on a machine without a GPU, where one is planned for that has some.
     for_gpus = [name for name in ("bf16", "fp16", "tf32") if _is_true(stated.get(name))]
     for_gpus = for_gpus if launch.elsewhere and not _is_true(stated.get("use_cpu")) else []
     without = [word for name in for_gpus for word in (f"--{name}", "false")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # `dead` says it
             recipe = parse([*argv, *_for_processes(stated, launch.processes), *without])
-        except Finding as error:
-            if NEEDS_GPU in error.what:
-                fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
-                what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
-                return None, [Finding(what, seen, fix + "`use_cpu: true`.", "no-gpu")]
-            return None, [error]
+    except Finding as error:
+        if "setup doesn't support bf16/gpu" not in error.what:  # transformers' words
+            raise
+        what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
+        fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
+        raise Finding(what, seen, f"{fix}`use_cpu: true`.", "no-gpu") from error
     for name in for_gpus:
         setattr(recipe.training, name, True)
-    text = next((str(one.message) for one in caught if str(one.message).startswith(NO_EFFECT)), "")
-    unused = [name for name in stated if f" {name}," in text or f" {name}." in text]
-    if not unused:
-        return recipe, []
-    what, seen = "the environments generate", ", ".join(f"{name}: {stated[name]}" for name in unused)
-    return recipe, [_without_effect(what, seen, "Remove them, and set what they mean in the environment.")]
+    return recipe
 
 
 def _is_true(value: Any) -> bool:
     return str(value).lower() == "true"
-
-
-def _without_effect(reason: str, seen: str, fix: str) -> Finding:
-    return Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
 
 
 def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
@@ -264,29 +241,28 @@ def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
 def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     """Settings that are stated and have no effect with the others."""
     services, training = recipe.services, recipe.training
-    starts = services.start_atropos or services.start_vllm
+    starts, lora = services.start_atropos or services.start_vllm, [name for name in stated if name.startswith("lora_")]
     own, replays = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", training.replay_paths is not None
     sends, saves = training.vllm_mode in ("server", "nccl_lora"), training.save_strategy != "no"
-    for is_dead, reason, fix, names in (
+    for is_dead, reason, instead, names in (
+        (True, "the environments generate", "Set the environment's own", training.unused_settings),
         (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
         (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),
         (not starts, "the run starts no service", "", ["service_timeout"]),
         (not starts and not recipe.environments, "the run starts no service", "", ["restart_environments"]),
         (services.start_atropos, "an API that the run starts is empty", "", ["reset_atropos"]),
         (not sends, own, "Use `vllm_mode: server` or `nccl_lora`", ["weight_transport"]),
-        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", ["lora_*"]),
+        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", lora),
         (not training.vllm_enable_sleep_mode, "the server does not sleep", "", ["vllm_sleep_level"]),
         (not training.master_weights, "there are no master weights", "", ["offload_master_weights"]),
         (not saves, "nothing is saved on the way", "Set `save_strategy: steps`", ["save_steps", "save_total_limit"]),
-        (True, "the server is no part of TRL", "", list(TRL_SERVER)),
+        *((True, "the server is no part of TRL", f"Use {ours}", [theirs]) for theirs, ours in TRL_SERVER.items()),
     ):
-        lora = [name for name in stated if name.startswith("lora_")] if names == ["lora_*"] else names
-        found = [name for name in lora if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
+        found = [name for name in names if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
         if found:
-            instead = [f"in its place there is {TRL_SERVER[name]}" for name in found if name in TRL_SERVER]
-            them = "it" if len(found) == 1 else "them"
-            way = "; ".join([f"{fix}, or remove {them}" if fix else f"Remove {them}", *instead])
-            yield _without_effect(reason, ", ".join(f"{name}: {stated[name]}" for name in found), f"{way}.")
+            seen, them = ", ".join(f"{name}: {stated[name]}" for name in found), "it" if len(found) == 1 else "them"
+            fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
+            yield Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
 
 
 # ------------------------------------------------------------------------------------------------ what is installed

@@ -1,6 +1,7 @@
 """The model card and the Hub: what the card says beside TRL's part, and which files of a run are uploaded."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,16 +24,7 @@ logger = logging.getLogger(__name__)
 CARD = "README.md"
 AFTER = "## Citations"  # heading of TRL's template that stays behind what is added
 # Settings that say where a run was, or that transformers sets by itself.
-LEFT_OUT = (
-    "output_dir",
-    "logging_dir",
-    "atropos_url",
-    "vllm_server_base_url",
-    "vllm_server_host",
-    "vllm_server_port",
-    "accelerator_config",
-    "debug",
-)
+LEFT_OUT = re.compile(r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug")
 
 
 def complete_card(
@@ -92,29 +84,18 @@ def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> st
 
 
 def _differing(settings: Any) -> dict[str, Any]:
-    names = [name for name in changed(settings) if name not in LEFT_OUT and not SECRET.search(name)]
+    names = [name for name in changed(settings) if not LEFT_OUT.fullmatch(name) and not SECRET.search(name)]
     values = {name: portable_value(getattr(settings, name)) for name in names}
     return {name: value for name, value in values.items() if value not in ([], {})}  # transformers' form of `None`
 
 
 # ------------------------------------------------------------------------------------------------ what goes to the Hub
 
-# `ignore_patterns` of `HfApi.upload_folder`. A model card says what `training_args.bin` does.
-KEPT_HERE = (
-    "rollouts/*",
-    "rollouts-before-*",
-    "rollouts.jsonl",
-    "completions/*",
-    "logs/*",
-    "environments/*",
-    "adapters/*",
-    "policies/*",
-    "runs/*",  # TensorBoard's, which hold every setting as it was, and are written to during an upload
-    "run_log.jsonl",
-    ".run.lock",
-    "report.html",
-    "training_args.bin",
-)
+# `ignore_patterns` of `HfApi.upload_folder`. The card says what `training_args.bin` does. `runs` are TensorBoard's,
+# which hold every setting as it was, and are written to during an upload.
+KEPT_HERE = [f"{folder}/*" for folder in ("rollouts", "completions", "logs", "environments", "adapters", "policies")]
+KEPT_HERE += ["runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
+KEPT_HERE += ["training_args.bin"]
 
 
 @contextmanager
@@ -133,8 +114,8 @@ def model_only() -> Iterator[None]:
         except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
             raise PushError(
                 f"The model is saved in {kwargs['folder_path']}, but its push to the Hub as {kwargs['repo_id']} "
-                f"failed ({_short(error)}). Correct what it says, and push again with `trainer.push_to_hub()`, or the "
-                "files of the model, the tokenizer and the card with `hf upload`."
+                f"failed ({_short(error)})",
+                fix="Correct what it says, and push again with `trainer.push_to_hub()` or `hf upload`.",
             ) from error
         if isinstance(started, Future):
             started.add_done_callback(_warn_of_failure)
@@ -148,37 +129,31 @@ def model_only() -> Iterator[None]:
 
 
 @contextmanager
-def repository_made(args: Any) -> Iterator[None]:
-    """Within, a repository is made or found on the Hub. `args` are the run's `TrainingArguments`."""
+def repository_made(args: Any) -> Iterator[str]:
+    """Gives the name of the run's repository on the Hub, which is made within. `args` are `TrainingArguments`."""
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
     try:
-        yield
+        yield name
     except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
         raise PushError(
-            f"The Hub did not take or confirm the repository {_repository(args)} for `push_to_hub` ({_short(error)}). "
-            f"What {args.output_dir} holds is whole. Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, "
-            "`hub_model_id`), or train with `push_to_hub: false` and upload the model from where there is a network, "
-            "with `hf upload`."
+            f"The Hub did not take or confirm the repository {name} for `push_to_hub` ({_short(error)}). What "
+            f"{args.output_dir} holds is whole",
+            fix="Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with "
+            "`push_to_hub: false` and upload the model later with `hf upload`.",
         ) from error
 
 
 def make_repository(args: Any) -> None:
     """Does what the trainer does when it is built. Raises `PushError` before anything that takes long has begun."""
-    with repository_made(args):
-        private = args.hub_private_repo
-        hf_api().create_repo(_repository(args), token=args.hub_token, private=private, exist_ok=True)
-
-
-def _repository(args: Any) -> str:
-    return args.hub_model_id or Path(args.output_dir).absolute().name
+    with repository_made(args) as name:
+        hf_api().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def _warn_of_failure(push: Future) -> None:
     """Nobody else asks how an upload in the background has ended."""
     if not push.cancelled() and (error := push.exception()) is not None:
         logger.warning(
-            "A push to the Hub failed (%s). What is saved in `output_dir` is whole; the next save pushes again, and "
-            "so does `trainer.push_to_hub()`.",
-            _short(error),
+            "A push to the Hub failed (%s). What is saved is whole, and the next save pushes again.", _short(error)
         )
 
 

@@ -10,12 +10,11 @@ import base64
 import gzip
 import html
 import json
-import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
+OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config")
 ATTEMPTS = 3  # a run may remove its oldest rollouts while they are read
 
 DESCRIPTION = """\
@@ -114,28 +114,16 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
     packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
     tokenizer = run.folder / "tokenizer.json"
-    has_gap = not all(map(math.isnan, packed.columns["gap"]))
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
-        "source": run.source,
-        "began_at": run.began_at,
-        "last_at": run.last_at,
-        "ended": run.ended,
-        "resumed": run.resumed,
-        "steps": run.steps,
-        "max_steps": run.began.get("max_steps"),
-        "books": run.books,
+        **({"changed": [], "model": {}, "versions": {}} | run.began),
+        **{name: getattr(run, name) for name in OF_RUN},
         "metrics": series(run, POINTS),
         "rewards": rewards(rollouts, POINTS),
-        "warnings": [{name: warning.get(name) for name in ("at", "step", "warning")} for warning in run.warnings],
-        "config": run.config,
-        "changed": run.began.get("changed", []),
-        "model": run.began.get("model", {}),
-        "versions": run.began.get("versions", {}),
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),
-        "no_gap": None if has_gap else why_no_gap(run, rollouts),
+        "no_gap": why_no_gap(run, rollouts) if pd.isna(packed.columns["gap"]).all() else None,
         "unreadable": [*unreadable, *packed.unreadable],
         "texts": token_texts(tokenizer, packed.token_ids) if tokenizer.is_file() else {},
         "has_tokenizer": tokenizer.is_file(),
@@ -145,20 +133,10 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
 
 def _block(name: str, content: Any) -> str:
     """JSON that the page unpacks. Base64 has no character that could end the element."""
-    text = json.dumps(_finite(content), separators=(",", ":"), default=str)
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # browsers know no NaN
+    text = json.dumps(finite, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{packed}</script>'
-
-
-def _finite(content: Any) -> Any:
-    """Browsers know no NaN in JSON."""
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {str(name): _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return content
 
 
 def write(path: Path, page: str) -> None:
@@ -207,14 +185,14 @@ class Packed:
     """Rollouts as the page reads them."""
 
     columns: dict[str, list]  # one value per rollout
+    unreadable: list[str]
     chunks: list[dict[str, Any]] = field(default_factory=list)  # {"prompts": [ids ...], "rows": [[...] ...]}
     token_ids: set[int] = field(default_factory=set)  # every id that occurs
-    unreadable: list[str] = field(default_factory=list)
 
 
-SHOWN = ("index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std")
-SHOWN += ("prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage")
-FLAGS = ("zero_advantage", "raw_advantage", "sft")
+SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
+SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
+FLAGS = ["zero_advantage", "raw_advantage", "sft"]
 MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "place")
 
 
@@ -226,14 +204,16 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
     stretch, and null stands for an unknown log-probability or gap.
     """
-    packed = Packed({name: chosen[name].tolist() for name in SHOWN} | {name: [] for name in MEASURED})
-    packed.columns |= {name: chosen[name].astype(int).tolist() for name in FLAGS}
     # What is kept of the others is of a life of the run that was given up.
     trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
-    scored, packed.unreadable = trainer_logprobs(folder, set(trained["index"]))
+    scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
+    packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
+    packed.columns |= {name: [] for name in MEASURED}
     prompts: dict[bytes, int] = {}
     filled = CHUNK_TOKENS
-    for place, rollout in enumerate(_read(chosen)):
+    wanted = set(chosen["index"])
+    read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
+    for place, rollout in enumerate(rollout for rollout in read if rollout.index in wanted):
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             prompts, filled = {}, 0
@@ -250,15 +230,11 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         if rollout.trains_on_token_advantages:
             packed.columns["advantage"][place] = float(own[rollout.mask].mean())
         known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
-        measured = (
-            float(known.mean()) if len(known) else np.nan,
-            int(rollout.mask.sum()),
-            np.nan if gap is None else float(np.nanmean(np.abs(gap))),
-            np.nan if gap is None else float(np.nanmax(np.abs(gap))),
-            [len(packed.chunks) - 1, len(chunk["rows"])],
-        )
-        for name, value in zip(MEASURED, measured, strict=True):
-            packed.columns[name].append(value)
+        packed.columns["logprob"].append(float(known.mean()) if len(known) else np.nan)
+        packed.columns["trained_tokens"].append(int(rollout.mask.sum()))
+        packed.columns["gap"].append(np.nan if gap is None else float(np.nanmean(np.abs(gap))))
+        packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
+        packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
         chunk["rows"].append(
             [
                 prompts[key],
@@ -271,12 +247,6 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
             ]
         )
     return packed
-
-
-def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
-    wanted = set(chosen["index"])
-    for path in chosen["path"].unique():
-        yield from (rollout for rollout in read_rollouts(Path(path)) if rollout.index in wanted)
 
 
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
@@ -294,17 +264,14 @@ def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
 
 def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
     """What a page without any trainer-sampler gap says in its place."""
-    correction = "vllm_importance_sampling_correction"
     if not len(rollouts):
         return "there is no rollout in this run's folder"
     if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
         return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
-    if run.config.get(correction) is False:
-        return f"with `{correction}: false`, the trainer's log-probabilities of what was sampled are not computed"
-    return (
-        "the trainer's log-probabilities are not in this run's folder: no batch has been trained yet, or the run is "
-        "older than this version of trl_atropos, or they could not be written (then the warnings say so)"
-    )
+    if run.config.get("vllm_importance_sampling_correction") is False:
+        return "they are not computed with `vllm_importance_sampling_correction: false`"
+    missing = "the trainer's log-probabilities are not in this run's folder"
+    return f"{missing}: no batch has been trained yet, or they could not be written (then the warnings say so)"
 
 
 # -------------------------------------------------------------------------------------------------- the text of tokens
