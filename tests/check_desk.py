@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from tests.server_process import free_port
+from trl_atropos.check import examine
 
 FLAGS = "--slurm false --env.rollout_server_url {atropos_url} --env.tokenizer_name {model}"
 SOURCE = """
@@ -19,6 +20,11 @@ class Mine(BaseEnv):
     def config_init(cls):
         return BaseEnvConfig(group_size=8), APIServerConfig()  # of a single server, Atropos ignores the URL
 """
+
+
+def check(argv: list[str]) -> list[str]:
+    """What `trl-atropos check` finds."""
+    return [str(one) for one in examine(argv).findings]
 
 
 class Desk:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.check_desk import Desk
-from tests.server_process import free_port
 from trl_atropos.errors import ERROR, WARNING
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +147,7 @@ MISTAKES = {
         lambda desk: desk.recipe(options=("--config_file", "nowhere.yaml")),
         "launch-file",
         "nowhere.yaml: ",
-        "Name the file that `accelerate launch` will be given",
+        "Name the file that `accelerate launch` gets",
     ),
     "more processes than GPUs": Mistake(
         lambda desk: desk.recipe(options=DDP, **GPU), "gpu-layout", "4 processes", "`--num_processes`"
@@ -160,17 +159,6 @@ MISTAKES = {
         "gpu-layout",
         "--tensor-parallel-size 4 in `vllm_args`",
         "Lower it",
-    ),
-    "two servers on the same GPU": Mistake(
-        lambda desk: desk.recipe(
-            start_vllm=True,
-            vllm_server_base_url=[f"http://127.0.0.1:{free_port()}" for _ in range(2)],
-            options=("--devices", "2"),
-            **GPU,
-        ),
-        "gpu-layout",
-        "2 servers x `--gpu-memory-utilization` 0.92",
-        "each with a `CUDA_VISIBLE_DEVICES` of its own",
     ),
     "too little memory": Mistake(
         lambda desk: desk.recipe(start_vllm=True, options=("--device_memory_gb", "1"), gradient_checkpointing=False),
@@ -216,13 +204,6 @@ MISTAKES = {
         "sequence-length",
         "max_sequence_length: 100, --max-model-len 64",
         "Lower `max_sequence_length`",
-    ),
-    "completions that leave no room for a prompt": Mistake(
-        lambda desk: desk.recipe(max_completion_length=128, max_sequence_length=128),
-        "completion-length",
-        "max_completion_length: 128, the longest rollout: 128",
-        "Lower `max_completion_length`",
-        WARNING,
     ),
     "an environment's sequences longer than the trainer's": Mistake(
         lambda desk: desk.recipe({"config": {"max_token_length": 128}}, max_sequence_length=100),

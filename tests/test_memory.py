@@ -260,7 +260,7 @@ def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path
     found = on_gpus(
         tmp_path, large, 40, **ADAPTER, vllm_args=["--max-model-len", "1024", "--gpu-memory-utilization", "0.4"]
     )
-    assert found.fits and findings(found) == []
+    assert found.fits and list(findings(found)) == []
     assert found.total == sum(found.trainer.items.values()) + sum(found.server.items.values())
     assert sum(found.server.items.values()) == int(0.4 * 40 * GIB)
 
@@ -285,7 +285,7 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     settings |= {"gradient_accumulation_steps": 2}
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.5"]
     found = on_gpus(tmp_path, large, 14, **settings, offload_master_weights=True, vllm_args=arguments)
-    assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str(findings(found)[-1])
+    assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str([*findings(found)][-1])
 
 
 def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
@@ -294,7 +294,7 @@ def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
     share = text.split("`--gpu-memory-utilization ")[1][:4]
     assert text.count("saves") == 1
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
-    assert findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments)) == []
+    assert list(findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments))) == []
 
 
 def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):
@@ -304,5 +304,5 @@ def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(la
     first, *_ = findings(on_gpus(tmp_path, large, 40, **settings))
     assert first.code == "kv-cache" and "Raise `--gpu-memory-utilization`" in first.fix
     by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
-    assert findings(by_hand) == [] and by_hand.server is None
+    assert list(findings(by_hand)) == [] and by_hand.server is None
     assert "  The server is not started by this run, and not estimated." in by_hand.table()

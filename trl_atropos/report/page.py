@@ -10,7 +10,6 @@ import base64
 import gzip
 import html
 import json
-import os
 import re
 import sys
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from trl_atropos.errors import AtroposTrainingError, RolloutError
+from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
@@ -36,7 +35,6 @@ MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
 OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config")
-ATTEMPTS = 3  # a run may remove its oldest rollouts while they are read
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
@@ -58,7 +56,7 @@ def main(argv: list[str]) -> None:
     output = options.output or options.run_dir / "report.html"
     try:
         page, summary = build(options.run_dir, options.max_rollouts)
-        write(output, page)
+        output.write_text(page, encoding="utf-8")
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")
     except OSError as error:
@@ -88,13 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
-    for attempt in range(ATTEMPTS):
-        try:
-            data, chunks = _collect(read_run(folder), max_rollouts)
-            break
-        except RolloutError:  # a file of rollouts has gone since it was listed
-            if attempt + 1 == ATTEMPTS:
-                raise
+    data, chunks = _collect(read_run(folder), max_rollouts)
     blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks))]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
@@ -137,13 +129,6 @@ def _block(name: str, content: Any) -> str:
     text = json.dumps(finite, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{packed}</script>'
-
-
-def write(path: Path, page: str) -> None:
-    """Whole or not at all: somebody may have the last one open."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, path)
 
 
 # ------------------------------------------------------------------------------------------------ rewards and rollouts

@@ -159,13 +159,11 @@ class Fate(IntEnum):
 
 def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     """
-    All `n` rollouts in the run's folder in the order of their indices, and the files that cannot be read, each with
-    the reason.
+    All `n` rollouts in the run's folder by index, and the files that cannot be read, each with the reason.
 
-    The columns are the fields of `Rollout` in `TAKEN_OVER`, `environment`, `prompt_tokens`, `completion_tokens`,
-    `path` (of the file), `fate`, `first_step` and `last_step` (optimizer steps that the rollout was taken for),
-    `stale` (optimizer steps between the version that sampled it and the one that it was trained at), and `batch`
-    (number of the generation batch, if all of that is there). `UNKNOWN` stands for what is not known.
+    Beside `TAKEN_OVER`, columns are `environment`, `prompt_tokens`, `completion_tokens`, `path` (of the file), `fate`,
+    `first_step` and `last_step` (optimizer steps that the rollout was taken for), `stale` (steps between the version
+    that sampled it and the one that it was trained at) and `batch`, if all of that is there. Or `UNKNOWN`.
     """
     folder, spool = run.folder / "rollouts", ""
     with contextlib.suppress(FileNotFoundError):

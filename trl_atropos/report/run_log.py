@@ -92,7 +92,7 @@ class RunLog(TrainerCallback):
             self._file.write("\n")
 
     def close(self) -> None:
-        """Called when training is over, or was broken off: nothing is noted any more."""
+        """Called when training is over, or was broken off."""
         logging.getLogger("trl_atropos").removeHandler(self._warnings)
         with self._writing:
             if self._file is not None:
