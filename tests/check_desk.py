@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from tests.server_process import free_port
+from trl_atropos.check import examine
 
 FLAGS = "--slurm false --env.rollout_server_url {atropos_url} --env.tokenizer_name {model}"
 SOURCE = """
@@ -19,6 +20,11 @@ class Mine(BaseEnv):
     def config_init(cls):
         return BaseEnvConfig(group_size=8), APIServerConfig()  # of a single server, Atropos ignores the URL
 """
+
+
+def check(argv: list[str]) -> list[str]:
+    """What `trl-atropos check` finds."""
+    return [str(one) for one in examine(argv).findings]
 
 
 class Desk:
@@ -83,12 +89,12 @@ class Desk:
         site.mkdir()
         (site / "sitecustomize.py").write_text(
             "import importlib.metadata as metadata\n"
-            f"versions, usual = {versions!r}, metadata.version\n"
-            "def version(name):\n"
-            "    if versions.get(name, '') is None:\n"
-            "        raise metadata.PackageNotFoundError(name)\n"
-            "    return versions.get(name) or usual(name)\n"
-            "metadata.version = version\n"
+            "from types import SimpleNamespace\n"
+            f"versions, usual = {versions!r}, metadata.distributions\n"
+            "def distributions():\n"
+            "    yield from (one for one in usual() if one.name not in versions)\n"
+            "    yield from (SimpleNamespace(name=name, version=own) for name, own in versions.items() if own)\n"
+            "metadata.distributions = distributions\n"
         )
         python = self.folder / "python3"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')

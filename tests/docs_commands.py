@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.check_desk import check
 from tests.docs_pages import ROOT, Command
 from tests.launching import free_urls
-from trl_atropos.check import check
 
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own

@@ -24,7 +24,7 @@ from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Launch, plan_of
-from trl_atropos.check.memory import state_bytes
+from trl_atropos.check.memory import case_of, state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -62,7 +62,7 @@ def model(tmp_path_factory) -> str:
 
 def estimated(folder: Path, model: str, settings: dict) -> Estimate:
     recipe = parse(command_line(model, folder, settings))
-    return estimate(recipe, plan_of(recipe.training, Launch()))
+    return estimate(case_of(recipe, plan_of(recipe.training, Launch())))
 
 
 # ------------------------------------------------------------------------------------------------------------ measured
@@ -109,7 +109,7 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tm
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     argv = ["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", model, "--use_cpu", "true"]
     recipe = parse([*argv, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--bf16", "false"])
-    server = estimate(recipe, plan_of(recipe.training, Launch())).server
+    server = estimate(case_of(recipe, plan_of(recipe.training, Launch()))).server
     assert running.generate(prompt="abcdefgh" * 50, n=8, max_tokens=8, temperature=1.0).ok
     accounts = [account(process.pid) for process in (running.api, *running.api.children(recursive=True))]
     # Of the files that are mapped, which are libraries, all processes have the same.
@@ -191,7 +191,7 @@ def on_gpus(folder: Path, model: str | Path, gib: float = 40, **settings) -> Est
     recipe |= {"vllm_args": ["--max-model-len", "4096"], "per_device_train_batch_size": 2, **settings}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     parsed = parse(["--config", str(folder / "recipe.yaml")])
-    return estimate(parsed, plan_of(parsed.training, Launch(gib, config_file=launch)))
+    return estimate(case_of(parsed, plan_of(parsed.training, Launch(gib, config_file=launch))))
 
 
 def test_a_config_without_weights_is_enough(large, tmp_path):
@@ -259,7 +259,7 @@ def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path
     found = on_gpus(
         tmp_path, large, 40, **ADAPTER, vllm_args=["--max-model-len", "1024", "--gpu-memory-utilization", "0.4"]
     )
-    assert found.fits and findings(found) == []
+    assert found.fits and list(findings(found)) == []
     assert found.total == sum(found.trainer.items.values()) + sum(found.server.items.values())
     assert sum(found.server.items.values()) == int(0.4 * 40 * GIB)
 
@@ -284,7 +284,7 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     settings |= {"gradient_accumulation_steps": 2}
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.5"]
     found = on_gpus(tmp_path, large, 14, **settings, offload_master_weights=True, vllm_args=arguments)
-    assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str(findings(found)[-1])
+    assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str([*findings(found)][-1])
 
 
 def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
@@ -293,7 +293,7 @@ def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
     share = text.split("`--gpu-memory-utilization ")[1][:4]
     assert text.count("saves") == 1
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
-    assert findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments)) == []
+    assert list(findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments))) == []
 
 
 def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):
@@ -303,5 +303,5 @@ def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(la
     first, *_ = findings(on_gpus(tmp_path, large, 40, **settings))
     assert first.code == "kv-cache" and "Raise `--gpu-memory-utilization`" in first.fix
     by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
-    assert findings(by_hand) == [] and by_hand.server is None
+    assert list(findings(by_hand)) == [] and by_hand.server is None
     assert "  The server is not started by this run, and not estimated." in by_hand.table()

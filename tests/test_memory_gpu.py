@@ -19,6 +19,7 @@ from tests.server_process import running_server
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.check.fit import Estimate, estimate
 from trl_atropos.check.launch import Launch, plan_of
+from trl_atropos.check.memory import case_of
 from trl_atropos.recipe import Recipe, parse
 from trl_atropos.rollouts.wire import MASKED
 
@@ -68,7 +69,7 @@ def recipe_of(model: str, folder: Path, settings: dict) -> Recipe:
 
 
 def estimated(recipe: Recipe) -> Estimate:
-    return estimate(recipe, plan_of(recipe.training, Launch()))
+    return estimate(case_of(recipe, plan_of(recipe.training, Launch())))
 
 
 def train(model: str, folder: str, name: str) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.launching import ROOT, Run, make_model
 from tests.report.browser import Browser, find_browser
-from trl_atropos.report.page import build, write
+from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -74,7 +74,7 @@ def test_the_quickstart_learns_its_task(learned):
 def test_its_report_shows_every_rollout_and_its_step(learned, tmp_path):
     folder, output = learned
     assert f"All of it on one page: trl-atropos report {folder}/run" in output
-    write(tmp_path / "report.html", build(folder / "run")[0])
+    (tmp_path / "report.html").write_text(build(folder / "run")[0])
     browser = Browser(find_browser())
     page = browser.page()
     page.open(tmp_path / "report.html")

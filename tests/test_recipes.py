@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from recipes.gsm8k.environment import score
 from recipes.tool_use import environment as tool_use
+from tests.check_desk import check
 from tests.launching import free_urls
 from tests.miniature import STEPS, commands, miniature, server_urls
 from tests.miniature_model import GOODS, REASONING_GYM, make_speaker
-from trl_atropos.check import check
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse

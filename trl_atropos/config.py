@@ -320,9 +320,10 @@ class AtroposGRPOConfig(GRPOConfig):
             raise self._wrong(what, "Give each its own port.")
 
     def _warn_unused(self) -> None:
-        changed = [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
-        if changed:
-            what = f"These settings have no effect, because the environments generate: {', '.join(changed)}"
+        if self.unused_settings:
+            what = "These settings have no effect, because the environments generate: " + ", ".join(
+                self.unused_settings
+            )
             warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:
@@ -411,6 +412,11 @@ class AtroposGRPOConfig(GRPOConfig):
         """Whether the gradient depends on which rollouts share a micro-batch, because means over each are taken."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
+
+    @property
+    def unused_settings(self) -> list[str]:
+        """Settings that differ from their defaults and have no effect, because the environments generate."""
+        return [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
 
     @property
     def vllm_server_urls(self) -> list[str]:

@@ -377,12 +377,12 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     """Whether the settings of an environment that the recipe states go with those of the run."""
     training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
     for setting, value in stated.items():
-        if setting.endswith("temperature") and _number(value) not in (None, training.temperature):
+        if setting.endswith("temperature") and number_of(value) not in (None, training.temperature):
             written = f"{value} (`config: {setting}`)" if setting in spec.config else f"{value} (--env.{setting})"
             seen = f"temperature {written}, temperature: {training.temperature}"
             what = f"{name} samples at temperature {written}, but `temperature` is {training.temperature}"
             raise RecipeError(f"{what}, at which every token is scored", seen, "Make the two equal.", "temperature")
-    size, batch = _number(stated.get("group_size")), training.generation_batch_size
+    size, batch = number_of(stated.get("group_size")), training.generation_batch_size
     if size and batch % size:
         what = f"but a generation batch has only {batch} rollouts"
         fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
@@ -393,7 +393,8 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
         raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """The number that a setting of an environment is, in a flag as text."""
     try:
         return float(value)
     except (TypeError, ValueError):

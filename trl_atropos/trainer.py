@@ -31,9 +31,8 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
 from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
 from trl_atropos.protocol import environment_token
-from trl_atropos.report.card import model_only, repository_made
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.report.summary import show_lines
+from trl_atropos.report.summary import complete_card, model_only, repository_made, show_lines
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
@@ -475,8 +474,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if not self.is_world_process_zero():
             return
-        from trl_atropos.report.card import complete_card
-
         model = self.accelerator.unwrap_model(self.model)
         adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
         # An upload that is under way would fail if the picture changed.
@@ -489,7 +486,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
-        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/card.py`)."""
+        """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run (`report/summary.py`)."""
         if self.hub_model_id is None:  # no repository yet: the model is saved even if none can be made
             self.save_model(_internal_call=True)
         with model_only():

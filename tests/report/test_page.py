@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.browser import Browser, Page, find_browser
 from tests.report.synthetic_run import HOSTILE, make_run
-from trl_atropos.report.page import build, write
+from trl_atropos.report.page import build
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None,
@@ -48,7 +48,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("run"), STEPS, name=HOSTILE)
-    write(folder / "report.html", build(folder)[0])
+    (folder / "report.html").write_text(build(folder)[0])
     return folder / "report.html"
 
 
@@ -195,7 +195,7 @@ def test_where_no_gap_is_known_the_page_says_why_and_offers_none(browser, tmp_pa
     folder = make_run(tmp_path / "run", 2)
     for path in (folder / "rollouts").glob("trainer-*"):
         path.unlink()
-    write(tmp_path / "report.html", build(folder)[0])
+    (tmp_path / "report.html").write_text(build(folder)[0])
     page = browser.page()
     page.open(tmp_path / "report.html")
     page.click("#list [data-row='0']")
@@ -262,7 +262,7 @@ def test_a_run_of_1000_steps_and_64000_rollouts_opens_at_once(browser, tmp_path)
     folder = make_run(tmp_path / "run", LARGE)
     text, told = build(folder)
     assert "1000 steps" in told and "of 64064 rollouts" in told
-    write(tmp_path / "report.html", text)
+    (tmp_path / "report.html").write_text(text)
     shutil.rmtree(folder)  # the page needs none of it
     page = browser.page()
     before = page.evaluate(WORK)

@@ -213,7 +213,7 @@ def test_the_gap_of_a_rollout_is_of_the_life_of_the_run_that_trained_it(tmp_path
 @pytest.mark.parametrize(
     ("correction", "reason"),
     [
-        (False, "with `vllm_importance_sampling_correction: false`, the trainer's"),
+        (False, "not computed with `vllm_importance_sampling_correction: false`"),
         (True, "no batch has been trained yet"),
     ],
 )

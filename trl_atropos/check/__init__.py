@@ -10,8 +10,9 @@ import json
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trl_atropos.errors import ERROR, WARNING
@@ -22,31 +23,22 @@ Finds what is wrong with a recipe before it is run, and says what to do about ea
 line of `trl_atropos.train`, and some options of `accelerate launch`. What is checked:
 
   recipe          every key and value, and those that must fit each other; settings that have no effect
-  versions        the versions of what is installed; packages that a setting needs
+  versions        the versions of what is installed; the optimizer's package
   files           model, checkpoint, recordings, output folder, and the disk for what is saved
   services        ports, sockets and shared memory for those that the recipe starts; what answers where it starts none
   GPUs            processes and servers against each other and the devices
-  text            tokenizers, chat templates and lengths of environments, server and model
-  environments    program, script and atroposlib; settings that the recipe states and that must fit the run
+  environments    program, script, atroposlib and tokenizer; settings that the recipe states and that must fit the run
   memory          trainer and server at their peaks, estimated from the model's config"""
 
 EPILOG = """\
 Errors would end the run, or train on something else than is meant; with warnings it goes on, and loses something. Exit
 code: 0 without errors, 1 with some, 2 for a command line that is wrong."""
 
-OPTIONS = (  # flag, type, what its value is called, help
-    ("--device_memory_gb", float, "N", "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"),
-    ("--devices", int, "N", "plan for machines of N GPUs"),
-    ("--config_file", str, "FILE", "accelerate's, as `accelerate launch` will be given it: processes and sharding"),
-    ("--num_processes", int, "N", "as `accelerate launch` will be given it: of all machines together"),
-    ("--num_machines", int, "N", "as `accelerate launch` will be given it"),
-)
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 WIDTH = 110
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
-NO_GPU = "Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,38 +51,31 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings, memory, versions")
-    for flag, kind, value, text in OPTIONS:
-        parser.add_argument(flag, type=kind, metavar=value, help=text)
+    add, given = parser.add_argument, "as `accelerate launch` will be given it"
+    text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
+    add("--device_memory_gb", type=float, metavar="N", help=text)
+    add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
+    add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
+    add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
+    add("--num_machines", type=int, metavar="N", help=given)
     return parser
 
 
 @dataclass
 class Report:
-    """
-    Attributes:
-        findings: Errors first.
-        memory: The estimate: `table`, the lines for people, and if there is one the bytes of both processes by item,
-            `total`, `available` and `fits`.
-        versions: Of what is installed.
-    """
-
-    findings: list[Finding]
-    memory: dict[str, Any]
-    versions: dict[str, str]
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [one for one in self.findings if one.level == ERROR]
+    findings: list[Finding]  # errors first
+    memory: dict[str, Any]  # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    versions: dict[str, str]  # of what is installed
 
     @property
     def exit_code(self) -> int:
-        codes = {one.code for one in self.errors}
+        codes = {one.code for one in self.findings if one.level == ERROR}
         return 2 if codes & WRONG_USE else 1 if codes else 0
 
     def as_json(self) -> str:
         parts = ("what", "seen", "fix", "level")
         listed = [{"name": one.code} | {part: getattr(one, part) for part in parts} for one in self.findings]
-        whole = {"ok": not self.errors, "findings": listed, "memory": self.memory, "versions": self.versions}
+        whole = {"ok": not self.exit_code, "findings": listed, "memory": self.memory, "versions": self.versions}
         return json.dumps(whole, indent=2) + "\n"
 
 
@@ -109,85 +94,61 @@ def main(argv: list[str]) -> None:
     sys.exit(report.exit_code)
 
 
-def check(argv: list[str]) -> list[str]:
-    """What is wrong with the run that these arguments of the main job describe; empty if nothing is."""
-    return [str(one) for one in examine(argv).findings]
-
-
 def examine(argv: list[str]) -> Report:
-    """The same as objects, with the estimate of memory and the versions of what is installed."""
-    from trl_atropos.check.launch import Launch, packages, read, stated_settings
+    """What is wrong with the run that these arguments of the main job describe."""
+    from trl_atropos.check.launch import Launch, packages, read, refused, stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
-    given, found, memory = {flag[2:]: getattr(options, flag[2:]) for flag, *_ in OPTIONS}, [], {"table": []}
-    try:
-        launch = Launch(**given)
-    except Finding as error:
-        found.append(error)
-        launch = Launch(**given | {"config_file": None})
+    del options.json
+    launch, recipe, memory = Launch(**vars(options)), None, {"table": []}
+    found = list(refused(lambda: launch.content))
+    if found:
+        launch = replace(launch, config_file=None)
     stated = stated_settings(argv)
-    recipe, wrong = read(argv, stated, launch)
-    found += [*wrong, *packages(recipe, launch)]
-    if recipe is not None:  # without one that can be read there is nothing more to look at
+    try:
+        recipe = read(argv, stated, launch)
         more, memory = _of_recipe(recipe, launch, stated)
         found += more
+    except Finding as error:  # without a recipe that can be read there is nothing more to look at
+        found.append(error)
+    found += packages(recipe)
     found.sort(key=lambda one: one.level != ERROR)
     return Report(found, memory, versions())
 
 
 def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], dict[str, Any]]:
-    from trl_atropos.check.fit import disk
-    from trl_atropos.check.launch import Plan, dead, layout, plan_of
+    from trl_atropos.check.fit import disk, estimate, findings
+    from trl_atropos.check.launch import Plan, dead, layout, plan_of, refused
     from trl_atropos.check.memory import case_of
-    from trl_atropos.check.services import environments, lengths, services, tokenizers
-
-    found = [*_files(recipe), *services(recipe, launch), *layout(recipe, launch), *tokenizers(recipe)]
-    try:
-        plan = plan_of(recipe.training, launch)
-    except Finding as error:  # a file that accelerate's names
-        plan, found = None, [*found, error]
-    with contextlib.suppress(Exception):  # what a model's own code and wrong flags of the server raise: see `_memory`
-        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
-        found += [*lengths(recipe, case, stated), *disk(case, launch.elsewhere)]
-    too_much, estimate = _memory(recipe, plan)
-    return [*found, *environments(recipe), *dead(recipe, stated), *too_much], estimate
-
-
-def _files(recipe) -> Iterator[Finding]:
-    """What the run reads and writes, and what it reports to."""
+    from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
 
-    folder = recipe.training.output_dir
-    was_there = os.path.isdir(folder)
-    for look in (lambda: check_files(recipe), lambda: check_reports(recipe.training)):
-        try:
-            look()
-        except Finding as error:
-            yield error
+    memory = {"table": ["Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."]}
+    folder, was_there = recipe.training.output_dir, os.path.isdir(recipe.training.output_dir)
+    found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)
-
-
-def _memory(recipe, plan) -> tuple[list[Finding], dict[str, Any]]:
-    """What does not fit; and the estimate, with the lines of its table, or why there is none."""
-    from trl_atropos.check.fit import estimate, findings
-
-    if plan is None:
-        return [], {"table": [NO_GPU]}
+    found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
     try:
-        found = estimate(recipe, plan)
-        too_much, table = findings(found), found.table()
+        plan = plan_of(recipe.training, launch)
+        case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
+        found += lengths(recipe, case)
+        found += disk(case, launch.elsewhere)
+        if plan is not None:
+            fit = estimate(case)
+            found += findings(fit)
+            memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
+            memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
-        reason, wrong = " ".join(str(error).split())[:200], []
+        reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
             what, seen = "peft cannot put the adapter into the model", f"{recipe.model.lora_target_modules}"
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
-            wrong = [Finding(what, f"lora_target_modules: {seen}", fix, "adapter")]
+            found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
         needs = "which needs the model's config and a model that runs by it"
-        return wrong, {"table": [f"Memory: no estimate, {needs} ({reason})."]}
-    sizes = {"total": found.total, "available": plan.total, "fits": found.fits}
-    return too_much, {"table": table, "bytes": {one.name: one.items for one in found.processes}, **sizes}
+        memory = {"table": [f"Memory: no estimate, {needs} ({reason})."]}
+    return found, memory
 
 
 def _lines(report: Report, colours: bool) -> Iterator[str]:
@@ -199,11 +160,11 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
         for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
             yield from textwrap.wrap(text, WIDTH, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
         yield ""
-    errors, rest = len(report.errors), len(report.findings) - len(report.errors)
-    counts = [f"{count} {level}{'s' * (count != 1)}" for count, level in ((errors, ERROR), (rest, WARNING))]
-    if errors:
+    count = Counter(one.level for one in report.findings)
+    counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
+    if count[ERROR]:
         yield painted(f"{', '.join(counts)}.", RED)
-    elif rest:
+    elif count[WARNING]:
         yield painted(f"No error, {counts[1]}.", YELLOW)
     else:
         yield painted("Nothing wrong was found.", GREEN)

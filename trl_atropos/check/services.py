@@ -1,29 +1,25 @@
-"""The services of a run: room for those that it starts, what answers already where it starts none; the Python, code
-and settings of its environments; and whether model, servers and environments mean the same by a token.
-
-What the run writes for an environment itself needs no look. Tokenizers are loaded only if they are on this machine.
-"""
+"""The services of a run: room for those that it starts, what answers where it starts none; and the Python, code and
+settings of its environments, but for what the run writes for them itself."""
 
 import json
+import math
 import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from trl_atropos.check.launch import Launch, requirements
+from trl_atropos.check.launch import Launch, refused, requirements
 from trl_atropos.check.memory import Case
-from trl_atropos.errors import ERROR, WARNING, RolloutError, ServerError, ServiceError
+from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import ADAPTER_MODES, parallel, server_flags, stated_flags, tokenizer_fingerprint
-from trl_atropos.recipe import EnvironmentSpec, Recipe
-from trl_atropos.rollouts.api import UNREGISTERED, AtroposClient
+from trl_atropos.protocol import parallel, stated_flags
+from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
+from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
-from trl_atropos.weights.probe import num_positions
 
 ANSWER = 5.0  # seconds
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
@@ -33,29 +29,21 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     config, training = recipe.services, recipe.training
     if training.replay_paths is not None:
         return
-    if config.start_atropos:
-        yield from _port("The Atropos API", "atropos_url", training.atropos_url, "start_atropos")
-    elif _answers(training.atropos_url):
-        yield from _api(recipe, launch)
-    for url in training.vllm_server_urls:
-        if config.start_vllm:
-            yield from _port("The vLLM server", "vllm_server_base_url", url, "start_vllm")
-        elif _answers(url):
-            yield from _server(recipe, url)
-    try:
-        if config.start_vllm and not launch.elsewhere:
-            require_sockets()
-            require_shared_memory(parallel(recipe.vllm_flags())[0])
-    except ServiceError as error:
-        yield error
-
-
-def _port(what: str, setting: str, url: str, start: str) -> Iterator[Finding]:
-    fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
-    try:
-        require_free_port(url, what, fix)
-    except ServiceError as error:
-        yield Finding(error.what, f"{setting}: {url}, {error.seen}", error.fix, error.code)
+    for service, setting, urls, start in (
+        ("the Atropos API", "atropos_url", [training.atropos_url], "start_atropos"),
+        ("the vLLM server", "vllm_server_base_url", training.vllm_server_urls, "start_vllm"),
+    ):
+        fix = f"Stop what runs there, set `{setting}` to a free port, or use it with `{start}: false`."
+        for url in urls:
+            if getattr(config, start):
+                yield from refused(partial(require_free_port, url, service, fix))
+            elif _answers(url):
+                api = setting == "atropos_url"
+                ask = AtroposClient(url, ANSWER, ANSWER).greet if api else ServerClient(url, ANSWER).info
+                yield from refused(ask, f"{setting}: {url}")
+    if config.start_vllm and not launch.elsewhere:
+        yield from refused(require_sockets)
+        yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
 
 
 def _answers(url: str) -> bool:
@@ -66,74 +54,25 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _api(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    url, wanted = recipe.training.atropos_url, recipe.training.generation_batch_size
-    client = AtroposClient(url, ANSWER, ANSWER)
-    try:
-        client.greet()
-        held = client.info().batch_size
-    except RolloutError as error:
-        yield Finding(error.what, f"atropos_url: {url}", error.fix, "not-atropos")
-        return
-    # Without being told how many processes there will be, any multiple may be right.
-    fits = held % wanted == 0 if launch.processes is None else held == wanted
-    if held != UNREGISTERED and not fits and not recipe.training.reset_atropos:
-        yield Finding(
-            "The Atropos API holds an earlier run's registration, which it does not change",
-            f"{url} has batch_size {held}, this run {wanted}",
-            "Set `reset_atropos: true` to throw away the rollouts queued there, or restart the API; restart the "
-            "environments in both cases.",
-            "atropos-registered",
-        )
-
-
-def _server(recipe: Recipe, url: str) -> Iterator[Finding]:
-    try:
-        info = ServerClient(url, ANSWER).info()
-    except ServerError as error:
-        yield Finding(error.what, f"vllm_server_base_url: {url}", error.fix, error.code)
-        return
-    model, mode = str(recipe.model.model_name_or_path), recipe.training.vllm_mode
-    start = f"Start it as `trl-atropos serve {model} --vllm_mode {mode}`"
-    if mode != "restart" and not _same(info.model, model):  # `restart` serves one checkpoint after the other
-        seen, fix = f"{url} has {info.model}, the run {model}", f"{start}, or set `model_name_or_path: {info.model}`."
-        yield Finding("The server that is running serves another model", seen, fix, "server-model")
-    if mode in ADAPTER_MODES and info.lora is None:
-        what = "The server that is running was started without adapters, and the run sends one"
-        yield Finding(what, f"{url}, vllm_mode: {mode}", f"{start}.", "server-mode")
-    yield from _too_long(recipe, info.max_model_len, f"{url} has max_model_len {info.max_model_len}")
-
-
-def _too_long(recipe: Recipe, served: int, seen: str) -> Iterator[Finding]:
-    longest = recipe.training.max_sequence_length
-    if longest and longest > served:
-        what = "The trainer is to take longer rollouts than the server samples, and stops at the start"
+def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
+    starts, longest = recipe.services.start_vllm and case.flags is not None, recipe.training.max_sequence_length
+    limit = min(case.max_model_len if starts else math.inf, longest or math.inf)
+    if longest and longest > limit:
+        what, seen = "The server samples shorter rollouts than the trainer is to take", f"--max-model-len {limit}"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
         yield Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
-
-
-def _same(name: str, model: str) -> bool:
-    """Whether both name the same model, or the same folder."""
-    return name == model or (os.path.isdir(name) and os.path.isdir(model) and os.path.samefile(name, model))
+    for spec in recipe.environments:
+        own = number_of(recipe.stated(spec).get("max_token_length"))
+        if own and own > limit:
+            what = "it samples longer rollouts than the server takes or the trainer trains on"
+            seen = f"max_token_length: {own:.0f}, the longest rollout: {limit}"
+            yield _of(spec, what, seen, f"Lower `max_token_length` to {limit}.", "environment-length", WARNING)
 
 
 # ------------------------------------------------------------------------------------------------------- environments
 
 PYTHON_DEADLINE = 60.0  # seconds; a cold start from a network disk takes some
-PROBE = """
-import importlib.metadata, importlib.util, json, sys
-found = {}
-for name in ("transformers", "atroposlib"):
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        found[name] = None
-try:
-    found["module"] = importlib.util.find_spec(sys.argv[1]).origin if sys.argv[1] else ""
-except Exception:  # it may import the package that the module is in
-    found["module"] = None
-print(json.dumps(found))
-"""
+PROBE = "import importlib.metadata as m, json; print(json.dumps({one.name: one.version for one in m.distributions()}))"
 BROKEN = "tokenize_for_trainer("  # of Atropos, by transformers 5: its masks and token ids are garbage
 WITH_TOKENS = ("vllm", "sglang")  # server types that return token ids and log-probabilities
 DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
@@ -145,6 +84,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         if "python" in os.path.basename(command[0]):
             yield from _program(spec, command)
         yield from _servers(recipe, spec, command)
+        yield from _tokenizer(recipe, spec)
         yield from _settings(recipe, spec)
     yield from _together(recipe)
 
@@ -154,46 +94,36 @@ def _of(spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level:
 
 
 def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
-    """What is installed for a Python, and whether the script or module that it runs is there."""
-    python, words = command[0], command[1:]
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    script = "" if module else next((word for word in words if word.endswith(".py")), "")
-    env = {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
+    """What is installed for a Python, and whether the script that it runs is there."""
+    python, env = command[0], {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
     ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
     try:
-        answer = subprocess.run([python, "-", module], **ask, timeout=PYTHON_DEADLINE, check=True)
-        found = json.loads(answer.stdout.splitlines()[-1])
+        answer = subprocess.run([python, "-"], **ask, timeout=PYTHON_DEADLINE, check=True)
+        installed = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        printed = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         what = "its Python cannot be asked what is installed there"
-        seen = f"{python}: {(printed or str(error)).splitlines()[-1]}"
+        seen = f"{python}: {str(getattr(error, 'stderr', '') or error).strip().splitlines()[-1]}"
         yield _of(spec, what, seen, "Correct its `python`.", "environment-python")
         return
-    version = found["atroposlib"]
+    version, transformers = installed.get("atroposlib"), installed.get("transformers", "0")
     wanted = next(one.specifier for one in requirements("trl_atropos") if one.name == "atroposlib")
     if version is None or not wanted.contains(version, prereleases=True):
-        what = "the Atropos that is installed for its Python is of another version" if version else "it has no Atropos"
         seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
         fix = f'Install it (`{python} -m pip install "atroposlib{wanted}"`), or name another `python` in its entry.'
-        yield _of(spec, what, seen, fix, "environment-atroposlib")
-    path = found["module"] if module else os.path.join(spec.cwd or "", script)
-    if path is None or (script and not os.path.isfile(path)):
-        what = "its Python does not find the module that it runs" if module else "there is no such script"
-        seen = f"{module} in {python}" if module else path
-        yield _of(spec, what, seen, "Correct its `command` or `cwd`.", "environment-script")
-    elif int((found["transformers"] or "0").partition(".")[0]) >= 5 and BROKEN in _source(path):
+        yield _of(spec, "its Python does not have the Atropos that it needs", seen, fix, "environment-atroposlib")
+    scripts = [word for word in command[1:] if word.endswith(".py") and "-m" not in command]
+    path = Path(spec.cwd or "", *scripts[:1])
+    if scripts and not path.is_file():
+        yield _of(spec, "there is no such script", str(path), "Correct its `command` or `cwd`.", "environment-script")
+    elif scripts and int(transformers.partition(".")[0]) >= 5 and BROKEN in path.read_text("utf-8", "replace"):
         yield _of(
             spec,
             "`tokenize_for_trainer` makes garbage of its tokens with transformers 5",
-            f"{path}, transformers {found['transformers']} of {python}",
+            f"{path}, transformers {transformers} of {python}",
             "Sample with `self.server.managed_server(...)`, which keeps tokens and log-probabilities; or make a "
             "virtual environment with `transformers<5` and name its Python as `python` of this entry.",
             "tokenizes",
         )
-
-
-def _source(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8", errors="replace") if os.path.isfile(path) else ""
 
 
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
@@ -218,43 +148,54 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
         yield _of(spec, what, seen, fix, "server-url", WARNING)
 
 
-def _place(url: str) -> tuple[str, int | None]:
-    """Host and port; without a port where that is no number from 0 to 65,535."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    try:
-        port = parts.port or 80
-    except ValueError:
-        port = None
-    return ("127.0.0.1" if host in ("localhost", "0.0.0.0", "::1") else host), port
+def _place(url: str) -> str:
+    """Host and port."""
+    return urlsplit(url).netloc.replace("localhost", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
 
 
-def _number(value: Any) -> float | None:
+def _vocabulary(name: str) -> dict[str, int] | None:
+    """A tokenizer's vocabulary; `None` if it is not on this machine."""
+    from transformers import AutoTokenizer
+
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False).get_vocab()
+    except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
         return None
+
+
+def _tokenizer(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
+    name, model = str(recipe.stated(spec).get("tokenizer_name", "")), str(recipe.model.model_name_or_path)
+    if not name or os.path.realpath(name) == os.path.realpath(model):
+        return
+    ours, theirs = _vocabulary(model), _vocabulary(name)
+    if ours is None or theirs is None:
+        what, level = "it tokenizes by another name than the run's model", WARNING
+    else:
+        what, level = "it has another vocabulary, so that the same ids mean different text", ERROR
+    if ours is None or ours != theirs:
+        fix = "Leave `tokenizer_name` out of its entry, or name the model."
+        yield _of(spec, what, f"tokenizer_name: {name}, the run's model: {model}", fix, "tokenizer", level)
 
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     """Settings of an environment that the recipe states, and that do not fit the run's."""
     stated, training = recipe.stated(spec), recipe.training
     url = stated.get("rollout_server_url", training.atropos_url)
-    if _place(url)[1] != _place(training.atropos_url)[1]:
+    if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:  # a host has several names
         what = "it registers at another Atropos API than the run's"
         seen = f"rollout_server_url: {url}, atropos_url: {training.atropos_url}"
         yield _of(spec, what, seen, "Set it to `{atropos_url}`.", "environment-api")
-    steps = _number(stated.get("total_steps"))
+    steps = number_of(stated.get("total_steps"))
     if steps is not None and 0 <= steps < training.max_steps:
         seen = f"total_steps: {steps:.0f}, max_steps: {training.max_steps}"
         yield _of(spec, "it ends before the run does", seen, "Leave `total_steps` out.", "environment-steps")
-    ahead, oldest = _number(stated.get("max_batches_offpolicy")), training.max_staleness
+    ahead, oldest = number_of(stated.get("max_batches_offpolicy")), training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
         what = "it samples so far ahead that its last rollouts are too old to be trained on, and dropped"
         seen = f"max_batches_offpolicy: {ahead:.0f}, max_staleness: {oldest}"
         fix = f"Lower `max_batches_offpolicy` to {max(1, oldest)}, or raise `max_staleness`."
         yield _of(spec, what, seen, fix, "staleness", WARNING)
-    if _number(stated.get("group_size")) == 1 and training.single_row_groups == "refuse":
+    if number_of(stated.get("group_size")) == 1 and training.single_row_groups == "refuse":
         what = "its groups have one rollout, which has no statistics of a group, and the run stops at the first"
         fix = "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the advantage) or `zero`."
         yield _of(spec, what, "group_size: 1, single_row_groups: refuse", fix, "group-of-one")
@@ -263,82 +204,15 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
 def _together(recipe: Recipe) -> Iterator[Finding]:
     """What several environments do to each other."""
     stated = {spec.name: recipe.stated(spec) for spec in recipe.environments}
-    sizes = {name: int(size) for name, it in stated.items() if (size := _number(it.get("group_size")))}
+    sizes = {name: int(size) for name, it in stated.items() if (size := number_of(it.get("group_size")))}
     largest = max(sizes.values(), default=1)
     if any(largest % size for size in sizes.values()):  # api/utils.py:59
         what = "The Atropos API waits for ever to fill small groups up to the size of the largest, which these cannot"
         seen = ", ".join(f"{name}: group_size {size}" for name, size in sizes.items())
         yield Finding(what, seen, "Make every group size divide the largest one.", "mixed-group-sizes")
-    shares = {name: share for name, it in stated.items() if (share := _number(it.get("min_batch_allocation")))}
+    shares = {name: share for name, it in stated.items() if (share := number_of(it.get("min_batch_allocation")))}
     if sum(shares.values()) > 1:  # api/utils.py:144
         what = "The least shares of a batch that environments ask for are more than one batch"
         seen = ", ".join(f"{name}: min_batch_allocation {share:g}" for name, share in shares.items())
         fix = "Lower `min_batch_allocation` until they are 1 together, or leave it out."
         yield Finding(what, seen, fix, "batch-shares")
-
-
-# -------------------------------------------------------------------------------------------------------------- tokens
-
-LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's own leave to serve more than the model was made for
-
-
-@cache
-def _vocabulary(name: str) -> str | None:
-    """Fingerprint of a tokenizer's vocabulary; `None` if it is not on this machine."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - what a tokenizer's own files may raise has no bound; without it nothing is said
-        return None
-    return tokenizer_fingerprint(tokenizer.get_vocab())
-
-
-def tokenizers(recipe: Recipe) -> Iterator[Finding]:
-    """The tokenizers that the recipe states for the server and for environments, against the model's."""
-    flags, model = server_flags(recipe.vllm_flags()), str(recipe.model.model_name_or_path)
-    template = flags.get("--chat-template", "")
-    if template.endswith((".jinja", ".json", ".txt")) and not os.path.isfile(template):
-        what, fix = "The server's chat template is not there", "Correct `--chat-template` in `vllm_args`."
-        yield Finding(what, f"--chat-template {template}", fix, "chat-template")
-    named = [("The server", flags.get("--tokenizer"), "--tokenizer", "`vllm_args`", ERROR)]
-    for spec in recipe.environments:
-        own = recipe.stated(spec).get("tokenizer_name")
-        named.append((f"Environment {spec.name!r}", own, "tokenizer_name", "its entry", WARNING))
-    for who, name, setting, place, level in named:
-        if name is None or _same(str(name), model):
-            continue
-        ours, theirs = _vocabulary(model), _vocabulary(str(name))
-        seen = f"{setting}: {name}, the run's model: {model}"
-        fix = f"Leave `{setting}` out of {place}, or name the model."
-        if ours is None or theirs is None:
-            yield Finding(f"{who} tokenizes by another name than the run's model", seen, fix, "tokenizer", level)
-        elif ours != theirs:
-            what = f"{who} has another vocabulary than the run's model, so that the same ids mean different text"
-            yield Finding(what, seen, fix, "tokenizer")
-
-
-def lengths(recipe: Recipe, case: Case, stated: dict[str, Any]) -> Iterator[Finding]:
-    """`stated` are the recipe's settings."""
-    training, starts = recipe.training, recipe.services.start_vllm and case.flags is not None
-    positions, served = num_positions(case.config), case.max_model_len if starts else None
-    if served and served > positions and os.environ.get(LONGER, "0") != "1":
-        what = "The server is to take longer rollouts than the model was made for, and vLLM will not start"
-        seen = f"--max-model-len {served}, max_position_embeddings: {positions:.0f}"
-        fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
-        yield Finding(what, seen, fix, "model-length")
-    if served:
-        yield from _too_long(recipe, served, f"--max-model-len {served}")
-    limit = min((one for one in (training.max_sequence_length, served) if one), default=None)
-    completion = training.max_completion_length
-    if limit and "max_completion_length" in stated and completion is not None and completion >= limit:
-        what = "Completions cannot become as long as `max_completion_length`, because prompts count too"
-        seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        fix = "Lower `max_completion_length`, or raise `--max-model-len` in `vllm_args`."
-        yield Finding(what, seen, fix, "completion-length", WARNING)
-    for spec in recipe.environments:
-        own = _number(recipe.stated(spec).get("max_token_length"))
-        if own and limit and own > limit:
-            what = "it samples longer rollouts than the server takes or the trainer trains on"
-            seen = f"max_token_length: {own:.0f}, the longest rollout: {limit}"
-            yield _of(spec, what, seen, f"Lower `max_token_length` to {limit}.", "environment-length", WARNING)

@@ -37,17 +37,9 @@ def shadow_model(
         plain = _plain(model)
         if plain.base_model is plain:  # Llama 4 names a backbone that it does not have
             plain.base_model_prefix = "model"
-    taken: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
-    with (
-        FakeTensorMode() as mode
-    ):  # operators choose their kernels by the device, and have none to choose from on meta
-        for own in (own for module in model.modules() for own in (module._parameters, module._buffers)):
-            for name, tensor in own.items():
-                if tensor is not None and tensor not in taken:
-                    here = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    taken[tensor] = torch.nn.Parameter(here, tensor.requires_grad) if is_parameter else here
-                own[name] = taken.get(tensor)
+    with FakeTensorMode() as mode:  # operators choose their kernels by the device, and have none for meta
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        plain.tie_weights()
     return model.train(), mode
 
 
@@ -83,21 +75,6 @@ class Sizes:
         return sum(one.numel() for one in self.trained)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a micro-batch's memory depends on."""
-
-    rollouts: int
-    length: int  # tokens of each, of which all but the first are scored
-    autocast: torch.dtype | None  # what operators compute in, if not the parameters' dtype
-    checkpointing: bool
-    exact_gradients: bool  # fp32 whatever the parameters are (`weights/masters.py`)
-    accumulates: bool  # there are gradients already, of the micro-batches before
-    kernels: bool  # CUDA's: TRL's Triton kernel folds the log-probabilities in place
-    plain_attention: bool  # attention keeps its weights: torch's kernels without them take none of the inputs
-    distills: bool  # one more forward, for logits over the whole vocabulary (`distillation.py`)
-
-
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operators make, until they are freed."""
 
@@ -126,66 +103,69 @@ class LiveBytes(TorchDispatchMode):
         if self._now > sum(self.peak.values()):
             self.peak = {ACTIVATIONS: self._now - self.gradients, GRADIENTS: self.gradients}
 
+    def note_gradient(self, parameter: torch.nn.Parameter) -> None:
+        self.gradients += parameter.grad.nbytes
+
     def _free(self, key: int, size: int) -> None:
         self._alive.remove(key)
         self._now -= size
 
 
-def trace(model: Any, mode: FakeTensorMode, setup: Setup) -> dict[str, int]:
-    """Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind."""
-    plain = _plain(model)
-    if setup.checkpointing:
+def trace(model: Any, mode: FakeTensorMode, case: Any, exact_gradients: bool) -> dict[str, int]:
+    """
+    Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind. `case` is a
+    `memory.Case`. With `exact_gradients`, they are in float32 whatever the parameters are (`weights/masters.py`).
+    """
+    args, plain, live = case.training, _plain(model), LiveBytes([*model.parameters(), *model.buffers()])
+    # Is there a gradient already, of the micro-batches before?
+    accumulates = args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
+    if args.gradient_checkpointing:
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if model is not plain:
             plain.enable_input_require_grads()  # as TRL does
-    live = LiveBytes([*model.parameters(), *model.buffers()])
-
-    def note_gradient(parameter: torch.nn.Parameter) -> None:
-        live.gradients += parameter.grad.nbytes
-
-    autocast = nullcontext() if setup.autocast is None else torch.autocast("cpu", setup.autocast)
-    attention = sdpa_kernel(SDPBackend.MATH) if setup.plain_attention else nullcontext()
+    autocast = nullcontext() if case.autocast is None else torch.autocast("cpu", case.autocast)
+    attention = sdpa_kernel(SDPBackend.MATH) if case.plain_attention else nullcontext()
     with mode:
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            parameter.grad_dtype = torch.float32 if setup.exact_gradients else parameter.dtype
-            if setup.accumulates:
+            parameter.grad_dtype = torch.float32 if exact_gradients else parameter.dtype
+            if accumulates:
                 parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
-                note_gradient(parameter)
+                live.note_gradient(parameter)
                 live.count(parameter.grad)
             else:
-                parameter.register_post_accumulate_grad_hook(note_gradient)
+                parameter.register_post_accumulate_grad_hook(live.note_gradient)
         with live, autocast, attention:
-            _score(plain, setup).backward()
+            _score(plain, case).backward()
     return live.peak
 
 
-def _score(model: Any, setup: Setup) -> torch.Tensor:
+def _score(model: Any, case: Any) -> torch.Tensor:
     """
     The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the loss itself has a few
     floats per token. Rollouts differ in length, so there is an attention mask, unless attention takes more without.
     """
-    ids = torch.ones(setup.rollouts, setup.length, dtype=torch.long)
-    mask = {} if setup.plain_attention else {"attention_mask": torch.ones_like(ids)}
+    ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
+    mask = {} if case.plain_attention else {"attention_mask": torch.ones_like(ids)}
     hidden, weight = model.base_model(input_ids=ids, **mask, use_cache=False)[0], model.get_output_embeddings().weight
     loss = hidden.sum() + weight.sum()
-    torch.empty(_head_bytes(hidden, weight, setup), dtype=torch.uint8)  # is gone before the body's backward
-    if setup.distills:
-        logits = model(input_ids=ids, **mask, logits_to_keep=setup.length, use_cache=False).logits[:, :-1]
+    torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)  # is gone before the body's backward
+    if case.training.distillation_coef > 0:  # one more forward, for logits over the whole vocabulary
+        logits = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False).logits[:, :-1]
         loss = loss + logits.gather(-1, ids[:, :-1, None]).float().sum()
     return loss
 
 
-def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, setup: Setup) -> int:
+def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Any) -> int:
     """
     What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in trl/kernels/chunked_logprob.py): a tile of
     logits in the dtype that is computed in, what folds it where there is no Triton (7.25 tiles in float32), and
     float32 gradients, which are then rounded.
     """
-    dtype = setup.autocast or hidden.dtype
-    tokens, width = setup.rollouts * (setup.length - 1), min(weight.shape[0], TILE[1])
+    dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"  # there, TRL's Triton kernel folds
+    tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
-    tile = min(tokens, TILE[0]) * (TILE[1] if setup.kernels else width)
-    scratch = 0 if setup.kernels else int(4 * 7.25 * tile)
+    tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
+    scratch = 0 if on_gpu else int(4 * 7.25 * tile)
     scratch += (weight.dtype != dtype) * width * weight.shape[1] * dtype.itemsize
     gradients = tokens * hidden.shape[-1] + weight.requires_grad * weight.numel()
     rounded = gradients * hidden.dtype.itemsize if hidden.dtype != torch.float32 else 0

@@ -65,8 +65,7 @@ def _place(error):
 logging.setLogRecordFactory(_explained)
 # Python loads only the first `sitecustomize`; the environment's Python may have one that this file hides.
 _here = os.path.dirname(os.path.abspath(__file__))
-_hidden = importlib.machinery.PathFinder.find_spec(
-    "sitecustomize", [p for p in sys.path if os.path.abspath(p) != _here]
-)
+_others = [path for path in sys.path if os.path.abspath(path) != _here]
+_hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
 if _hidden is not None:
     _hidden.loader.exec_module(importlib.util.module_from_spec(_hidden))

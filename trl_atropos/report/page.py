@@ -10,12 +10,10 @@ import base64
 import gzip
 import html
 import json
-import math
-import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from trl_atropos.errors import AtroposTrainingError, RolloutError
+from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
@@ -36,20 +34,14 @@ MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
-ATTEMPTS = 3  # a run may remove its oldest rollouts while they are read
+OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config")
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
 It has curves of everything that was logged, the warnings, the settings, and rollouts by step, group, environment,
 reward and gap, with every token coloured by its advantage, its log-probability or the trainer-sampler gap.
 
-Works while the run goes on: it reads what is there (run_log.jsonl and rollouts/) and changes nothing. Run it again for
-a newer page."""
-
-EPILOG = """\
-examples:
-  trl-atropos report runs/quickstart
-  trl-atropos report runs/mine --output /tmp/mine.html --max_rollouts 500"""
+Works while the run goes on, and changes nothing of it."""
 
 
 def main(argv: list[str]) -> None:
@@ -58,7 +50,7 @@ def main(argv: list[str]) -> None:
     output = options.output or options.run_dir / "report.html"
     try:
         page, summary = build(options.run_dir, options.max_rollouts)
-        write(output, page)
+        output.write_text(page, encoding="utf-8")
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")
     except OSError as error:
@@ -67,12 +59,8 @@ def main(argv: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-atropos report",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument(
@@ -88,13 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
-    for attempt in range(ATTEMPTS):
-        try:
-            data, chunks = _collect(read_run(folder), max_rollouts)
-            break
-        except RolloutError:  # a file of rollouts has gone since it was listed
-            if attempt + 1 == ATTEMPTS:
-                raise
+    data, chunks = _collect(read_run(folder), max_rollouts)
     blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks))]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
@@ -114,28 +96,16 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
     packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
     tokenizer = run.folder / "tokenizer.json"
-    has_gap = not all(map(math.isnan, packed.columns["gap"]))
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
-        "source": run.source,
-        "began_at": run.began_at,
-        "last_at": run.last_at,
-        "ended": run.ended,
-        "resumed": run.resumed,
-        "steps": run.steps,
-        "max_steps": run.began.get("max_steps"),
-        "books": run.books,
+        **({"changed": [], "model": {}, "versions": {}} | run.began),
+        **{name: getattr(run, name) for name in OF_RUN},
         "metrics": series(run, POINTS),
         "rewards": rewards(rollouts, POINTS),
-        "warnings": [{name: warning.get(name) for name in ("at", "step", "warning")} for warning in run.warnings],
-        "config": run.config,
-        "changed": run.began.get("changed", []),
-        "model": run.began.get("model", {}),
-        "versions": run.began.get("versions", {}),
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),
-        "no_gap": None if has_gap else why_no_gap(run, rollouts),
+        "no_gap": why_no_gap(run, rollouts) if pd.isna(packed.columns["gap"]).all() else None,
         "unreadable": [*unreadable, *packed.unreadable],
         "texts": token_texts(tokenizer, packed.token_ids) if tokenizer.is_file() else {},
         "has_tokenizer": tokenizer.is_file(),
@@ -145,27 +115,10 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
 
 def _block(name: str, content: Any) -> str:
     """JSON that the page unpacks. Base64 has no character that could end the element."""
-    text = json.dumps(_finite(content), separators=(",", ":"), default=str)
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # browsers know no NaN
+    text = json.dumps(finite, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{packed}</script>'
-
-
-def _finite(content: Any) -> Any:
-    """Browsers know no NaN in JSON."""
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {str(name): _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return content
-
-
-def write(path: Path, page: str) -> None:
-    """Whole or not at all: somebody may have the last one open."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, path)
 
 
 # ------------------------------------------------------------------------------------------------ rewards and rollouts
@@ -207,14 +160,14 @@ class Packed:
     """Rollouts as the page reads them."""
 
     columns: dict[str, list]  # one value per rollout
+    unreadable: list[str]
     chunks: list[dict[str, Any]] = field(default_factory=list)  # {"prompts": [ids ...], "rows": [[...] ...]}
     token_ids: set[int] = field(default_factory=set)  # every id that occurs
-    unreadable: list[str] = field(default_factory=list)
 
 
-SHOWN = ("index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std")
-SHOWN += ("prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage")
-FLAGS = ("zero_advantage", "raw_advantage", "sft")
+SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
+SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
+FLAGS = ["zero_advantage", "raw_advantage", "sft"]
 MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "place")
 
 
@@ -226,42 +179,37 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
     stretch, and null stands for an unknown log-probability or gap.
     """
-    packed = Packed({name: chosen[name].tolist() for name in SHOWN} | {name: [] for name in MEASURED})
-    packed.columns |= {name: chosen[name].astype(int).tolist() for name in FLAGS}
     # What is kept of the others is of a life of the run that was given up.
     trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
-    scored, packed.unreadable = trainer_logprobs(folder, set(trained["index"]))
-    prompts: dict[bytes, int] = {}
+    scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
+    packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
+    packed.columns |= {name: [] for name in MEASURED}
     filled = CHUNK_TOKENS
-    for place, rollout in enumerate(_read(chosen)):
+    wanted = set(chosen["index"])
+    read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
+    for place, rollout in enumerate(rollout for rollout in read if rollout.index in wanted):
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
-            prompts, filled = {}, 0
-        chunk = packed.chunks[-1]
-        key = rollout.prompt_ids.tobytes()
-        if key not in prompts:
-            prompts[key] = len(prompts)
-            chunk["prompts"].append(rollout.prompt_ids.tolist())
-            filled += len(rollout.prompt_ids)
+            filled = 0
+        chunk, prompt = packed.chunks[-1], rollout.prompt_ids.tolist()
+        if prompt not in chunk["prompts"]:
+            chunk["prompts"].append(prompt)
+            filled += len(prompt)
         filled += len(rollout.mask)
-        packed.token_ids.update(rollout.prompt_ids.tolist(), rollout.completion_ids.tolist())
+        packed.token_ids.update(prompt, rollout.completion_ids.tolist())
         turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
         own, gap = rollout.token_advantages, _gap(scored.get(rollout.index), rollout)
         if rollout.trains_on_token_advantages:
             packed.columns["advantage"][place] = float(own[rollout.mask].mean())
         known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
-        measured = (
-            float(known.mean()) if len(known) else np.nan,
-            int(rollout.mask.sum()),
-            np.nan if gap is None else float(np.nanmean(np.abs(gap))),
-            np.nan if gap is None else float(np.nanmax(np.abs(gap))),
-            [len(packed.chunks) - 1, len(chunk["rows"])],
-        )
-        for name, value in zip(MEASURED, measured, strict=True):
-            packed.columns[name].append(value)
+        packed.columns["logprob"].append(float(known.mean()) if len(known) else np.nan)
+        packed.columns["trained_tokens"].append(int(rollout.mask.sum()))
+        packed.columns["gap"].append(np.nan if gap is None else float(np.nanmean(np.abs(gap))))
+        packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
+        packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
         chunk["rows"].append(
             [
-                prompts[key],
+                chunk["prompts"].index(prompt),
                 rollout.completion_ids.tolist(),
                 np.diff(np.flatnonzero(turns)).tolist(),
                 _thousandths(rollout.logprobs),
@@ -271,12 +219,6 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
             ]
         )
     return packed
-
-
-def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
-    wanted = set(chosen["index"])
-    for path in chosen["path"].unique():
-        yield from (rollout for rollout in read_rollouts(Path(path)) if rollout.index in wanted)
 
 
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
@@ -294,17 +236,14 @@ def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
 
 def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
     """What a page without any trainer-sampler gap says in its place."""
-    correction = "vllm_importance_sampling_correction"
     if not len(rollouts):
         return "there is no rollout in this run's folder"
     if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
         return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
-    if run.config.get(correction) is False:
-        return f"with `{correction}: false`, the trainer's log-probabilities of what was sampled are not computed"
-    return (
-        "the trainer's log-probabilities are not in this run's folder: no batch has been trained yet, or the run is "
-        "older than this version of trl_atropos, or they could not be written (then the warnings say so)"
-    )
+    if run.config.get("vllm_importance_sampling_correction") is False:
+        return "they are not computed with `vllm_importance_sampling_correction: false`"
+    missing = "the trainer's log-probabilities are not in this run's folder"
+    return f"{missing}: no batch has been trained yet, or they could not be written (then the warnings say so)"
 
 
 # -------------------------------------------------------------------------------------------------- the text of tokens
@@ -315,18 +254,17 @@ SPACE = "▁"  # of SentencePiece
 
 def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
     """The text of every id that the tokenizer at `path` knows."""
-    tokenizer, alphabet = Tokenizer.from_file(str(path)), _byte_alphabet()
-    pieces = {number: tokenizer.id_to_token(number) for number in ids}
-    return {n: _text(tokenizer, n, piece, alphabet) for n, piece in pieces.items() if piece is not None}
-
-
-def _text(tokenizer: Tokenizer, number: int, piece: str, alphabet: dict[str, int]) -> str:
-    if SPACE in piece:
-        return piece.replace(SPACE, " ")  # a decoder would strip the first one
-    text = tokenizer.decode([number], skip_special_tokens=False)
-    if REPLACEMENT in text and all(character in alphabet for character in piece):
-        return "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
-    return text or piece
+    tokenizer, alphabet, found = Tokenizer.from_file(str(path)), _byte_alphabet(), {}
+    for number, piece in ((number, tokenizer.id_to_token(number)) for number in ids):
+        if piece is None:
+            continue
+        text = tokenizer.decode([number], skip_special_tokens=False)
+        if SPACE in piece:
+            text = piece.replace(SPACE, " ")  # a decoder would strip the first one
+        elif REPLACEMENT in text and all(character in alphabet for character in piece):
+            text = "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
+        found[number] = text or piece
+    return found
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -4,6 +4,7 @@
 Imports neither torch nor transformers.
 """
 
+import contextlib
 import json
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pyarrow import feather
 
 from trl_atropos.errors import AtroposTrainingError, RolloutError
 from trl_atropos.rollouts.rollout import Rollout, normalised, staleness
@@ -29,12 +31,12 @@ class ReportError(AtroposTrainingError):
 
 @dataclass
 class Batch:
-    """A generation batch, as it was handed to the trainer."""
+    """A generation batch, as it was handed to the trainer (`run_log.py` says what the fields are)."""
 
-    first_step: int  # optimizer steps that it was taken for
+    first_step: int
     last_step: int
     spool: str
-    spans: list[list[int]]  # [first, end) of the indices of its rollouts
+    spans: list[list[int]]
     version: int
     lineage: list[list]
 
@@ -83,10 +85,8 @@ def read_run(folder: Path) -> Run:
                 run = Run(folder, LOG, began_at=record["at"], whole=True)
             _add(run, record)
     elif not (folder / "rollouts").is_dir():
-        raise ReportError(
-            f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts. Name the folder that the recipe's "
-            "`output_dir` names, or wait until the run has begun."
-        )
+        what = f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts"
+        raise ReportError(what, fix="Name the recipe's `output_dir`, or wait until the run has begun.")
     return run
 
 
@@ -97,8 +97,9 @@ def _add(run: Run, record: dict[str, Any]) -> None:
         numbers = {name: value for name, value in record["logs"].items() if isinstance(value, int | float)}
         run.logs.setdefault(record["step"], {}).update(numbers)
     elif "batch" in record:
-        place = record["spool"], record["rows"], record["version"], record["lineage"]
-        run.batches.append(Batch(*record["batch"], *place))
+        run.batches.append(
+            Batch(*record["batch"], *(record[name] for name in ("spool", "rows", "version", "lineage")))
+        )
         run.books = record["books"]
     elif "warning" in record:
         run.warnings.append(record)
@@ -156,24 +157,15 @@ class Fate(IntEnum):
 
 def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     """
-    All `n` rollouts in the run's folder in the order of their indices, and the files that cannot be read, each with
-    the reason.
+    All `n` rollouts in the run's folder by index, and the files that cannot be read, each with the reason.
 
-    The columns are the fields of `Rollout` in `TAKEN_OVER`, `environment`, `prompt_tokens`, `completion_tokens`,
-    `path` (of the file), `fate`, `first_step` and `last_step` (optimizer steps that the rollout was taken for),
-    `stale` (optimizer steps between the version that sampled it and the one that it was trained at), and `batch`
-    (number of the generation batch, if all of that is there). `UNKNOWN` stands for what is not known.
+    Beside `TAKEN_OVER`, columns are `environment`, `prompt_tokens`, `completion_tokens`, `path` (of the file), `fate`,
+    `first_step` and `last_step` (optimizer steps that the rollout was taken for), `stale` (steps between the version
+    that sampled it and the one that it was trained at) and `batch`, if all of that is there. Or `UNKNOWN`.
     """
     folder, spool = run.folder / "rollouts", ""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReportError(
-            f"{folder / META} is not what a run writes ({error!r}). Move {folder} away for a report without the "
-            "rollouts in it."
-        ) from error
     tables, parts, unreadable = [], {}, []
     for path in sorted(folder.glob("rows-*.arrow")):
         try:
@@ -217,17 +209,15 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
         of["first_step"][places], of["last_step"][places] = batch.first_step, batch.last_step
         for place in places[sampled[places] != UNKNOWN]:
             part = parts[rollouts["path"].iat[place]]
-            age = staleness(sampled[place], part.lineage, part.version, batch.lineage, batch.version)
-            of["stale"][place] = age
+            own = sampled[place], part.lineage, part.version
+            of["stale"][place] = staleness(*own, batch.lineage, batch.version)
     for name, values in of.items():
         rollouts[name] = values
 
 
 def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
-    """
-    `(n,)` float32: what the trainer trains with, except for advantages that an environment sent for each token. NaN
-    where it is not known. `scale_rewards` is the run's setting, None if that is not known.
-    """
+    """`(n,)` float32: what the trainer trains with, but for advantages of single tokens; NaN where it is not known.
+    `scale_rewards` is the run's setting, None if that is not known."""
     scores, stds = rollouts["score"].astype(np.float32), pd.Series(np.nan, rollouts.index)
     if scale_rewards == "group":
         stds = rollouts["group_std"]
@@ -240,15 +230,12 @@ def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
 
 
 def trainer_logprobs(folder: Path, wanted: Container[int]) -> tuple[dict[int, np.ndarray], list[str]]:
-    """
-    The trainer's log-probabilities (`rollouts/spool.py` writes them): by index of the rollout, `(c,)`
-    float32 in nats, NaN where a token was not trained. And the files that cannot be read, each with the reason.
-    """
+    """The trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the rollout: `(c,)` float32 in
+    nats, NaN where a token was not trained. And the files that cannot be read, each with the reason."""
     found, unreadable = {}, []
     for path in sorted(folder.glob("trainer-[0-9]*.feather")):
         try:
-            with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-                table = reader.read_all()
+            table = feather.read_table(path, memory_map=True)
             lists = table.column("logprobs").combine_chunks()
             for place, index in enumerate(table.column("index").to_pylist()):
                 if index in wanted:

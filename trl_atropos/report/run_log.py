@@ -92,7 +92,7 @@ class RunLog(TrainerCallback):
             self._file.write("\n")
 
     def close(self) -> None:
-        """Called when training is over, or was broken off: nothing is noted any more."""
+        """Called when training is over, or was broken off."""
         logging.getLogger("trl_atropos").removeHandler(self._warnings)
         with self._writing:
             if self._file is not None:
@@ -175,10 +175,10 @@ def portable_value(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         values = sorted(value) if isinstance(value, set | frozenset) else value
         return [portable_value(one) for one in values]
-    if value is None or isinstance(value, bool):
+    if isinstance(value, float):  # numpy's float64 is one, too, for which YAML has no form
+        return float(value)
+    if value is None or type(value) in (bool, int):
         return value
-    if isinstance(value, int | float):  # numpy's float64 is a float, too, for which YAML has no form
-        return int(value) if isinstance(value, int) else float(value)
     return portable(str(getattr(value, "value", value)))  # of an enumeration, the word that a recipe has
 
 

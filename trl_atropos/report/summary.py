@@ -1,16 +1,31 @@
-"""What a person reads of a run: a line per log while it goes on; `summary.json`, a curve and samples at its end."""
+"""What a person reads of a run: a line per log while it goes on; `summary.json`, a curve and samples at its end; the
+model card, and which files of the run go to the Hub with it."""
 
 import json
+import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import yaml
+from huggingface_hub import ModelCard
 from tqdm.auto import tqdm
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import hf_api
 
+from trl_atropos.config import AtroposGRPOConfig
+from trl_atropos.errors import PushError
 from trl_atropos.metrics.timing import bottleneck
-from trl_atropos.report.run_log import RunLog
+from trl_atropos.report.run_log import SECRET, RunLog, changed, portable, portable_value, versions
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 10  # batches whose mean is the reward at the start and at the end
 CURVE = "reward_curve.png"
@@ -116,9 +131,7 @@ class LineCallback(ProgressCallback):
 
 def show_lines(handler: CallbackHandler) -> None:
     """Puts a `LineCallback` in the place of Transformers' own bar, if there is one. A notebook keeps its table."""
-    for index, callback in enumerate(handler.callbacks):
-        if type(callback) is ProgressCallback:
-            handler.callbacks[index] = LineCallback()
+    handler.callbacks = [LineCallback() if type(one) is ProgressCallback else one for one in handler.callbacks]
 
 
 def format_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
@@ -137,3 +150,133 @@ def format_postfix(logs: dict[str, float]) -> str:
 def _cells(logs: dict[str, float], names: Iterable[str]) -> list[str]:
     shown = [name for name in names if logs.get(name) is not None and (logs[name] or name not in SHOWN_ABOVE_ZERO)]
     return [f"{COLUMNS[name][0]} {COLUMNS[name][1].format(float(logs[name]))}" for name in shown]
+
+
+# ------------------------------------------------------------------------------------------------------ the model card
+
+# Settings that say where a run was, or that transformers sets by itself.
+LEFT_OUT = re.compile(r"output_dir|logging_dir|atropos_url|vllm_server_(base_url|host|port)|accelerator_config|debug")
+
+
+def complete_card(
+    args: AtroposGRPOConfig, state: TrainerState, base: str, adapters: list, commands: Mapping[str, str], draw: bool
+) -> None:
+    """
+    Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it. `base` is the
+    model that the run began with, `adapters` are PEFT's configurations, `commands` those of the environments by name.
+    """
+    folder = Path(args.output_dir)
+    card = ModelCard.load(folder / "README.md")
+    card.data.pipeline_tag = "text-generation"
+    if adapters:
+        card.data.library_name = "peft"
+    # What TRL's template says of a model that is not on the Hub.
+    text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
+    text = text.replace('model="None"', f'model="{portable(args.output_dir)}"')
+    logs = [entry for entry in state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in logs]
+    if len(rewards) > 1 and draw:
+        draw_reward_curve(args.output_dir, rewards, [entry["step"] for entry in logs])
+    source = "rollouts of Atropos environments" if args.replay_paths is None else "recorded rollouts"
+    run, steps = portable(args.run_name or folder.name), f"{state.global_step} of {args.max_steps} steps"
+    parts = [f"## Atropos run\n\nTrained on {source}, run `{run}`, {steps}, {datetime.now(UTC):%Y-%m-%d}."]
+    if rewards:
+        parts.append(f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}.")
+    if len(rewards) > 1 and (folder / CURVE).exists():
+        parts.append(f"![Mean reward by optimizer step]({CURVE})")
+    parts += ["### Environments"] * bool(commands)
+    for name, command in commands.items():
+        parts.append(f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```")
+    parts += ["### Settings", _settings(args, base, adapters), "### Versions"]
+    parts.append("\n".join(f"- {name}: {version}" for name, version in versions().items()))
+    before, heading, after = text.partition("## Citations")  # of TRL's template
+    card.text = "\n\n".join([before.rstrip("\n"), *parts, heading + after])
+    card.save(folder / "README.md")
+
+
+def _settings(args: AtroposGRPOConfig, base: str, adapters: Sequence[Any]) -> str:
+    """The settings that differ from their defaults, as YAML."""
+    settings: dict[str, Any] = {"model_name_or_path": portable(base)} | _differing(args)
+    if adapters:
+        settings["adapters"] = [{"peft_type": portable_value(one.peft_type)} | _differing(one) for one in adapters]
+    dumped = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
+    title = "Every setting that differs from its default"
+    return f"<details><summary>{title}</summary>\n\n```yaml\n{dumped}```\n\n</details>"
+
+
+def _differing(settings: Any) -> dict[str, Any]:
+    names = [name for name in changed(settings) if not LEFT_OUT.fullmatch(name) and not SECRET.search(name)]
+    values = {name: portable_value(getattr(settings, name)) for name in names}
+    return {name: value for name, value in values.items() if value not in ([], {})}  # transformers' form of `None`
+
+
+# ------------------------------------------------------------------------------------------------ what goes to the Hub
+
+# `ignore_patterns` of `HfApi.upload_folder`. The card says what `training_args.bin` does. `runs` are TensorBoard's,
+# which hold every setting as it was, and are written to during an upload.
+KEPT_HERE = [f"{folder}/*" for folder in ("rollouts", "completions", "logs", "environments", "adapters", "policies")]
+KEPT_HERE += ["runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
+KEPT_HERE += ["training_args.bin"]
+
+
+@contextmanager
+def model_only() -> Iterator[None]:
+    """
+    Within, Transformers uploads nothing of `KEPT_HERE`, and a failure of an upload in the background is logged. (With
+    a `.gitignore`, the Hub would still be sent the names and the first bytes of these files.)
+    """
+    api = hf_api()
+    upload = api.upload_folder
+
+    def upload_model(**kwargs: Any) -> Any:
+        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), *KEPT_HERE]
+        try:
+            started = upload(**kwargs)
+        except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
+            raise PushError(
+                f"The model is saved in {kwargs['folder_path']}, but its push to the Hub as {kwargs['repo_id']} "
+                f"failed ({_short(error)})",
+                fix="Correct what it says, and push again with `trainer.push_to_hub()` or `hf upload`.",
+            ) from error
+        if isinstance(started, Future):
+            started.add_done_callback(_warn_of_failure)
+        return started
+
+    api.upload_folder = upload_model
+    try:
+        yield
+    finally:
+        del api.upload_folder
+
+
+@contextmanager
+def repository_made(args: Any) -> Iterator[str]:
+    """Gives the name of the run's repository on the Hub, which is made within. `args` are `TrainingArguments`."""
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    try:
+        yield name
+    except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
+        raise PushError(
+            f"The Hub did not take or confirm the repository {name} for `push_to_hub` ({_short(error)}). What "
+            f"{args.output_dir} holds is whole",
+            fix="Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with "
+            "`push_to_hub: false` and upload the model later with `hf upload`.",
+        ) from error
+
+
+def make_repository(args: Any) -> None:
+    """Does what the trainer does when it is built. Raises `PushError` before anything that takes long has begun."""
+    with repository_made(args) as name:
+        hf_api().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+
+
+def _warn_of_failure(push: Future) -> None:
+    """Nobody else asks how an upload in the background has ended."""
+    if not push.cancelled() and (error := push.exception()) is not None:
+        logger.warning(
+            "A push to the Hub failed (%s). What is saved is whole, and the next save pushes again.", _short(error)
+        )
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -104,6 +104,7 @@ class AtroposClient:
             raise RolloutError(
                 f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}",
                 fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",
+                code="not-atropos",
             )
 
     def register(self, registration: Registration) -> None:
