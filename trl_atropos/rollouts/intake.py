@@ -1,8 +1,8 @@
 """From groups to rollouts that the trainer can use; what it cannot use is left out and counted.
 
-`AtroposSource` and `ReplaySource` each have one `Intake`. There are two kinds of errors here. `RejectedGroup` is about
-one group, which is dropped and counted, and the run goes on. `RolloutError` is about a setting that makes every group
-wrong and that only the user can correct, and ends the run.
+`AtroposSource` and `ReplaySource` each have one `Intake`. `RejectedGroup` is about one group, which is dropped and
+counted. `RolloutError` is about a setting that makes every group wrong and that only the user can correct; it ends
+the run.
 """
 
 import logging
@@ -34,18 +34,25 @@ REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
 @dataclass(eq=False)
 class Intake:
     """
-    Turns groups into rollouts with the run's settings, see `rollouts_of`. One thread may admit groups while another
-    asks for the metrics. `next_group` is the number of the next group.
+    Turns groups into rollouts. One thread may admit groups while another asks for the metrics.
+
+    Args:
+        max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
+        temperature: the sampling temperature by which the trainer divides its logits.
+        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
+            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
+        vocab_size: how many token ids the model knows; None = token ids are not checked.
+        names: of environments by their numbers.
     """
 
     max_sequence_length: int
     temperature: float
     single_row_groups: SingleRowGroups
     vocab_size: int | None = None
-    names: Callable[[], Mapping[int, str]] = dict  # of environments by their numbers
+    names: Callable[[], Mapping[int, str]] = dict
 
     def __post_init__(self):
-        self.next_group = 0
+        self.next_group = 0  # number of the next group
         # By environment, whether each of its last groups had tokens that the model does not know.
         self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
@@ -60,10 +67,7 @@ class Intake:
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
         """
         The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
-
-        Raises:
-            RolloutError: a group shows a setting that makes every group wrong (see `rollouts_of`), or most groups of
-                an environment have tokens that the model does not know.
+        Raises `RolloutError` as `rollouts_of` does, and if the model does not know the tokens of most groups.
         """
         rollouts: list[Rollout] = []
         names = self.names()
@@ -92,14 +96,7 @@ class Intake:
         return rollouts
 
     def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
-        rollouts = rollouts_of(
-            group,
-            label,
-            max_sequence_length=self.max_sequence_length,
-            temperature=self.temperature,
-            single_row_groups=self.single_row_groups,
-            vocab_size=self.vocab_size,
-        )
+        rollouts = self.rollouts_of(group, label)
         lengths = [len(tokens) for tokens in group.tokens]
         too_long = sum(length > self.max_sequence_length for length in lengths)
         untrained = len(lengths) - len(rollouts) - too_long
@@ -116,6 +113,38 @@ class Intake:
                 self._counts["unknown"] += int(np.isnan(rollout.logprobs[rollout.mask]).sum())
         self.next_group += bool(rollouts)
         self._counts.update({TOO_LONG: too_long, UNTRAINED: untrained})
+        return rollouts
+
+    def rollouts_of(self, group: ScoredGroup, label: str) -> list[Rollout]:
+        """
+        The rollouts of one group, in its order. Those that are too long or have no trained token are left out; their
+        scores still count in the group's mean and standard deviation. Messages call the environment `label`.
+
+        Raises:
+            RejectedGroup: token ids that the model does not know, another temperature in an override, or statistics
+                that are not finite.
+            RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one
+                under `"refuse"`.
+        """
+        _refuse(group, label, self.temperature, self.vocab_size)
+        # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
+        single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
+        if single and self.single_row_groups == "refuse":
+            raise RolloutError(
+                f"Environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
+                f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' "
+                "(do not learn from it), or give the environment a `group_size` of at least 2."
+            )
+        mean, std = group_statistics(group.scores)
+        if not np.isfinite([mean, std]).all():
+            extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
+            raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
+        fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length]
+        rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
+        for rollout in rollouts if single else []:
+            rollout.raw_advantage = self.single_row_groups == "raw"
+            rollout.group_mean = 0.0 if rollout.raw_advantage else mean
+            rollout.zero_advantage |= self.single_row_groups == "zero"
         return rollouts
 
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
@@ -151,57 +180,6 @@ class Intake:
 
 
 # ---------------------------------------------------------------------------------------------- one group to rollouts
-
-
-def rollouts_of(
-    group: ScoredGroup,
-    label: str,
-    *,
-    max_sequence_length: int,
-    temperature: float,
-    single_row_groups: SingleRowGroups,
-    vocab_size: int | None = None,
-) -> list[Rollout]:
-    """
-    The rollouts of one group, in the group's order.
-
-    Those longer than `max_sequence_length` tokens and those without a trained token are left out; their scores still
-    count in the group's mean and standard deviation.
-
-    Args:
-        label: what messages call the environment.
-        max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
-        temperature: the sampling temperature by which the trainer divides its logits.
-        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
-            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
-        vocab_size: how many token ids the model knows; None = token ids are not checked.
-
-    Raises:
-        RejectedGroup: token ids that the model does not know, another temperature in an override, or statistics that
-            are not finite.
-        RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one under
-            `"refuse"`.
-    """
-    _refuse(group, label, temperature, vocab_size)
-    # Token-level advantages are final, and supervised rollouts have none, so a group of one with them needs no mean.
-    single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
-    if single and single_row_groups == "refuse":
-        raise RolloutError(
-            f"Environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
-            f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do "
-            "not learn from it) instead of 'refuse', or give the environment a `group_size` of at least 2."
-        )
-    mean, std = group_statistics(group.scores)
-    if not np.isfinite([mean, std]).all():
-        extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
-        raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
-    fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= max_sequence_length]
-    rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
-    for rollout in rollouts if single else []:
-        rollout.raw_advantage = single_row_groups == "raw"
-        rollout.group_mean = 0.0 if rollout.raw_advantage else mean
-        rollout.zero_advantage |= single_row_groups == "zero"
-    return rollouts
 
 
 def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | None:
