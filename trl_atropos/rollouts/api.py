@@ -1,7 +1,7 @@
 """The HTTP client of the Atropos API, and how a run becomes its trainer.
 
-`pull.py` calls it. `AtroposClient` retries nothing, because a second try is safe only if the request was not sent:
-that is `ApiUnreachable`, and otherwise `ReplyLost`.
+`AtroposClient` retries nothing, because a second try is safe only if the request was not sent: that is
+`ApiUnreachable`, and otherwise `ReplyLost`.
 """
 
 import logging
@@ -50,9 +50,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct):
-    """Of the registered trainer; -1 and -1 before the first registration."""
-
-    batch_size: int
+    batch_size: int  # of the registered trainer; -1 before the first registration
     max_token_len: int
 
 
@@ -61,13 +59,7 @@ class Status(msgspec.Struct):
     queue_size: int  # groups that are not yet in a batch
 
 
-class TrainerInfo(msgspec.Struct):
-    group: str | None  # `wandb_group` of the registration that the API holds
-
-
 class EnvironmentStatus(msgspec.Struct):
-    """The state of one environment, and of the queue."""
-
     max_group_size: int = 1  # rollouts in the largest group that is queued, from any environment; at least 1
     self_queue_size: int = 0  # groups of this environment in the queue
     unallocated_fraction: float = 1.0  # of a batch, that no environment reserves by `min_batch_allocation`
@@ -122,16 +114,16 @@ class AtroposClient:
 
     def trainer(self) -> str | None:
         """The `wandb_group` of the registration that the API holds, or None."""
-        return self._get("/wandb_info", TrainerInfo).group
+        return self._get("/wandb_info", dict[str, str | None])["group"]
 
     def environment(self, env_id: int) -> EnvironmentStatus | None:
-        """The state of an environment, or None if the API has none of that number, for which it answers 500."""
+        """None if the API has no environment of that number, for which it answers 500."""
         # Some builds of the API read the number from the path, 0.4.0 reads it from the body.
         with suppress(ReplyLost):
             return self._get(f"/status-env?env_id={env_id}", EnvironmentStatus, {"env_id": env_id})
 
     def environments(self) -> list[EnvironmentStatus]:
-        """All environments that have registered since the API started, also those that ended, by number."""
+        """All environments that have registered since the API started, by number."""
         found: list[EnvironmentStatus] = []
         while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
             found.append(status)
@@ -193,10 +185,8 @@ class AtroposClient:
         if status >= 500:
             raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
         if status >= 400 and path != "/":
-            raise RolloutError(
-                f"{asked} answered {status} {answer[:200]!r}: the server there does not speak the protocol of "
-                "atroposlib 0.4. Install that version where the API runs."
-            )
+            reason = f"{asked} answered {status} {answer[:200]!r}, unlike the API of atroposlib 0.4"
+            raise RolloutError(f"{reason}. Install that version where the API runs.")
         return status, answer
 
 
@@ -235,8 +225,8 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         ApiUnreachable, ReplyLost: the API does not answer; call again.
         RolloutError: the API holds another registration, or does not take one.
     """
-    # An environment that delivers before any trainer registered makes the API ignore every registration. What is
-    # queued there can never be handed out. It may deliver again between a reset and the registration.
+    # If an environment delivers before any trainer has registered, the API ignores every registration, and never hands
+    # out what is queued. Another delivery may come between the reset and the registration.
     for _ in range(1 + HEAL_TRIES):
         if reset:
             client.reset()
@@ -244,19 +234,14 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         held, reset = client.info(), True
         if held.batch_size != UNREGISTERED:
             break
-        logger.warning(
-            "The Atropos API at %s received %d groups before a trainer had registered, and ignores registrations "
-            "since. Resetting it.",
-            client.url,
-            client.status().queue_size,
-        )
+        message = "The Atropos API at %s received %d groups before any trainer had registered. Resetting it."
+        logger.warning(message, client.url, client.status().queue_size)
     else:
         raise RolloutError(
             f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
-            f"{HEAL_TRIES} resets. An environment of an earlier run is probably delivering to it: stop it, then "
-            "restart the API."
+            f"{HEAL_TRIES} resets. Stop the environment of an earlier run that delivers to it, then restart the API."
         )
-    wanted = Info(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
+    wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
         raise RolloutError(
             f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "

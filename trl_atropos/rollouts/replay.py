@@ -67,8 +67,7 @@ class ReplaySource(RolloutSource):
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never returned."""
         while len(self._ready) < num_rollouts:
-            rollouts = next(self._reading, None)
-            if rollouts is not None:
+            if (rollouts := next(self._reading, None)) is not None:
                 self._recorded += len(rollouts)
                 self._ready += rollouts
                 continue
@@ -93,16 +92,12 @@ class ReplaySource(RolloutSource):
             if file.suffix == ".arrow":
                 yield self._of_spool(file)
                 continue
-            if file.suffix == ".json":
-                yield self._admit(file.read_text(encoding="utf-8"), str(file))
-                continue
             with file.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield self._admit(line, f"{file}, line {number}")
-
-    def _admit(self, text: str, place: str) -> list[Rollout]:
-        return self._intake.admit(map(read_group, _groups(text, place)))
+                whole = file.suffix == ".json"
+                for number, text in enumerate([lines.read()] if whole else lines, start=1):
+                    if text.strip():
+                        place = str(file) if whole else f"{file}, line {number}"
+                        yield self._intake.admit(map(read_group, _groups(text, place)))
 
     def _of_spool(self, file: Path) -> list[Rollout]:
         """The rollouts of a spool's file that this run can train on."""

@@ -1,7 +1,6 @@
 """What a rollout is: its tokens and score, its advantage, its staleness, and its place in an Arrow table.
 
-`intake.py` makes rollouts, `spool.py` keeps them as tables that `datasets` or pandas can read. torch is imported only
-where it is used, so that the report's page can read rollouts quickly.
+torch is imported only where it is used, so that the report's page can read rollouts quickly.
 """
 
 import uuid
@@ -52,10 +51,8 @@ class Rollout:
 
     def teaches_nothing(self, distils: bool) -> bool:
         """
-        Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it.
-
-        Args:
-            distils: whether the run learns from the teacher that a rollout may bring.
+        Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it;
+        `distils` is whether the run learns from the teacher that a rollout may bring.
         """
         if self.group_std > ZERO_STD or (distils and self.distill_ids is not None):
             return False
@@ -86,9 +83,8 @@ def normalised(
     `(n,)` float32: `(score - mean) / (std + 1e-4)`, or `score - mean` without `stds`. Where `raw`, the score; where
     `sft`, 1; where `zero`, 0.
 
-    An advantage of 1 on a rollout whose log-probabilities are unknown, so that every ratio is 1, has the gradient of
-    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages. (With
-    several `num_iterations`, the ratio to the first one is clipped here as elsewhere.)
+    On a rollout whose log-probabilities are unknown, so that every ratio is 1, an advantage of 1 has the gradient of
+    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages.
     """
     scores, means = scores.astype(np.float32), means.astype(np.float32)
     centred = scores - means
@@ -99,8 +95,8 @@ def normalised(
 def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
     """
     One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
-    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`), as in
-    `GRPOTrainer._generate_and_score_completions` of TRL 1.16. `token_advantages` are not looked at.
+    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`).
+    `token_advantages` are not looked at.
     """
 
     def values(name: str, dtype: type) -> np.ndarray:
@@ -185,12 +181,9 @@ COLUMNS: dict[str, pa.DataType] = {
 
 def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """One row per rollout. `arrived` is the column `pulled_at`, in microseconds."""
-    table = {
-        name: pa.array([_for_arrow(getattr(rollout, name)) for rollout in rollouts], type=kind)
-        for name, kind in COLUMNS.items()
-    }
-    pulled_at = [int(rollout.arrived * 1e6) for rollout in rollouts]
-    return pa.table(table | {"pulled_at": pa.array(pulled_at, type=pa.timestamp("us", tz="UTC"))})
+    columns = {name: [_for_arrow(getattr(rollout, name)) for rollout in rollouts] for name in COLUMNS}
+    columns["pulled_at"] = [int(rollout.arrived * 1e6) for rollout in rollouts]
+    return pa.table(columns, schema=pa.schema(COLUMNS | {"pulled_at": pa.timestamp("us", tz="UTC")}))
 
 
 def _for_arrow(value: Any) -> Any:

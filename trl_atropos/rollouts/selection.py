@@ -1,8 +1,7 @@
 """From the spool to the trainer: `Feed` is a thread that keeps rollouts ready, and takes those that are to be trained.
 
 The thread pulls batches into the spool while the trainer computes, and reads rollouts back from it, oldest first:
-nothing is handed out that is not on disk. `AtroposSource.poll` calls `Feed.take`. `Books` counts what became of every
-rollout.
+nothing is handed out that is not on disk. `Books` counts what became of every rollout.
 """
 
 import logging
@@ -10,10 +9,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from statistics import fmean
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
@@ -39,27 +37,21 @@ class Books:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     lost_with_api: int = 0
 
+    def __post_init__(self):
+        self.dropped = Counter(self.dropped)  # JSON has a dict
+
     @property
     def produced(self) -> int:
         return self.trained + self.dropped.total() + self.lost_with_api
-
-    def as_json(self) -> dict[str, Any]:
-        return {"trained": self.trained, "dropped": dict(self.dropped), "lost_with_api": self.lost_with_api}
-
-    @classmethod
-    def from_json(cls, books: dict[str, Any]) -> "Books":
-        return cls(books["trained"], Counter(books["dropped"]), books["lost_with_api"])
 
 
 @dataclass(eq=False)
 class Shares:
     """
-    Keeps what is trained in the proportion of the environments' weights, which the Atropos API does not do.
+    Keeps what is trained in the proportion of the environments' weights: drops rollouts of one that is ahead.
 
-    The API tells an environment its weight, and the environment limits by it how many requests it has at the inference
-    server at once. With short rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver
-    alike. So rollouts of an environment that is ahead of its share are dropped. To waste fewer, have such environments
-    sample less (`--env.max_num_workers`).
+    By its weight, an environment only limits how many requests it has at the inference server at once. With short
+    rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver alike.
     """
 
     client: AtroposClient
@@ -136,8 +128,10 @@ class Feed:
         self._selected: list[Rollout] = []  # to be handed out
         self._stopping = False
         self._error: BaseException | None = None
+        self._dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics`
+        # Of each rollout handed out since then: its staleness, its environment, and seconds since it was pulled.
+        self._handed: list[tuple[int | None, str | int | None, float]] = []
         self._update_state()
-        self._clear_metrics()
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
@@ -223,8 +217,8 @@ class Feed:
         rollouts, self._selected = self._selected, []
         self.books.trained += len(rollouts)
         self._update_state()
-        self._seconds += sum(time.time() - rollout.arrived for rollout in rollouts)
-        self._environments.update(rollout.environment or rollout.env_id for rollout in rollouts)
+        now = time.time()
+        self._handed += [(each.staleness, each.environment or each.env_id, now - each.arrived) for each in rollouts]
         return rollouts
 
     def _select(self, num_rollouts: int) -> bool:
@@ -246,7 +240,6 @@ class Feed:
                 reason = self.reason_to_drop(rollout)
                 if reason is None:
                     self._selected.append(rollout)
-                    self._staleness[rollout.staleness] += 1
                 else:
                     self.books.dropped[reason] += 1
                     self._dropped[reason] += 1
@@ -257,7 +250,7 @@ class Feed:
 
     def _update_state(self) -> None:
         assert self.books.produced == self.cursor, f"{self.books} at {self.cursor}"
-        self.state = {"cursor": self.cursor, "books": self.books.as_json(), "lineage": self.path}
+        self.state = {"cursor": self.cursor, "books": deepcopy(vars(self.books)), "lineage": self.path}
 
     def stop(self, grace: float, abort: Callable[[], None]) -> None:
         """Ends the thread. A request in flight first gets `grace` seconds, because aborting it loses a batch."""
@@ -272,12 +265,6 @@ class Feed:
 
     # --------------------------------------------------------------------------------------------------------- metrics
 
-    def _clear_metrics(self) -> None:
-        self._dropped: Counter[str] = Counter()
-        self._staleness: Counter[int | None] = Counter()
-        self._seconds = 0.0
-        self._environments: Counter[str | int | None] = Counter()  # rollouts handed out, by name or number
-
     def dropped(self, reason: str) -> int:
         """Rollouts dropped since the last `metrics()`."""
         return self._dropped[reason]
@@ -286,21 +273,19 @@ class Feed:
         """See `AtroposSource.metrics`."""
         metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         metrics["rollouts/waiting_rows"] = float(self._waiting)
-        handed, dropped = self._environments.total(), self._dropped.total()
+        handed, dropped = len(self._handed), self._dropped.total()
         if handed + dropped:
             metrics["rollouts/share_dropped"] = dropped / (handed + dropped)
         if handed:
-            metrics["rollouts/queue_seconds"] = self._seconds / handed
-        if self._staleness:
-            metrics["rollouts/share_unknown_version"] = self._staleness[None] / self._staleness.total()
-        known = [steps for steps in self._staleness.elements() if steps is not None]
-        if known:
-            metrics["rollouts/staleness_mean"] = float(np.mean(known))
-            metrics["rollouts/staleness_max"] = float(max(known))
-        for environment, count in self._environments.items():
-            if environment is not None:
-                metrics[f"rollouts/rows_env_{environment}"] = float(count)
-        self._clear_metrics()
+            ages, environments, seconds = zip(*self._handed)
+            metrics["rollouts/queue_seconds"] = fmean(seconds)
+            metrics["rollouts/share_unknown_version"] = ages.count(None) / handed
+            if known := [steps for steps in ages if steps is not None]:
+                metrics["rollouts/staleness_mean"] = fmean(known)
+                metrics["rollouts/staleness_max"] = float(max(known))
+            counts = Counter(name for name in environments if name is not None)
+            metrics |= {f"rollouts/rows_env_{name}": float(count) for name, count in counts.items()}
+        self._dropped, self._handed = Counter(), []
         return metrics
 
 

@@ -1,9 +1,8 @@
 """Where rollouts come from: the `RolloutSource` protocol, and `AtroposSource`, which pulls from a live Atropos API.
 
-The trainer calls a source on rank 0 only, and hands the rollouts on to the other ranks. In `AtroposSource`, a thread
-(`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them (`intake.py`), tags them with the policy versions
-that sampled them (`versions.py`), and puts them on disk (`spool.py`). `poll` takes them from there, oldest first
-(`selection.py`).
+In `AtroposSource`, a thread (`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them (`intake.py`), tags
+them with the policy versions that sampled them (`versions.py`), and puts them on disk (`spool.py`). `poll` takes them
+from there, oldest first.
 """
 
 import logging
@@ -112,9 +111,8 @@ class AtroposSource:
     """
     Pulls batches from a live Atropos API.
 
-    Every rollout is in `<output_dir>/rollouts` before it is handed out. So a run that resumes from a checkpoint goes
-    on after the last rollout of that checkpoint, and what was pulled from the API is not lost. A run that begins anew
-    renames the folder of an earlier one.
+    Every rollout is in `<output_dir>/rollouts` before it is handed out, so that a run that resumes from a checkpoint
+    goes on after its last rollout and loses none. A run that begins anew renames the folder of an earlier one.
 
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
@@ -154,8 +152,7 @@ class AtroposSource:
         self._environments = self.environments or Environments()
         self._shares: Shares | None = None
         self._feed: Feed | None = None
-        self._lost = 0  # rollouts, in delivery
-        self._reported: Counter[str] = Counter()  # what `metrics` has returned of the counts of the whole run
+        self._restarts = 0  # of the API, that `metrics` has returned
         self._full = False  # whether the log says that the spool is full
 
     def start(self, run: RunInfo) -> None:
@@ -212,7 +209,7 @@ class AtroposSource:
             self._path = [branch]
             return 0, Books()
         self._path = [*run.state["lineage"], branch]
-        cursor, books = run.state["cursor"], Books.from_json(run.state["books"])
+        cursor, books = run.state["cursor"], Books(**run.state["books"])
         if run.unfinished_rows:
             books.trained -= run.unfinished_rows
             books.dropped[RESUMED_MID_BATCH] += run.unfinished_rows
@@ -221,13 +218,12 @@ class AtroposSource:
         lost = run.state["pulled"] - cursor
         if lost:
             books.dropped[LOST_IN_DELIVERY] += lost
-        logger.warning(
+        message = (
             "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled and not yet "
             "trained are lost, and those that were pulled after it was saved. If you still have that folder, put it "
-            "back and resume again.",
-            self._spool.folder,
-            lost,
+            "back and resume again."
         )
+        logger.warning(message, self._spool.folder, lost)
         return cursor + lost, books
 
     def _reason_to_drop(self, rollout: Rollout) -> str | None:
@@ -244,7 +240,6 @@ class AtroposSource:
         """Puts what came into the spool. Called by the thread; nothing of it is handed out before this returns."""
         part, batch = arrival
         dropped = Counter(part.dropped)
-        self._lost += dropped[LOST_IN_DELIVERY]
         rollouts: list[Rollout] = []
         if batch is not None:
             before = self._intake.total_dropped
@@ -267,12 +262,11 @@ class AtroposSource:
             floor = 0 if self._run.save_steps else self._feed.state["cursor"]
         if not self._spool.trim(floor) and not self._full:
             self._full = True
-            logger.warning(
+            message = (
                 "The rollouts in %s take more than `max_spool_gb` (%g), and none can be removed before they are in a "
-                "checkpoint. Save more often (`save_steps`), keep fewer checkpoints (`save_total_limit`) or raise it.",
-                self._spool.folder,
-                self.max_spool_gb,
+                "checkpoint. Save more often (`save_steps`), keep fewer checkpoints (`save_total_limit`) or raise it."
             )
+            logger.warning(message, self._spool.folder, self.max_spool_gb)
 
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """The next rollouts that are to be trained. What was pulled is kept for the next call."""
@@ -283,21 +277,20 @@ class AtroposSource:
 
     def metrics(self) -> dict[str, float]:
         """
-        Since the last call, of the rollouts that came in: the counts of `Intake.metrics`, `rollouts/lost_batches` and
-        `rollouts/api_restarts`. Of those that were dropped: `rollouts/dropped_REASON` and `rollouts/share_dropped`. Of
-        those handed out: `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
-        `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (with the number at the API
-        for an environment that the run did not start). And `rollouts/waiting_rows`: pulled, and not yet handed out;
-        and the metrics of `environments`.
+        Since the last call, of the rollouts that came in: the counts of `Intake.metrics`. Of those that were dropped:
+        `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
+        `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
+        `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (the number at the API for an
+        environment that the run did not start). `rollouts/waiting_rows`: pulled, and not yet handed out.
+        `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        seen = Counter(lost=self._lost, restarts=self._puller.api_restarts)
-        new, self._reported = seen - self._reported, seen
         metrics = {
             f"rollouts/dropped_{reason}": 0.0 for reason in (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
         }
         metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
-        metrics["rollouts/lost_batches"] = new["lost"] / self._run.batch_size
-        metrics["rollouts/api_restarts"] = float(new["restarts"])
+        metrics["rollouts/lost_batches"] = metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size
+        restarts, self._restarts = self._puller.api_restarts - self._restarts, self._puller.api_restarts
+        metrics["rollouts/api_restarts"] = float(restarts)
         return metrics
 
     def diagnose(self) -> str:

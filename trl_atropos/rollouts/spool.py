@@ -1,14 +1,13 @@
 """Every pulled batch on disk before any rollout of it is trained: one Arrow file per batch in `<output_dir>/rollouts`.
 
-`AtroposSource` appends to a `Spool`, reads back from it what it hands out, and begins with what a crash has left.
 `datasets.load_dataset("arrow", data_files="<output_dir>/rollouts/*.arrow")` reads it, too, and so does `replay_paths`.
 
 All rollouts that the environments produced in a run are numbered from 0, in their order. A file covers `size` numbers
 from `start` on: first those that were dropped or lost, which it only counts, then the rollouts that it holds. So the
 index of a rollout is how many were trained, dropped or lost before it.
 
-Beside them, `TrainerLogprobs` keeps the trainer's own log-probabilities, for the trainer-sampler gap in `trl-atropos
-report`. These files end in `.feather`, so that whoever reads all `.arrow` files of the folder reads rollouts.
+Beside them, `TrainerLogprobs` keeps the trainer's own log-probabilities. These files end in `.feather`, so that
+whoever reads all `.arrow` files of the folder reads rollouts.
 """
 
 import json
@@ -21,7 +20,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,9 @@ class Part:
 
 class Spool:
     """
-    The files in `folder`, which is made if missing. `parts` are their headers, oldest first. `registrations` are the
-    names under which this run has been the API's trainer, and the API's step at that time. Raises `RolloutError` if
-    the folder cannot be written to, or holds something that was not written by this class.
+    The files in `folder`, which is made if missing: `parts` are their headers, oldest first. `registrations` are the
+    names under which this run has been the API's trainer, and the API's step then. Raises `RolloutError` if the folder
+    cannot be written to, or its `spool.meta` was not written by this class.
     """
 
     def __init__(self, folder: str | Path, max_bytes: float):
@@ -273,9 +272,8 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
     ours = state is not None and state.get("spool", spool.name) == spool.name
     if ours or not spool.parts:
         return spool
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
-        number += 1
+    names = (folder.with_name(f"{folder.name}-before-{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
     try:
         folder.rename(aside)
     except OSError as error:
@@ -284,9 +282,7 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
             "to another folder, or move it away."
         ) from error
     why = "begins anew" if state is None else "resumes from a checkpoint of another"
-    message = (
-        "%s has the rollouts of an earlier run, and this one %s. They are now in %s: delete it if you do not need it."
-    )
+    message = "%s has the rollouts of an earlier run, and this one %s. They are now in %s, which you may delete."
     logger.warning(message, folder, why, aside)
     return Spool(folder, max_bytes)
 
@@ -347,39 +343,37 @@ class TrainerLogprobs:
     def write(self, rollouts: Sequence[Rollout], values: np.ndarray) -> None:
         """
         Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what the run had written
-        of these and later rollouts before it was resumed from a checkpoint. If the batch cannot be written, the log
-        says so once, and nothing more is written.
+        of these and later rollouts before it was resumed. If it cannot write, the log says so, and it stops.
         """
         if self._failed:
             return
         pairs = sorted(zip(rollouts, values, strict=True), key=lambda pair: pair[0].index)
-        table = pa.table(
-            {
-                "index": pa.array([rollout.index for rollout, _ in pairs], type=pa.int64()),
-                "logprobs": pa.array(
-                    [of_tokens[: len(rollout.completion_ids)] for rollout, of_tokens in pairs],
-                    type=pa.large_list(pa.float32()),
-                ),
-            }
-        )
+        columns = {
+            "index": [rollout.index for rollout, _ in pairs],
+            "logprobs": [of_tokens[: len(rollout.completion_ids)] for rollout, of_tokens in pairs],
+        }
+        schema = pa.schema({"index": pa.int64(), "logprobs": pa.large_list(pa.float32())})
         first = pairs[0][0].index
         try:
             files = sorted(self._folder.glob("trainer-[0-9]*.feather"))
             for abandoned in [path for path in files if _start_of(path) >= first]:
                 abandoned.unlink()
-            _write_file(self._folder / f"trainer-{first:012d}.feather", _file_content(table), sync=False)
+            _write_file(
+                self._folder / f"trainer-{first:012d}.feather",
+                _file_content(pa.table(columns, schema=schema)),
+                sync=False,
+            )
             oldest = min(map(_start_of, self._folder.glob("rows-*.arrow")), default=0)
             for path, after in pairwise(files):
                 if _start_of(after) <= oldest:
                     path.unlink(missing_ok=True)
         except OSError as error:  # only a report needs these; if the spool cannot be written, it ends the run itself
             self._failed = True
-            logger.warning(
+            message = (
                 "The trainer's log-probabilities cannot be kept in %s (%s). Training goes on; a report of this run "
-                "has no trainer-sampler gap from here on. Make room, or let this user write there.",
-                self._folder,
-                error.strerror,
+                "has no trainer-sampler gap from here on. Make room, or let this user write there."
             )
+            logger.warning(message, self._folder, error.strerror)
 
 
 def _start_of(path: Path) -> int:

@@ -1,7 +1,4 @@
-"""Which policy versions sampled a rollout: the inference servers note every completion, and are asked for it here.
-
-`AtroposSource` tags the rollouts of each pulled batch before any is dropped for its staleness.
-"""
+"""Which policy versions sampled a rollout: the inference servers note every completion, and are asked for it here."""
 
 import logging
 from collections import defaultdict
@@ -121,13 +118,12 @@ class VersionBook:
             pass
         if url not in self._warned:
             self._warned.add(url)
-            logger.warning(
+            message = (
                 "The server at %s does not tell which policy versions sampled its rollouts, so their staleness is "
                 "unknown (%s). Start it with `trl-atropos serve` of the version that the trainer has, with the same "
-                "token. This is said once.",
-                url,
-                problem,
+                "token. This is said once."
             )
+            logger.warning(message, url, problem)
         return ()
 
     def _request(self, method: str, url: str, route: str, timeout: float, body: str | None = None) -> Response:
@@ -142,25 +138,25 @@ class VersionBook:
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
         """
-        Another temperature ends the run if no rollout of the environment has had the trainer's, because that spoils
-        every step. Other differences are warned about once per environment.
+        Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
+        step. Other differences are warned about once per environment.
         """
-        differences = {
-            settings: {
+        differences = [
+            {
                 name: value
                 for name, value in settings._asdict().items()
                 if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE
             }
             for settings in sorted(sampled)
-        }
-        if any("temperature" not in different for different in differences.values()):
+        ]
+        if any("temperature" not in different for different in differences):
             self._agreed.add(environment)
-        wrong = {settings: different for settings, different in differences.items() if different}
+        wrong = [different for different in differences if different]
         if not wrong:
             return
         name = "An environment" if environment is None else f"Environment {environment}"
         if environment not in self._agreed:
-            seen, ours = next(iter(wrong)).temperature, trainer.temperature
+            seen, ours = wrong[0]["temperature"], trainer.temperature
             remedy = f"Set `temperature: {seen:g}` in the recipe, or have" if seen > 0 else "Have"
             raise RolloutError(
                 f"{name} sampled at temperature {seen:g}, as the inference server has noted with every request, and "
@@ -169,14 +165,12 @@ class VersionBook:
             )
         if environment not in self._warned:
             self._warned.add(environment)
-            logger.warning(
+            message = (
                 "%s sampled some rollouts with %s, where the trainer scores every token at %s. So their "
                 "log-probabilities differ even on the same weights. Leave these settings out of the environment's "
-                "requests, or set them to the trainer's values. This is said once.",
-                name,
-                " or ".join(map(_shown, list(wrong.values())[:3])),
-                _shown(trainer._asdict()),
+                "requests, or set them to the trainer's values. This is said once."
             )
+            logger.warning(message, name, " or ".join(map(_shown, wrong[:3])), _shown(trainer._asdict()))
 
 
 def _shown(settings: dict[str, float]) -> str:
