@@ -201,9 +201,6 @@ def disconnect_command(url: str, env_ids: list[int]) -> str:
     return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
 
 
-# -------------------------------------------------------------------------------------------------- becoming a trainer
-
-
 def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
     """Calls `call` until the API answers it. Raises `RolloutError(failure)` after `timeout` seconds."""
     deadline = time.monotonic() + timeout

@@ -179,9 +179,6 @@ class Intake:
         return metrics
 
 
-# ---------------------------------------------------------------------------------------------- one group to rollouts
-
-
 def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | None:
     """Rollout `i` of the group, or None if it has no token to train on."""
     trained = np.flatnonzero(group.trained[i])

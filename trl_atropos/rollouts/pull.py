@@ -274,9 +274,6 @@ class BatchPuller:
         return []
 
 
-# -------------------------------------------------------------------------------------------------- why no batch comes
-
-
 @dataclass
 class Deliveries:
     """What this run has received from one environment."""

@@ -60,9 +60,6 @@ class Rollout:
         return self.zero_advantage or not has_other_advantage
 
 
-# --------------------------------------------------------------------------------------------------------- advantages
-
-
 def group_statistics(scores: Sequence[float]) -> tuple[float, float]:
     """
     Mean and standard deviation (ddof=1; 0.0 for one score) with the float32 operations of TRL's
@@ -119,9 +116,6 @@ def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- staleness
-
-
 def new_branch(version: int) -> list:
     """An entry of a run's path, for a run that begins or resumes at `version`."""
     return [uuid.uuid4().hex[:8], version]
@@ -151,8 +145,6 @@ def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[
     shared = min([sampled, now, *(began for _, began in (*born[common:], *path[common:]))])
     return (sampled - shared) + (now - shared)
 
-
-# ------------------------------------------------------------------------------------------------------- Arrow tables
 
 # Lists have 64-bit offsets, because a batch may have more values than 32 bits count.
 COLUMNS: dict[str, pa.DataType] = {

@@ -133,8 +133,6 @@ class Feed:
         self._handed: list[tuple[int | None, str | int | None, float]] = []
         self._update_state()
 
-    # ------------------------------------------------------------------------------------------------- in the thread
-
     def _run(self) -> None:
         try:
             while self._wait_for_demand():
@@ -188,8 +186,6 @@ class Feed:
             with self._changed:
                 if not self._stopping:
                     self._changed.wait(self.puller.pause)
-
-    # ------------------------------------------------------------------------------------------------ for the trainer
 
     def ask(self, num_rollouts: int) -> None:
         """Has the thread get that many rollouts ready."""
@@ -262,8 +258,6 @@ class Feed:
         if self.thread.is_alive():
             abort()
             self.thread.join(grace)
-
-    # --------------------------------------------------------------------------------------------------------- metrics
 
     def dropped(self, reason: str) -> int:
         """Rollouts dropped since the last `metrics()`."""

@@ -287,9 +287,6 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
     return Spool(folder, max_bytes)
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
-
-
 def source_state(stateful_callbacks: dict[str, Any] | None) -> tuple[dict[str, Any] | None, int]:
     """The source's state in a checkpoint, None if it has none, and how many of its last batch are untrained."""
     saved = (stateful_callbacks or {}).get(STATE_NAME)
@@ -307,9 +304,6 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
         except (OSError, ValueError, KeyError, TypeError):  # half written: no run can resume from it
             continue
     return min(cursors, default=None)
-
-
-# ----------------------------------------------------------------------------------- the trainer's log-probabilities
 
 
 class TrainerLogprobs:

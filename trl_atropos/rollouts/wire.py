@@ -25,8 +25,6 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
-# ------------------------------------------------------------------------------------------------- what the API sends
-
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Number = float | int  # a big integer stays exact until it is checked
 # Atropos' collectors send empty lists and objects for what they do not have.
@@ -72,9 +70,6 @@ class BatchReply(Struct):
     status: Literal["error"] | None = None
 
 
-# ------------------------------------------------------------------------------------------- what is made of a group
-
-
 class RejectedGroup(ValueError):
     """
     One group cannot be used: it is dropped and counted, and the run goes on. The message has the value seen. In a
@@ -113,8 +108,6 @@ class ScoredGroup:
         """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
         return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
 
-
-# ------------------------------------------------------------------------------------------------------------ reading
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
 # How atroposlib 0.4 writes a reply.
@@ -203,9 +196,6 @@ def _explained(sent: Any, error: str) -> str:
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field or int(index)]
     return f"{path[1:-1] or 'the group'} is {short(value)}: {expected[:1].lower()}{expected[1:]}"
-
-
-# ----------------------------------------------------------------------------------------------------------- checking
 
 
 def _checked(group: Group) -> ScoredGroup:
