@@ -152,18 +152,6 @@ class Intake:
             self._warned.add(kind)
             logger.warning(message + " Later ones are only counted in the metrics.", *values)
 
-    def dropped(self) -> str:
-        """What was left out since the last `metrics()`, for a run that waits for rollouts; empty if nothing was."""
-        new = self._counts.copy() - self._reported  # a copy, because another thread may be counting
-        rollouts = new[TOO_LONG] + new[UNTRAINED]
-        if not (new["groups"] or rollouts):
-            return ""
-        return (
-            f"Rollouts arrive, but since the last step {new['groups']} groups and {rollouts} further rollouts were "
-            f"dropped because they cannot be trained on ({new[TOO_LONG]} of them are longer than "
-            f"{self.max_sequence_length} tokens): the warnings in this log name the reasons."
-        )
-
     def metrics(self) -> dict[str, float]:
         """
         Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`,

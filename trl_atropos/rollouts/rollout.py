@@ -96,24 +96,17 @@ def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     `token_advantages` are not looked at.
     """
 
-    def values(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(rollout, name) for rollout in rollouts], dtype=dtype)
+    def values(dtype: type, *names: str) -> list[np.ndarray]:
+        return [np.array([getattr(rollout, name) for rollout in rollouts], dtype) for name in names]
 
-    scores = values("score", np.float32)
-    stds = values("group_std", np.float32)
+    scores, means, stds = values(np.float32, "score", "group_mean", "group_std")
     if scale_rewards == "batch":
         import torch
         from trl.trainer.utils import nanstd
 
         stds[:] = nanstd(torch.from_numpy(scores)).item() if len(scores) > 1 else 0.0
-    return normalised(
-        scores,
-        values("group_mean", np.float32),
-        None if scale_rewards == "none" else stds,
-        raw=values("raw_advantage", bool),
-        sft=values("sft", bool),
-        zero=values("zero_advantage", bool),
-    )
+    raw, sft, zero = values(bool, "raw_advantage", "sft", "zero_advantage")
+    return normalised(scores, means, None if scale_rewards == "none" else stds, raw, sft, zero)
 
 
 def new_branch(version: int) -> list:
@@ -129,11 +122,7 @@ def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[
     Versions count optimizer steps. A run that resumes from the checkpoint of version c abandons the versions above c
     and makes others with the same numbers. So a version is a number on a *branch*, and the path of a run is the list
     of its branches, each `[name, version at which it began]`. The steps lead back to the last version that both paths
-    have in common, and from there to `now`.
-
-    Args:
-        sampled: `Rollout.policy_version`.
-        born: path of the run that pulled the rollout, at its version `pulled_at`.
+    have in common, and from there to `now`. `born` is the path of the run that pulled the rollout, at `pulled_at`.
     """
     if sampled is None:
         return None

@@ -106,7 +106,10 @@ class Loaded:
 
 @dataclass(eq=False)
 class Feed:
-    """The thread is started by the first `take`. `state` is for checkpoints: of the moment after the last `take`."""
+    """
+    The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of the moment after the
+    last `take`.
+    """
 
     puller: BatchPuller  # joined to its API
     spool: Spool
@@ -128,7 +131,7 @@ class Feed:
         self._selected: list[Rollout] = []  # to be handed out
         self._stopping = False
         self._error: BaseException | None = None
-        self._dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics`
+        self.dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics()`
         # Of each rollout handed out since then: its staleness, its environment, and seconds since it was pulled.
         self._handed: list[tuple[int | None, str | int | None, float]] = []
         self._update_state()
@@ -226,7 +229,7 @@ class Feed:
                 loaded.booked = True
                 self.books.dropped.update(part.dropped)
                 self.books.lost_with_api += part.lost_with_api
-                self._dropped.update(part.dropped)
+                self.dropped.update(part.dropped)
                 self.cursor += part.missing
             while loaded.rollouts and len(self._selected) < num_rollouts:
                 rollout = loaded.rollouts.popleft()
@@ -238,7 +241,7 @@ class Feed:
                     self._selected.append(rollout)
                 else:
                     self.books.dropped[reason] += 1
-                    self._dropped[reason] += 1
+                    self.dropped[reason] += 1
             if loaded.rollouts:
                 break
             self._queue.popleft()
@@ -259,15 +262,11 @@ class Feed:
             abort()
             self.thread.join(grace)
 
-    def dropped(self, reason: str) -> int:
-        """Rollouts dropped since the last `metrics()`."""
-        return self._dropped[reason]
-
     def metrics(self) -> dict[str, float]:
         """See `AtroposSource.metrics`."""
-        metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
+        metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self.dropped.items()}
         metrics["rollouts/waiting_rows"] = float(self._waiting)
-        handed, dropped = len(self._handed), self._dropped.total()
+        handed, dropped = len(self._handed), self.dropped.total()
         if handed + dropped:
             metrics["rollouts/share_dropped"] = dropped / (handed + dropped)
         if handed:
@@ -279,7 +278,7 @@ class Feed:
                 metrics["rollouts/staleness_max"] = float(max(known))
             counts = Counter(name for name in environments if name is not None)
             metrics |= {f"rollouts/rows_env_{name}": float(count) for name, count in counts.items()}
-        self._dropped, self._handed = Counter(), []
+        self.dropped, self._handed = Counter(), []
         return metrics
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
-from trl_atropos.rollouts.intake import REJECTED, Intake, SingleRowGroups
+from trl_atropos.rollouts.intake import REJECTED, TOO_LONG, UNTRAINED, Intake, SingleRowGroups
 from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, Arrival, BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
 from trl_atropos.rollouts.selection import OVER_SHARE, STALE, ZERO_VARIANCE, Books, Feed, Shares
@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 BATCH_TIMEOUT = 300.0  # seconds; long, because giving up on GET /batch loses the batch
 RESUMED_MID_BATCH = "resumed_mid_batch"
+DROPPED = {  # what these rollouts are, and what to do where a run waits for others
+    STALE: "too old (`max_staleness`: raise it, or lower the environments' `max_batches_offpolicy`)",
+    ZERO_VARIANCE: "of equal scores (`replace_zero_variance_groups`: give tasks of the right difficulty)",
+    OVER_SHARE: "ahead of their environment's share (`enforce_environment_weights`: look at the logs of the others)",
+    REJECTED: "of groups that cannot be trained on",
+    TOO_LONG: "longer than `max_sequence_length`",
+    UNTRAINED: "without a token to train on",
+}
 CLOSE_GRACE = 0.5  # seconds
 # An environment with total_steps=-1 stops when the API's step passes this. That step also counts batches that are
 # dropped or wait here, so a limit near the trainer's own would leave the end of a run without rollouts.
@@ -295,17 +303,11 @@ class AtroposSource:
 
     def diagnose(self) -> str:
         """What was dropped here, if anything was; else what the API tells (see `pull.Diagnosis`), explained."""
-        stale, constant, ahead = map(self._feed.dropped, (STALE, ZERO_VARIANCE, OVER_SHARE))
-        if stale or constant or ahead:
-            return self._explain(
-                f"Rollouts arrive, but since the last step {stale} were dropped because they were sampled more than "
-                f"`max_staleness` ({self.max_staleness}) versions ago, {constant} because all scores of their group "
-                f"are alike (`replace_zero_variance_groups`), and {ahead} because their environment is ahead of its "
-                "share (`enforce_environment_weights`). Raise `max_staleness`, lower the environments' "
-                "`max_batches_offpolicy`, give them tasks of the right difficulty, or look at the log of the "
-                "environment that delivers too little."
-            )
-        return self._explain(self._intake.dropped() or self._puller.why_quiet())
+        dropped = [f"{count} {DROPPED[reason]}" for reason, count in self._feed.dropped.items() if reason in DROPPED]
+        if not dropped:
+            return self._explain(self._puller.why_quiet())
+        counts = f"Rollouts arrive, but since the last step these were dropped: {', '.join(dropped)}."
+        return self._explain(f"{counts} The warnings in this log say more.")
 
     def _explain(self, why: str) -> str:
         """`why`, with what the inference servers refused to sample and what the publisher and environments know."""
