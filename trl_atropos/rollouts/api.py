@@ -33,7 +33,7 @@ class ApiUnreachable(RolloutError):
 
 
 class ReplyLost(RolloutError):
-    """The request was sent and no usable answer came: what the API handed out in it is lost."""
+    """The request was sent and no usable answer came: a batch that the API handed out in it is lost."""
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -67,8 +67,6 @@ class EnvironmentStatus(msgspec.Struct):
 
 
 class LatestExample(msgspec.Struct):
-    """The group that was queued last. It survives a reset of the API."""
-
     tokens: list[list[int]] = []
     env_id: int | None = None
 
@@ -76,7 +74,7 @@ class LatestExample(msgspec.Struct):
 class AtroposClient:
     """
     Args:
-        url: root of the API, such as `http://127.0.0.1:8000`. Anything but an http(s) URL raises `RolloutError`.
+        url: root of the API, such as `http://127.0.0.1:8000`.
         request_timeout: seconds for every request but `batch`.
         batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses its batch.
     """

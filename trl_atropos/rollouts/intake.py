@@ -72,16 +72,14 @@ class Intake:
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
-            label = label_of(group.env_id, names)
-            kind = ""
+            label, kind = label_of(group.env_id, names), ""
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
                 rollouts += self._admit_group(group, label, names.get(group.env_id))
             except RejectedGroup as rejection:
                 kind = rejection.kind
-                size = len(group.tokens) if isinstance(group, ScoredGroup) else group.size
-                self._counts.update({"groups": 1, REJECTED: size})
+                self._counts.update({"groups": 1, REJECTED: group.size})
                 message = "Dropped a group that cannot be trained on: %s (environment %s)."
                 self._warn_once(kind, message, rejection, label)
             # One group with unknown tokens is an accident. If most have some, it is another tokenizer.
@@ -121,10 +119,10 @@ class Intake:
         scores still count in the group's mean and standard deviation. Messages call the environment `label`.
 
         Raises:
-            RejectedGroup: token ids that the model does not know, another temperature in an override, or statistics
-                that are not finite.
-            RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one
-                under `"refuse"`.
+            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature in an override, or
+                statistics that are not finite.
+            RolloutError: no group can be: images, placeholder tokens, another temperature in `generation_params`, or a
+                group of one under `"refuse"`.
         """
         _refuse(group, label, self.temperature, self.vocab_size)
         # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
@@ -154,9 +152,9 @@ class Intake:
 
     def metrics(self) -> dict[str, float]:
         """
-        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`,
-        `rollouts/dropped_too_long` and `rollouts/dropped_untrained`; and `rollouts/unknown_logprobs`, the share of
-        trained tokens whose log-probability the environment did not send (left out when no token came in).
+        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`, `_too_long`
+        and `_untrained`; and `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
+        environment did not send (left out when no token came in).
         """
         counts = self._counts.copy()
         new, self._reported = counts - self._reported, counts
@@ -202,18 +200,17 @@ def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int 
     """Raises if a well-formed group has something that this trainer cannot train on."""
     if _has_content(group.images):
         raise RolloutError(
-            f"Environment {label} sent `images`, and training is text only: the policy would be trained on "
-            "prompts without the pictures they were sampled with. Use an environment that sends no images."
+            f"Environment {label} sent `images`, and training is text only: the policy would not see them. Use an "
+            "environment that sends no images."
         )
     # Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids.
     length = len(group.tokens[0])
     placeholder = np.arange(length)
     if len(group.tokens) > 1 and length > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
         raise RolloutError(
-            f"Environment {label} sent placeholder tokens (0 to {length - 1} in each of {len(group.tokens)} rollouts) "
-            "instead of what was sampled: its inference server gives no token ids. Sample through a managed server "
-            "with `--openai.server_type vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that this cannot "
-            "happen unseen."
+            f"Environment {label} sent placeholder tokens (0 to {length - 1}) in all {len(group.tokens)} rollouts: "
+            "its inference server gives no token ids. Sample through a managed server with `--openai.server_type "
+            "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."
         )
     of_teachers = [ids for ids in group.distill_ids if ids is not None]
     highest = max(int(ids.max(initial=0)) for ids in [*group.tokens, *of_teachers])

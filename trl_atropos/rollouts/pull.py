@@ -116,11 +116,11 @@ class BatchPuller:
             lost = self.join()
         except (ApiUnreachable, ReplyLost) as error:
             return self._note_failure(error)
-        logger.warning(
+        message = (
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
-            "there are lost. Environments do not register again by themselves: restart them.",
-            self.client.url,
+            "there are lost. Environments do not register again by themselves: restart them."
         )
+        logger.warning(message, self.client.url)
         self.api_restarts += 1
         self._diagnosis.note_restart()
         self.pause = self.poll_interval
@@ -130,10 +130,8 @@ class BatchPuller:
 
     def pull(self) -> list[Arrival]:
         """
-        Sends at most one `GET /batch`. Returns what has a place now, often nothing.
-
-        Raises:
-            RolloutError: the API has failed for `api_down_timeout` seconds, or came back with another registration.
+        Sends at most one `GET /batch`. Returns what has a place now, often nothing. Raises `RolloutError` if the API
+        has failed for `api_down_timeout` seconds, or came back with another registration.
         """
         try:
             if self._held is not None:
@@ -301,7 +299,7 @@ class Diagnosis:
                 lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
                 seen = self.deliveries.setdefault(group.env_id, Deliveries())
                 seen.groups, seen.last = seen.groups + 1, time.monotonic()
-                seen.sizes |= {len(lengths) or group.size} - {0}
+                seen.sizes |= {group.size} - {0}
                 seen.longest = max([seen.longest, *lengths])
 
     def note_restart(self) -> None:

@@ -1,9 +1,8 @@
 """Rollouts from files instead of a live API, in the order in which they were recorded: to debug a run without
 environments, or to compare two runs on the same rollouts.
 
-The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold batches as the
-Atropos API delivers them: `.jsonl` has one batch per line, `{"batch": [group, ...]}`, or one bare group; `.json` has
-one such object.
+The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold what the Atropos
+API delivers: `{"batch": [group, ...]}` or one bare group, in `.jsonl` on each line, in `.json` once.
 """
 
 import json

@@ -95,15 +95,6 @@ class Shares:
         return self._group[1]
 
 
-@dataclass
-class Loaded:
-    """A file of the spool and those of its rollouts that are still to be handed out."""
-
-    part: Part
-    rollouts: deque[Rollout]
-    booked: bool = False  # whether the books have what the file counts as dropped or lost
-
-
 @dataclass(eq=False)
 class Feed:
     """
@@ -125,7 +116,9 @@ class Feed:
         self.thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._position = self.cursor  # index of the first rollout that is not loaded
         self._changed = threading.Condition()  # held to use the queue and the two counts below it
-        self._queue: deque[Loaded] = deque()
+        # Rollouts with the file that they are in. Before those of a file, or in place of lost ones, comes None: there,
+        # the books get what the file counts as dropped or lost.
+        self._queue: deque[tuple[Part, Rollout | None]] = deque()
         self._waiting = 0  # rollouts in the queue
         self._wanted = 0  # rollouts that somebody waits for
         self._selected: list[Rollout] = []  # to be handed out
@@ -163,22 +156,23 @@ class Feed:
         part, position = self.spool.next_part(self._position, self.puller.complete_until), self._position
         if part is None:
             return False
-        loaded = []
+        entries: list[tuple[Part, Rollout | None]] = []
         if part.start > position:
             size = part.start - position
             logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self.spool.folder)
-            loaded = [_gap(part, position, size)]
+            entries.append((_gap(part, position, size), None))
         try:
-            rollouts = deque(rollout for rollout in self.spool.read(part) if rollout.index >= position)
-            loaded.append(Loaded(part, rollouts, booked=part.start < position))
+            rollouts = [rollout for rollout in self.spool.read(part) if rollout.index >= position]
+            entries += [(part, None)] if part.start >= position else []  # else they are in the books of the checkpoint
+            entries += [(part, rollout) for rollout in rollouts]
         except RolloutError as error:
-            begin = max(part.start, position)
+            rollouts, begin = [], max(part.start, position)
             logger.warning("%s Its %d rollouts are lost.", error, part.end - begin)
-            loaded.append(_gap(part, begin, part.end - begin))
+            entries.append((_gap(part, begin, part.end - begin), None))
         with self._changed:
             self._position = part.end
-            self._queue += loaded
-            self._waiting += len(loaded[-1].rollouts)
+            self._queue += entries
+            self._waiting += len(rollouts)
             self._changed.notify_all()
         return True
 
@@ -223,28 +217,23 @@ class Feed:
     def _select(self, num_rollouts: int) -> bool:
         """Goes through the queue until there are enough. What is dropped stays dropped: it only grows older."""
         now = self.policy_version()
-        while self._queue:
-            loaded, part = self._queue[0], self._queue[0].part
-            if not loaded.booked:
-                loaded.booked = True
+        while self._queue and (self._queue[0][1] is None or len(self._selected) < num_rollouts):
+            part, rollout = self._queue.popleft()
+            if rollout is None:
                 self.books.dropped.update(part.dropped)
                 self.books.lost_with_api += part.lost_with_api
                 self.dropped.update(part.dropped)
                 self.cursor += part.missing
-            while loaded.rollouts and len(self._selected) < num_rollouts:
-                rollout = loaded.rollouts.popleft()
-                self._waiting -= 1
-                self.cursor += 1
-                rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
-                reason = self.reason_to_drop(rollout)
-                if reason is None:
-                    self._selected.append(rollout)
-                else:
-                    self.books.dropped[reason] += 1
-                    self.dropped[reason] += 1
-            if loaded.rollouts:
-                break
-            self._queue.popleft()
+                continue
+            self._waiting -= 1
+            self.cursor += 1
+            rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
+            reason = self.reason_to_drop(rollout)
+            if reason is None:
+                self._selected.append(rollout)
+            else:
+                self.books.dropped[reason] += 1
+                self.dropped[reason] += 1
         return len(self._selected) >= num_rollouts
 
     def _update_state(self) -> None:
@@ -282,6 +271,6 @@ class Feed:
         return metrics
 
 
-def _gap(part: Part, start: int, size: int) -> Loaded:
+def _gap(part: Part, start: int, size: int) -> Part:
     """Rollouts that cannot be handed out any more, at `part` or right before it."""
-    return Loaded(Part(start, size, part.region, {LOST_IN_DELIVERY: size}), deque())
+    return Part(start, size, part.region, {LOST_IN_DELIVERY: size})

@@ -165,13 +165,9 @@ class AtroposSource:
 
     def start(self, run: RunInfo) -> None:
         """Registers and verifies. Asks for no batch: environments are let in by the first `GET /batch`."""
-        wait_for_api(
-            self._client.greet,
-            self.start_timeout,
-            f"No Atropos API answered at {self._client.url} within {self.start_timeout:g} s. Start one with `python "
-            "-m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or let the recipe start it with "
-            "`start_atropos: true`.",
-        )
+        fix = "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or set `start_atropos: true`."
+        absent = f"No Atropos API answered at {self._client.url} within {self.start_timeout:g} s. Start one with {fix}"
+        wait_for_api(self._client.greet, self.start_timeout, absent)
         self._run = run
         self._spool = open_spool(Path(run.output_dir, "rollouts"), run.state, self.max_spool_gb * 1e9)
         cursor, books = self._resume(run)
@@ -200,11 +196,8 @@ class AtroposSource:
             cursor=cursor,
             ahead=self.prefetch_batches * run.batch_size,
         )
-        lost = wait_for_api(
-            lambda: self._puller.join(reset=self.reset_api),
-            self.start_timeout,
-            f"The Atropos API at {self._client.url} stopped answering during registration. Restart it and run again.",
-        )
+        silent = f"The Atropos API at {self._client.url} stopped answering during registration. Restart it."
+        lost = wait_for_api(lambda: self._puller.join(reset=self.reset_api), self.start_timeout, silent)
         for arrival in lost:
             self._keep(arrival)
         run.when_wanted_soon(lambda: self._feed.ask(run.batch_size))

@@ -120,8 +120,8 @@ class Spool:
             meta = json.loads(path.read_text(encoding="utf-8"))
             self.name, self.registrations = meta["name"], meta["registrations"]
         except (ValueError, KeyError, TypeError) as error:
-            fix = f"Move {self.folder} away to begin without the rollouts in it."
-            raise RolloutError(f"{path} is not what this program wrote ({error!r}). {fix}") from error
+            what = f"{path} is not what this program wrote ({error!r})"
+            raise RolloutError(f"{what}. Move {self.folder} away to begin without the rollouts in it.") from error
 
     def _write_meta(self) -> None:
         meta = {"name": self.name, "format": FORMAT, "registrations": self.registrations}
@@ -142,10 +142,7 @@ class Spool:
         return self.parts[-1].end if self.parts else 0
 
     def append(self, part: Part, rollouts: Sequence[Rollout]) -> None:
-        """
-        Writes one batch, which then survives a power cut, and sets the `index` of its rollouts. Raises `RolloutError`
-        if it cannot be written; what was there before is not harmed.
-        """
+        """Writes one batch, which then survives a power cut, and sets its rollouts' `index`."""
         for position, rollout in enumerate(rollouts):
             rollout.index = part.start + part.missing + position
         assert part.missing + len(rollouts) == part.size, f"{part} with {len(rollouts)} rollouts"
@@ -308,9 +305,9 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
 
 class TrainerLogprobs:
     """
-    One Feather file per generation batch in the spool's `folder`: `index` is that of the spool's rollouts, `logprobs`
-    has a float32 per completion token, in nats, NaN where it was not trained. `pandas.read_feather` reads it. A file
-    whose rollouts the spool has removed is removed with the next write.
+    One Feather file per generation batch in the spool's `folder`, for the trainer-sampler gap in `trl-atropos report`:
+    `index` is that of the spool's rollouts, `logprobs` has a float32 per completion token, in nats, NaN where it was
+    not trained. A file whose rollouts the spool has removed is removed with the next write.
     """
 
     def __init__(self, folder: Path):
@@ -319,8 +316,8 @@ class TrainerLogprobs:
 
     def keep(self, rollouts: Sequence[Rollout], output: "dict[str, torch.Tensor]", accelerator: "Accelerator") -> None:
         """
-        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors
-        `completion_mask`, `tool_mask` and `old_per_token_logps`. Ignores rollouts that are not in this run's spool.
+        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors of TRL.
+        Ignores rollouts that are not in this run's spool.
         """
         import torch
 
@@ -371,5 +368,4 @@ class TrainerLogprobs:
 
 
 def _start_of(path: Path) -> int:
-    """The index in the name of a file."""
     return int(path.stem.rpartition("-")[2])

@@ -71,10 +71,7 @@ class BatchReply(Struct):
 
 
 class RejectedGroup(ValueError):
-    """
-    One group cannot be used: it is dropped and counted, and the run goes on. The message has the value seen. In a
-    batch, it stands for its group.
-    """
+    """One group cannot be used; the message has the value seen. In a batch, it stands for its group."""
 
     def __init__(self, reason: str, kind: str = "malformed"):
         super().__init__(reason)
@@ -85,10 +82,7 @@ class RejectedGroup(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """
-    A group of `n` rollouts, prompt and completion together. Per-token arrays are not shifted: entry `i` of each is
-    about token `i`. None for a rollout: the environment sent nothing.
-    """
+    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing was sent."""
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
@@ -104,6 +98,10 @@ class ScoredGroup:
     images: Any
     env_id: int | None
 
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
     def asks(self, override: str, i: int) -> bool:
         """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
         return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
@@ -117,10 +115,8 @@ UNREADABLE = "unreadable"
 
 def decode_reply(body: bytes) -> BatchReply:
     """
-    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other.
-
-    Raises:
-        ValueError: the body is not the JSON of such a reply.
+    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
+    `ValueError` if the body is not the JSON of such a reply.
     """
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
@@ -142,7 +138,7 @@ def decode_reply(body: bytes) -> BatchReply:
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
-    """As `parse_group`, but returns the error in place of a group that cannot be used."""
+    """As `parse_group`, but returns the error."""
     try:
         return parse_group(raw)
     except RejectedGroup as error:
@@ -157,13 +153,7 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
 
 
 def parse_group(raw: object) -> ScoredGroup:
-    """
-    Args:
-        raw: the text of a group (`bytes`), or the Python objects that `json` reads from it.
-
-    Raises:
-        RejectedGroup: with what is wrong, where, and the value seen.
-    """
+    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup` with what is wrong, and where."""
     try:
         if isinstance(raw, bytes) and not raw.isascii():
             raw.decode()  # msgspec does not look at the text of fields that it leaves out
@@ -307,8 +297,8 @@ def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, 
 
 def _messages(value: Any, size: int) -> list[str | None]:
     """
-    The JSON text of each rollout's messages, at most 64 KiB in UTF-8, None where there are none. Longer conversations
-    lose their last messages. They are for human readers only, so no shape of them is an error.
+    The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They are
+    for human readers only, so no shape of them is an error.
     """
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
@@ -331,5 +321,5 @@ def _message_text(messages: Any) -> str | None:
 
 
 def _dumps(value: Any) -> str:
-    """Readable JSON. Half a surrogate pair, which JSON can escape and UTF-8 cannot hold, becomes a question mark."""
+    """JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
