@@ -123,10 +123,8 @@ class Health:
 
     def check(self, measures: Mapping[str, float]) -> None:
         """
-        Looks at one generation batch. A signal that is not measured in it stays as it was.
-
-        Raises:
-            AtroposTrainingError: a signal of `stop_on` warns.
+        Looks at one generation batch. A signal that is not measured in it stays as it was. Raises
+        `AtroposTrainingError` if one of `stop_on` warns.
         """
         stopping = None
         for name, value in measures.items():
@@ -139,10 +137,8 @@ class Health:
                 continue
             self._warned.add(name)
             batches = f" for {patience} batches in a row" if patience > 1 else ""
-            message = (
-                f"{SIGNALS[name].text.format(value=value)} (`{name}`: above {threshold:g}{batches}; "
-                "`warning_thresholds` changes that.)"
-            )
+            above = f"`{name}`: above {threshold:g}{batches}; `warning_thresholds` changes that."
+            message = f"{SIGNALS[name].text.format(value=value)} ({above})"
             logger.warning(message)
             if name in self._stop_on and stopping is None:
                 stopping = f"{message} The run stops, because `stop_on_warnings` lists {name!r}."

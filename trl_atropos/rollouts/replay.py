@@ -31,10 +31,7 @@ class ReplaySource(RolloutSource):
         paths: a file or directory, or a list of them. A directory stands for its `.json`, `.jsonl` and `.arrow` files
             by name.
         loop: begin again when the recording is used up.
-        single_row_groups: what a group of one means, see `intake.rollouts_of`.
-
-    Raises:
-        RolloutError: from `start` and `poll`; the message has the fix.
+        single_row_groups: what a group of one means, see `Intake`.
     """
 
     def __init__(
@@ -119,9 +116,7 @@ class ReplaySource(RolloutSource):
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
-
-    Raises:
-        RolloutError: a path does not exist, or a directory has no such file.
+    Raises `RolloutError` for a path that does not exist, or a directory without such a file.
     """
     if not paths:
         fix = "Name a file or a folder, or leave it out to train on a live API."

@@ -173,10 +173,8 @@ def _for_arrow(value: Any) -> Any:
 
 def from_table(table: pa.Table) -> list[Rollout]:
     """
-    The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory.
-
-    Raises:
-        KeyError, ValueError, TypeError, pyarrow.ArrowException: a column is missing or has other values.
+    The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory. Raises
+    `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values.
     """
     columns: dict[str, list] = {}
     for name, kind in COLUMNS.items():
