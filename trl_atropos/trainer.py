@@ -38,7 +38,6 @@ from trl_atropos.batches.micro_batches import (
     join,
     loss_share,
     plan_rollouts,
-    regroups,
     take,
     trim,
     without_padding,
@@ -188,7 +187,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     "configuration names its number of experts otherwise: set `router_aux_loss_coef: 0`."
                 )
             prepare_model(self.model, warn=self.accelerator.is_main_process)
-            self._regroups = regroups(args, self.aux_loss_enabled)
+            self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
                     "`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, and the load-balancing "

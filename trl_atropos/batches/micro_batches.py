@@ -46,11 +46,6 @@ class Plan:
         column.extend(arrived[index] for index in range(len(planned)))
 
 
-def regroups(args: "AtroposGRPOConfig", has_auxiliary_loss: bool) -> bool:
-    """Whether rollouts may be put into other micro-batches than TRL draws. If not, only padding is left out."""
-    return args.group_by_length and not (args.loss_depends_on_micro_batches or has_auxiliary_loss)
-
-
 def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:
     """
     The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the loss

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -61,7 +62,7 @@ class Shares:
         self._last_seen: dict[int, float] = {}
         self._asked = 0.0
         self._weights: dict[int, float] = {}  # replaced as a whole, because another thread reads it
-        self._counted: tuple[int, ...] = ()  # the environments of which `_taken` counts rollouts
+        self._counted: set[int] = set()  # the environments of which `_taken` counts rollouts
         self._taken: Counter[int] = Counter()
         self._group = (-1, True)  # the latest group, and whether it was admitted
 
@@ -72,20 +73,18 @@ class Shares:
         active = [env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET]
         if set(active) == set(self._weights) and now - self._asked < REFRESH:
             return
-        try:
+        with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             states = {env_id: self.client.environment(env_id) for env_id in active}
-        except (ApiUnreachable, ReplyLost):
-            return  # the next pull finds out what is wrong
-        self._asked = now
-        self._weights = {env_id: state.env_weight for env_id, state in states.items() if state is not None}
+            self._weights = {env_id: state.env_weight for env_id, state in states.items() if state is not None}
+            self._asked = now
 
     def admits(self, rollout: Rollout) -> bool:
         """Whether a rollout may be trained now: all of a group, or none. Called for every rollout, in order."""
         weights, env_id = self._weights, rollout.env_id
         if env_id not in weights:
             return True
-        if tuple(sorted(weights)) != self._counted:  # an environment joined or left: earlier shares say nothing
-            self._counted = tuple(sorted(weights))
+        if weights.keys() != self._counted:  # an environment joined or left: earlier shares say nothing
+            self._counted = set(weights)
             self._taken.clear()
         if rollout.group != self._group[0]:
             ahead = self._taken[env_id] - self._taken.total() * weights[env_id] / sum(weights.values())
