@@ -20,7 +20,6 @@ from trl_atropos.rollouts.wire import BatchReply, decode_reply
 
 logger = logging.getLogger(__name__)
 
-GREETING = "AtroposLib API"
 UNREGISTERED = -1
 RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
@@ -90,7 +89,7 @@ class AtroposClient:
     def greet(self) -> None:
         """Raises `RolloutError` if something other than an Atropos API answers at the URL."""
         status, body = self._request("GET", "/")
-        if GREETING.encode() not in body:
+        if b"AtroposLib API" not in body:
             raise RolloutError(
                 f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}",
                 fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",

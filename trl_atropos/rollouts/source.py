@@ -285,9 +285,7 @@ class AtroposSource:
         environment that the run did not start). `rollouts/waiting_rows`: pulled, and not yet handed out.
         `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        metrics = {
-            f"rollouts/dropped_{reason}": 0.0 for reason in (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
-        }
+        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
         metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
         metrics["rollouts/lost_batches"] = metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size
         restarts, self._restarts = self._puller.api_restarts - self._restarts, self._puller.api_restarts

@@ -18,7 +18,7 @@ import uuid
 import zlib
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -294,12 +294,10 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
     """The smallest cursor into the spool of that name in the checkpoints of `output_dir`, None if there is none."""
     cursors = []
     for path in Path(output_dir).glob("checkpoint-*/trainer_state.json"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # half written: no run can resume from it
             state, _ = source_state(json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"])
             if state and state.get("spool") == spool:
                 cursors.append(state["cursor"])
-        except (OSError, ValueError, KeyError, TypeError):  # half written: no run can resume from it
-            continue
     return min(cursors, default=None)
 
 
