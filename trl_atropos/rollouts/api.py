@@ -58,6 +58,10 @@ class Status(msgspec.Struct):
     queue_size: int  # groups that are not yet in a batch
 
 
+class TrainerInfo(msgspec.Struct):
+    group: str | None  # `wandb_group` of the registration that the API holds
+
+
 class EnvironmentStatus(msgspec.Struct):
     max_group_size: int = 1  # rollouts in the largest group that is queued, from any environment; at least 1
     self_queue_size: int = 0  # groups of this environment in the queue
@@ -111,7 +115,7 @@ class AtroposClient:
 
     def trainer(self) -> str | None:
         """The `wandb_group` of the registration that the API holds, or None."""
-        return self._get("/wandb_info", dict[str, str | None])["group"]
+        return self._get("/wandb_info", TrainerInfo).group
 
     def environment(self, env_id: int) -> EnvironmentStatus | None:
         """None if the API has no environment of that number, for which it answers 500."""
