@@ -377,10 +377,10 @@ class Diagnosis:
         has = has if count > 1 else "has an environment, but its queue is empty"
         return (
             f"{has}: nothing that was sampled is delivered. {self._last_heard(range(count))}{growing} The API cannot "
-            "tell a dead environment from one that delivers nothing. Look at the environment's log: it may have ended, "
-            "may not reach the inference server, may send groups of another size than its `group_size` (the API holds "
-            "those back), or may drop groups whose scores are all equal (`ensure_scores_are_not_same`; its log says "
-            '"Scores are the same in a group, skipping") or that have a '
+            "tell a dead environment from one that delivers nothing. Look at the environment's log: it may have "
+            "ended, may not reach the inference server, may send groups of another size than its `group_size` (the "
+            "API holds those back), or may drop groups whose scores are all equal (`ensure_scores_are_not_same`; its "
+            'log says "Scores are the same in a group, skipping") or that have a '
             f'rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
         )
 
