@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -237,7 +236,8 @@ class Feed:
 
     def _update_state(self) -> None:
         assert self.books.produced == self.cursor, f"{self.books} at {self.cursor}"
-        self.state = {"cursor": self.cursor, "books": deepcopy(vars(self.books)), "lineage": self.path}
+        books = vars(self.books) | {"dropped": dict(self.books.dropped)}  # Transformers cannot copy a Counter
+        self.state = {"cursor": self.cursor, "books": books, "lineage": self.path}
 
     def stop(self, grace: float, abort: Callable[[], None]) -> None:
         """Ends the thread. A request in flight first gets `grace` seconds, because aborting it loses a batch."""
