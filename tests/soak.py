@@ -192,7 +192,7 @@ class Soak:
 
     def checks(self) -> dict[str, bool]:
         state, history = self.last_state()
-        books = Books.from_json(state["books"])
+        books = Books(**state["books"])
         spool = Spool(self.out / "rollouts", 1e9)
         waiting = spool.end - state["cursor"]
         lost = sum(self.tap.accepted) - spool.end - self.left

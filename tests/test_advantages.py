@@ -5,14 +5,14 @@ from trl.trainer.utils import nanstd
 
 from tests.rollouts.conftest import make_group
 from trl_atropos.batches.inputs import advantage_tensor, share_zero_variance
-from trl_atropos.rollouts.intake import rollouts_of
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, scalar_advantages
 from trl_atropos.rollouts.wire import parse_group
 
 
 def rows(group, single_row_groups="refuse") -> list[Rollout]:
     parsed = parse_group(group)
-    return rollouts_of(parsed, "0", max_sequence_length=64, temperature=1.0, single_row_groups=single_row_groups)
+    return Intake(64, 1.0, single_row_groups).rollouts_of(parsed, "0")
 
 
 def trl_advantages(rewards: torch.Tensor, num_generations: int, scale_rewards: str) -> torch.Tensor:

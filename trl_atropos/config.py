@@ -321,9 +321,8 @@ class AtroposGRPOConfig(GRPOConfig):
 
     def _warn_unused(self) -> None:
         if self.unused_settings:
-            what = "These settings have no effect, because the environments generate: " + ", ".join(
-                self.unused_settings
-            )
+            unused = ", ".join(self.unused_settings)
+            what = f"These settings have no effect, because the environments generate: {unused}"
             warnings.warn(f"{what}. Set what they mean in the environment instead.", stacklevel=3)
 
     def _check_sharding(self) -> None:

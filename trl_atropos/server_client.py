@@ -1,7 +1,7 @@
 """The trainer's side of HTTP to the inference servers: one method per route, each with a deadline.
 
 `ServerClient` talks to one server, `Servers` to all servers of a run on behalf of all ranks. Every failure is a
-`ServerError`; `rollouts/versions.py`, where a server that does not answer is no failure, asks for itself.
+`ServerError` that names the server, what was being done, and the way out.
 """
 
 import time
@@ -23,8 +23,12 @@ from trl_atropos.protocol import (
     TOKEN_VARIABLE,
     Attachment,
     LoadReply,
+    Note,
     ParameterSpec,
+    RefusalsReply,
     ServerInfo,
+    VersionsQuery,
+    VersionsReply,
     environment_token,
     reason_in,
 )
@@ -77,6 +81,16 @@ class ServerClient:
             (tokens, [next(iter(entry[0].values())) for entry in entries])
             for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
         ]
+
+    def versions(self, keys: list[bytes]) -> list[Note | None]:
+        """What the server has noted of the completions with these keys."""
+        body = VersionsQuery(keys=[key.hex() for key in keys]).model_dump()
+        reply = self._call("/versions", "asking which versions sampled rollouts", body)
+        return VersionsReply.model_validate(reply).notes()
+
+    def refusals(self, timeout: float) -> RefusalsReply:
+        reply = self._call("/refusals", "asking what it has refused", timeout=timeout)
+        return RefusalsReply.model_validate(reply)
 
     def why_silent(self) -> str:
         """Asks for one token. Returns what is wrong if none comes, and an empty text if one does."""

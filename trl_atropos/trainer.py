@@ -145,7 +145,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 kind = base_model(self.model).config.model_type
                 raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
             prepare_model(self.model, warn=self.accelerator.is_main_process)
-            self._regroups = micro_batches.regroups(args, self.aux_loss_enabled)
+            self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
                     "The load-balancing loss of this mixture of experts is a mean over each micro-batch: set "

@@ -52,7 +52,7 @@ def make_run(folder: Path, steps: int, *, end: bool = True, every: int = 1, name
             break
         books.trained += 64
         state.global_step = step
-        log.batch(rows, step, {"spool": spool.name, "lineage": PATH, "books": books.as_json()})
+        log.batch(rows, step, {"spool": spool.name, "lineage": PATH, "books": vars(books)})
         trainer.write(rows, _scored(rows, step))
         health.check({"zero_variance": float(step % 400 < 10)})
         state.global_step = step + 1

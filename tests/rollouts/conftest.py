@@ -17,7 +17,7 @@ import requests
 
 from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.intake import rollouts_of
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RunInfo
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
@@ -119,7 +119,7 @@ def admitted(group: Any, **settings: Any) -> list[Rollout]:
     outcomes: list[list[Rollout] | RejectedGroup | RolloutError] = []
     for raw in (group, text_of(group)):
         try:
-            outcomes.append(rollouts_of(parse_group(raw), "0", **asked))
+            outcomes.append(Intake(**asked).rollouts_of(parse_group(raw), "0"))
         except (RejectedGroup, RolloutError) as refusal:
             outcomes.append(refusal)
     first, second = outcomes

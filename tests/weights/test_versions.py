@@ -206,7 +206,7 @@ def test_a_server_that_does_not_answer_makes_rows_unknown_and_is_named_once(poli
     assert caplog.text.count(f"The server at {nowhere} does not tell which policy versions") == 1
     wrong = VersionBook([server.url], "wrong", timeout=10)
     assert tagged(wrong, row_of(completion)) == [(None, None)]
-    assert "it answered 401" in caplog.text
+    assert "refused the control token" in caplog.text
 
 
 # ---------------------------------------------------------------------------------- what rows were sampled with

@@ -1,8 +1,7 @@
 """What TRL's loss takes of a generation batch: columns, advantages, and a teacher's top-k log-probabilities.
 
 TRL derives groups from positions in the batch, all of one size. Here every rollout carries the mean and standard
-deviation of its own group, so groups may differ in size and may be split between ranks. `AtroposGRPOTrainer` calls
-these functions with the rollouts of all ranks and says which are its own; TRL then shuffles and splits the tensors.
+deviation of its own group, so groups may differ in size and may be split between ranks.
 """
 
 from array import array
@@ -19,8 +18,7 @@ ABSENT = -1e9  # as good as -inf for a softmax, but differences between two of t
 
 def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
     """
-    What TRL's `rollout_func` hook takes: `prompt_ids`, `completion_ids` and `env_mask` (TRL's tool mask), int64
-    arrays; `logprobs`, `array`s; `score`.
+    What TRL's `rollout_func` hook takes; `env_mask` is TRL's tool mask.
 
     TRL makes a tensor of each array in the array's own type, but of `logprobs` it makes lists first. `array` gives
     plain numbers for those, where NumPy would give scalars, which take several times as long.
@@ -32,9 +30,6 @@ def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
         "env_mask": [rollout.mask.astype(np.int64) for rollout in rollouts],
         "score": [rollout.score for rollout in rollouts],
     }
-
-
-# --------------------------------------------------------------------------------------------------------- advantages
 
 
 def advantage_tensor(
@@ -70,9 +65,6 @@ def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
 def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
     """The share of `rollouts` (at least one) in groups whose scores are all equal: `frac_reward_zero_std`."""
     return np.mean([rollout.group_std <= ZERO_STD for rollout in rollouts], dtype=np.float32).item()
-
-
-# ------------------------------------------------------------------------------------------------------- distillation
 
 
 def distillation_inputs(
@@ -132,13 +124,12 @@ def distillation_loss(
 
     Args:
         inputs: a micro-batch, with what `distillation_inputs` added.
-        micro_batches: number of micro-batches of the generation batch.
-        of_step: number of micro-batches of an optimizer step.
+        micro_batches: number of them in the generation batch; `of_step`: in an optimizer step.
 
     Returns:
         `()`, the loss: its gradients, summed over an optimizer step's micro-batches and averaged over ranks, are those
-        of the mean over all distilled tokens, as TRL has it for `dapo`. And the same number on all ranks, whose mean
-        over the micro-batches is that mean, in nats.
+        of the mean over all distilled tokens, as TRL has it for `dapo`. And a number that is the same on all ranks:
+        the mean of it over the micro-batches is that mean, in nats.
     """
     length = inputs["completion_ids"].size(1)
     with accelerator.autocast():

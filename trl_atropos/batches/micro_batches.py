@@ -1,9 +1,8 @@
 """Micro-batches: which rollouts share one, on which rank, and how padding is left out.
 
-TRL pads a generation batch to its longest rollout and splits it afterwards. With real lengths, most of the computation
-is then on padding. Here rollouts of similar length share a micro-batch, wherever that does not change the gradient of
-the optimizer step, and every rank gets about as many tokens. `AtroposGRPOTrainer` calls `plan_rollouts` before TRL
-pads a generation batch, `trim` on each micro-batch, and `without_padding` for a forward.
+TRL pads a generation batch to its longest rollout and splits it afterwards, so that most of the computation is on
+padding. Here rollouts of similar length share a micro-batch, wherever that does not change the gradient of the
+optimizer step, and every rank gets about as many tokens.
 
 TRL's tensors of a batch have shape (B, P) for prompts, padded on the left, and (B, C) for completions, padded on the
 right.
@@ -47,17 +46,11 @@ class Plan:
         column.extend(arrived[index] for index in range(len(planned)))
 
 
-def regroups(args: "AtroposGRPOConfig", has_auxiliary_loss: bool) -> bool:
-    """Whether rollouts may be put into other micro-batches than TRL draws. If not, only padding is left out."""
-    return args.group_by_length and not (args.loss_depends_on_micro_batches or has_auxiliary_loss)
-
-
 def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:
     """
     The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the loss
     with `per_device_train_batch_size` rollouts in each. With `dapo`, `cispo` and `vespo` TRL divides by the tokens of
-    the generation batch, with the others by the rollouts of the micro-batch. (`bnpo`, which does neither, is never
-    regrouped.)
+    the generation batch, with the others by the rollouts of the micro-batch. (`bnpo` is never regrouped.)
     """
     adds_up = args.loss_type in ("dapo", "cispo", "vespo")
     return 1.0 if adds_up else num_rollouts / args.per_device_train_batch_size
@@ -76,13 +69,11 @@ def plan(
     """
     Args:
         lengths: tokens of each rollout of the generation batch, a multiple of `ranks * steps` rollouts.
-        ranks: number of processes.
         steps: training steps (forward and backward) that the batch is for.
         together: number of consecutive training steps that always belong to one optimizer step. Rollouts are moved
             within these only: which optimizer step trains on a rollout is drawn at random, as in TRL.
         max_tokens: padded tokens that a micro-batch may have; a longer rollout has a micro-batch of its own. None
             makes each training step one micro-batch.
-        seed: of the random draw.
     """
     indices = np.arange(len(lengths))
     if steps > together:
@@ -104,10 +95,9 @@ def plan(
 
 def _deal(blocks: np.ndarray, lengths: np.ndarray, ranks: int) -> list[list[list[int]]]:
     """
-    Deals each block's rollouts to the ranks, the same number to each: `[block][rank]`, longest first.
-
-    The longest rollout left goes to the rank with the fewest tokens. All ranks work on similar lengths at the same
-    time, because sharded ranks wait for each other in every layer.
+    Deals each block's rollouts to the ranks, the same number to each: `[block][rank]`, longest first. The longest that
+    is left goes to the rank with the fewest tokens, so that all work on similar lengths at the same time: sharded
+    ranks wait for each other in every layer.
     """
     tokens, dealt = np.zeros(ranks), []
     for block in blocks:
@@ -141,8 +131,6 @@ def _cut(lengths: np.ndarray, max_tokens: int) -> list[int]:
         end = begin[end]
     return sizes[::-1]
 
-
-# ------------------------------------------------------------------------------------------------------------- padding
 
 Batch = dict[str, torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probabilities, entropies, auxiliary loss
@@ -200,14 +188,13 @@ def without_padding(
         multiple: the width of the input of `forward` is a multiple of this.
 
     Returns:
-        (B, C) each, 0 on padding, and the mean auxiliary loss of the micro-batches, as from one forward of the whole.
+        (B, C) each, 0 on padding, and the mean auxiliary loss of the micro-batches.
     """
-    logprobs, entropies, losses = zip(
-        *(
-            _forward_without_padding(forward, input_ids[part], attention_mask[part], logits_to_keep, multiple)
-            for part in micro_batches
-        )
-    )
+    scored = [
+        _forward_without_padding(forward, input_ids[part], attention_mask[part], logits_to_keep, multiple)
+        for part in micro_batches
+    ]
+    logprobs, entropies, losses = zip(*scored)
     return (
         torch.cat(logprobs),
         torch.cat(entropies) if entropies[0] is not None else None,

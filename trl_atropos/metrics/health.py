@@ -1,15 +1,14 @@
 """A run that learns nothing, or learns from the wrong data, must say so.
 
-`AtroposGRPOTrainer` measures every generation batch with the functions at the end of this file and gives the results
-to its `Health` on rank 0. Each of them is logged as `health/NAME`, and when it stays above its threshold for some
-batches in a row, the log says what was seen, what that means and what to do.
+`AtroposGRPOTrainer` measures every generation batch with the functions below and gives the results to its `Health` on
+rank 0. When one stays above its threshold for some batches in a row, the log says what that means and what to do.
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ WINDOW = 20  # batches over which the reward is averaged
 STALENESS = ("0", "1", "2_or_more", "unknown")
 
 
-@dataclass(frozen=True)
-class Signal:
+class Signal(NamedTuple):
     """One thing that goes wrong in runs. `text` is formatted with `value`, the measure of the last batch."""
 
     threshold: float
@@ -56,54 +54,47 @@ THRESHOLDS = {  # a signal warns above a value, after that many batches in a row
     "dropped": (0.5, 3),
 }
 TEXTS = {
-    "zero_variance": "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. The "
-    "task is learned, or too hard, or its reward too coarse: change the tasks or the reward, or take only groups with "
-    "variance (`replace_zero_variance_groups: true`).",
-    "identical_rows": "{value:.0%} of the rollouts are in groups whose completions are identical to the last token. "
-    "The policy has lost its variety, or the environment samples greedily or from a cache: check the environment's "
-    "temperature, lower `learning_rate`, or set `entropy_coef` or `beta`.",
-    "repeated_token": "{value:.0%} of the rollouts are one and the same token, repeated. Either the policy has "
-    "collapsed (lower `learning_rate`, raise `beta`, take an earlier checkpoint), or the tokens are dummies that the "
-    "environment sends because its inference server gives it none (`--openai.server_type vllm`).",
-    "placeholder_tokens": "{value:.0%} of the rollouts have the token ids 0, 1, 2, ...: placeholders that Atropos "
-    "sends where the inference server gives no token ids. Sample through a managed server with `--openai.server_type "
-    "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
+    "zero_variance": "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. "
+    "Change the tasks or the reward, or take only groups with variance (`replace_zero_variance_groups: true`).",
+    "identical_rows": "{value:.0%} of the rollouts are in groups whose completions are identical. Check the "
+    "environment's temperature and caches; if the policy has lost its variety, lower `learning_rate`, or set "
+    "`entropy_coef` or `beta`.",
+    "repeated_token": "{value:.0%} of the rollouts are one and the same token, repeated. If the policy has collapsed, "
+    "lower `learning_rate`, raise `beta`, or take an earlier checkpoint; if the environment sends dummies, have its "
+    "server give it tokens (`--openai.server_type vllm`).",
+    "placeholder_tokens": "{value:.0%} of the rollouts have the token ids 0, 1, 2, ..., which Atropos sends where the "
+    "inference server gives none. Sample through a managed server with `--openai.server_type vllm`, and unset "
+    "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.",
     "constant_rewards": "For {value:.0f} batches every rollout has had the same score, so that there is nothing to "
-    "learn. The task is learned, or the environment's scoring is broken or never met: look at the completions "
-    "(`log_completions: true`) and at the scoring function.",
+    "learn. Unless the task is learned, look at the completions (`log_completions: true`) and the scoring function.",
     "reward_stalled": "The reward has not risen beyond its noise for {value:.0f} batches. If it is where you want it, "
     "the run is done; otherwise look at the completions, change `learning_rate`, or take other tasks.",
     "advantage_explosion": "An advantage has reached {value:.3g}, where normalised ones stay below 10 for groups of "
-    "up to 100. It comes from the environment's own `advantages`, or from raw scores (`scale_rewards: none`, "
-    "`single_row_groups: raw`): bring them to a spread of about 1, or set `scale_rewards: group`.",
-    "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001 but are not "
-    "alike: dividing by that makes full advantages out of noise. Round the scores in the environment, or set "
-    "`scale_rewards: batch` or `none`.",
-    "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token: they were cut at the length "
-    "limit, or the environment cuts that token off. Raise the environment's token limit (and the server's "
-    "`--max-model-len`), or keep the last token of a completion.",
+    "up to 100. Bring the environment's `advantages` or raw scores to a spread of about 1, or set `scale_rewards: "
+    "group`.",
+    "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001: noise gets "
+    "full advantages. Round the scores in the environment, or set `scale_rewards: batch` or `none`.",
+    "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token. Raise the environment's token "
+    "limit (and the server's `--max-model-len`), or keep the last token of a completion.",
     "loss_divisor": "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as "
-    "the longest completion so far, so that every gradient is smaller by that factor. Set it to the environments' "
-    "limit of tokens.",
+    "the longest completion so far, and gradients are smaller by as much. Set it to the environments' limit.",
     "logprob_gap_fresh": "For rollouts sampled from the very weights that are trained, server and trainer differ by "
-    "{value:.3g} nats per token in the mean, where rounding explains about 0.02. Most often the environment samples "
-    "at another temperature, or with top_p or penalties, or the server was not started with `--logprobs-mode "
-    "processed_logprobs`: make them agree.",
-    "logprob_gap": "Sampler and trainer differ by {value:.3g} nats per token in the mean: rollouts are from a policy "
-    "far from the one that is trained. They are too old (lower `max_staleness`, or `max_batches_offpolicy` of the "
-    "environments), the learning rate is too high, or the server does not sample from this model.",
-    "importance_ratio": "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g} before "
-    "it is truncated, where 1 is expected. A few tokens carry the whole update: use fresher rollouts "
-    "(`max_staleness`), or a token level correction (`vllm_importance_sampling_mode: token_truncate`).",
-    "tokens_corrected": "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler, "
-    "so that the update is no longer that of the rollouts. Use fresher rollouts (`max_staleness`), a token level "
-    "`vllm_importance_sampling_mode`, or a wider `vllm_importance_sampling_clip_max`.",
-    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. Environments sample up to "
-    "`max_batches_offpolicy` batches ahead of the trainer, and Atropos' default is 3: add "
-    "`--env.max_batches_offpolicy 1` to their commands, and keep `prefetch_batches` at 0.",
+    "{value:.3g} nats per token in the mean, where rounding explains about 0.02. Have the environment sample at the "
+    "trainer's temperature without top_p or penalties, and start the server with `--logprobs-mode "
+    "processed_logprobs`.",
+    "logprob_gap": "Sampler and trainer differ by {value:.3g} nats per token in the mean. Lower `max_staleness`, the "
+    "environments' `max_batches_offpolicy`, or `learning_rate`, and check that the server samples from this model.",
+    "importance_ratio": "The mean ratio between the trainer's and the sampler's probabilities is {value:.3g}, where 1 "
+    "is expected: a few tokens carry the whole update. Use fresher rollouts (`max_staleness`), or a token level "
+    "correction (`vllm_importance_sampling_mode: token_truncate`).",
+    "tokens_corrected": "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler. "
+    "Use fresher rollouts (`max_staleness`), a token level `vllm_importance_sampling_mode`, or a wider "
+    "`vllm_importance_sampling_clip_max`.",
+    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. Add "
+    "`--env.max_batches_offpolicy 1` to the environments' commands, and keep `prefetch_batches` at 0.",
     "unknown_version": "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so "
-    "that their staleness is neither seen nor limited. The environment sends no log-probabilities, or they were not "
-    "sampled by this run's server: use a managed server (`--openai.server_type vllm`) and send `inference_logprobs`.",
+    "that their staleness is not limited. Sample from this run's server through a managed server "
+    "(`--openai.server_type vllm`), and send `inference_logprobs`.",
     "dropped": "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the "
     "reasons, and the warnings in this log explain them.",
 }
@@ -120,43 +111,34 @@ def check_names(field: str, names: Sequence[str]) -> None:
 
 class Health:
     """
-    Warns when a signal rises, and again only after it has been below its threshold for 20 batches.
-
-    Args:
-        thresholds: signal name -> value above which it warns, for those that differ from `SIGNALS`.
-        stop_on: names of signals that end the run when they warn.
+    Warns when a signal rises, and again only after it has been below its threshold for 20 batches. `thresholds` has
+    those that differ from `SIGNALS`; the signals of `stop_on` end the run when they warn.
     """
 
     def __init__(self, thresholds: Mapping[str, float], stop_on: Sequence[str]):
         self._thresholds = {name: signal.threshold for name, signal in SIGNALS.items()} | dict(thresholds)
         self._stop_on = set(stop_on)
-        self._above = dict.fromkeys(SIGNALS, 0)  # batches in a row above the threshold
-        self._below = dict.fromkeys(SIGNALS, 0)  # batches in a row below it
+        self._streak = dict.fromkeys(SIGNALS, 0)  # batches in a row above the threshold, or negative, below it
         self._warned: set[str] = set()
 
     def check(self, measures: Mapping[str, float]) -> None:
         """
-        Looks at one generation batch. A signal that is not measured in it stays as it was.
-
-        Raises:
-            AtroposTrainingError: a signal of `stop_on` warns.
+        Looks at one generation batch. A signal that is not measured in it stays as it was. Raises
+        `AtroposTrainingError` if one of `stop_on` warns.
         """
         stopping = None
         for name, value in measures.items():
             threshold, patience = self._thresholds[name], SIGNALS[name].patience
-            above = value > threshold
-            self._above[name] = self._above[name] + 1 if above else 0
-            self._below[name] = 0 if above else self._below[name] + 1
-            if self._below[name] >= FINE_AGAIN:
+            before = self._streak[name]
+            self._streak[name] = max(before, 0) + 1 if value > threshold else min(before, 0) - 1
+            if self._streak[name] <= -FINE_AGAIN:
                 self._warned.discard(name)
-            if self._above[name] < patience or name in self._warned:
+            if self._streak[name] < patience or name in self._warned:
                 continue
             self._warned.add(name)
             batches = f" for {patience} batches in a row" if patience > 1 else ""
-            message = (
-                f"{SIGNALS[name].text.format(value=value)} (`{name}`: above {threshold:g}{batches}; "
-                "`warning_thresholds` changes that.)"
-            )
+            above = f"`{name}`: above {threshold:g}{batches}; `warning_thresholds` changes that."
+            message = f"{SIGNALS[name].text.format(value=value)} ({above})"
             logger.warning(message)
             if name in self._stop_on and stopping is None:
                 stopping = f"{message} The run stops, because `stop_on_warnings` lists {name!r}."
@@ -164,14 +146,8 @@ class Health:
             raise AtroposTrainingError(stopping)
 
 
-# ----------------------------------------------------------------------------------------------- measures of rollouts
-
-
 def rollout_measures(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards, distils: bool) -> dict[str, float]:
-    """
-    By the name of their signal: shares of `rollouts`, the generation batch of all ranks, and the largest advantage.
-    `distils` is whether the run learns from the teacher that a rollout may bring.
-    """
+    """Measures of `rollouts`, the generation batch of all ranks, by the name of their signal."""
     tiny = [scale_rewards == "group" and ZERO_STD < rollout.group_std < TINY_STD for rollout in rollouts]
     return {
         "zero_variance": fmean(rollout.teaches_nothing(distils) for rollout in rollouts),
@@ -195,15 +171,9 @@ def _share_identical(rollouts: Sequence[Rollout]) -> float:
 
 
 def _share_repeated_token(rollouts: Sequence[Rollout]) -> float:
-    """
-    Share of rollouts whose trained tokens, except for the last, which may be the end token, are all one id: the most
-    frequent such id, since an environment may ask for a repetition, but seldom for the same one everywhere.
-    """
-    counts: defaultdict[int, int] = defaultdict(int)
-    for rollout in rollouts:
-        said = rollout.completion_ids[rollout.mask][:-1]
-        if len(said) >= SHORTEST and (said == said[0]).all():
-            counts[int(said[0])] += 1
+    """Share of rollouts whose trained tokens, except for the last (maybe the end token), are all the same one id."""
+    trained = [rollout.completion_ids[rollout.mask][:-1] for rollout in rollouts]
+    counts = Counter(int(said[0]) for said in trained if len(said) >= SHORTEST and (said == said[0]).all())
     return max(counts.values(), default=0) / len(rollouts)
 
 
@@ -227,13 +197,7 @@ def share_dropped(metrics: Mapping[str, float], trained: int) -> float:
 
 
 class History:
-    """
-    What only shows over several batches: scores that never differ, a mean that no longer rises, and completions that
-    stay much shorter than the loss assumes.
-
-    Args:
-        divisor: the number of tokens by which the loss divides every completion, if it does.
-    """
+    """What only shows over several batches. The loss divides every completion by `divisor` tokens, if it is given."""
 
     def __init__(self, divisor: int | None = None):
         self._divisor = divisor
@@ -267,9 +231,6 @@ class History:
         return measures
 
 
-# ------------------------------------------------------------------------------------------------ trainer and sampler
-
-
 @torch.no_grad()
 def sampling_measures(
     output: dict[str, torch.Tensor], rollouts: Sequence[Rollout], sequence_level: bool, accelerator: Accelerator
@@ -301,13 +262,8 @@ def sampling_measures(
     distance = gap.double().abs().where(known, 0.0)
     staleness = [3 if rollout.staleness is None else min(rollout.staleness, 2) for rollout in rollouts]
     classes = torch.nn.functional.one_hot(torch.tensor(staleness, device=gap.device), len(STALENESS)).double()
-    sums = torch.cat(
-        [
-            distance.sum(-1) @ classes,
-            known.sum(-1).double() @ classes,
-            torch.stack([changed.sum().double(), ratios.sum(), ratios.new_tensor(ratios.numel())]),
-        ]
-    )
+    of_ratios = torch.stack([changed.sum().double(), ratios.sum(), ratios.new_tensor(ratios.numel())])
+    sums = torch.cat([distance.sum(-1) @ classes, known.sum(-1).double() @ classes, of_ratios])
     peaks = torch.stack([distance.max(), ratios.max() if ratios.numel() else ratios.new_zeros(())])
     of_ranks = accelerator.gather(torch.cat([sums, peaks])[None])  # (ranks, 13)
     totals = of_ranks[:, : len(sums)].sum(0).tolist()

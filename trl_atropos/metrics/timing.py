@@ -1,11 +1,8 @@
 """Where the time of an optimizer step goes: every moment on this process belongs to exactly one part of the step.
 
 `AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another interrupts it. A step
-lasts from the end of one optimizer step to the end of the next, so what Transformers does between them (logging,
-saving, callbacks) is the part `other`.
-
-Work that is queued on a GPU counts where it was queued, because `settle` waits for it at the end of what computes.
-Each of these waits comes just before one that TRL or Transformers would make anyway.
+lasts from the end of one optimizer step to the end of the next. Work that is queued on a GPU counts where it was
+queued: `settle` waits for it at the end of what computes, just before TRL or Transformers would wait anyway.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The HTTP client of the Atropos API, and how a run becomes its trainer.
 
-`pull.py` calls it. `AtroposClient` retries nothing, because a second try is safe only if the request was not sent:
-that is `ApiUnreachable`, and otherwise `ReplyLost`.
+`AtroposClient` retries nothing, because a second try is safe only if the request was not sent: that is
+`ApiUnreachable`, and otherwise `ReplyLost`.
 """
 
 import logging
@@ -20,7 +20,6 @@ from trl_atropos.rollouts.wire import BatchReply, decode_reply
 
 logger = logging.getLogger(__name__)
 
-GREETING = "AtroposLib API"
 UNREGISTERED = -1
 RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
@@ -33,7 +32,7 @@ class ApiUnreachable(RolloutError):
 
 
 class ReplyLost(RolloutError):
-    """The request was sent and no usable answer came: what the API handed out in it is lost."""
+    """The request was sent and no usable answer came: a batch that the API handed out in it is lost."""
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -50,9 +49,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct):
-    """Of the registered trainer; -1 and -1 before the first registration."""
-
-    batch_size: int
+    batch_size: int  # of the registered trainer; -1 before the first registration
     max_token_len: int
 
 
@@ -66,8 +63,6 @@ class TrainerInfo(msgspec.Struct):
 
 
 class EnvironmentStatus(msgspec.Struct):
-    """The state of one environment, and of the queue."""
-
     max_group_size: int = 1  # rollouts in the largest group that is queued, from any environment; at least 1
     self_queue_size: int = 0  # groups of this environment in the queue
     unallocated_fraction: float = 1.0  # of a batch, that no environment reserves by `min_batch_allocation`
@@ -75,8 +70,6 @@ class EnvironmentStatus(msgspec.Struct):
 
 
 class LatestExample(msgspec.Struct):
-    """The group that was queued last. It survives a reset of the API."""
-
     tokens: list[list[int]] = []
     env_id: int | None = None
 
@@ -84,7 +77,7 @@ class LatestExample(msgspec.Struct):
 class AtroposClient:
     """
     Args:
-        url: root of the API, such as `http://127.0.0.1:8000`. Anything but an http(s) URL raises `RolloutError`.
+        url: root of the API, such as `http://127.0.0.1:8000`.
         request_timeout: seconds for every request but `batch`.
         batch_timeout: seconds for `batch`. Make it long, because a request that is given up loses its batch.
     """
@@ -100,7 +93,7 @@ class AtroposClient:
     def greet(self) -> None:
         """Raises `RolloutError` if something other than an Atropos API answers at the URL."""
         status, body = self._request("GET", "/")
-        if GREETING.encode() not in body:
+        if b"AtroposLib API" not in body:
             raise RolloutError(
                 f"{self.url} is not an Atropos API: GET / answered {status} {body[:80]!r}",
                 fix="Set `atropos_url` to the host and port that `python -m atroposlib.cli.run_api` listens on.",
@@ -126,13 +119,13 @@ class AtroposClient:
         return self._get("/wandb_info", TrainerInfo).group
 
     def environment(self, env_id: int) -> EnvironmentStatus | None:
-        """The state of an environment, or None if the API has none of that number, for which it answers 500."""
+        """None if the API has no environment of that number, for which it answers 500."""
         # Some builds of the API read the number from the path, 0.4.0 reads it from the body.
         with suppress(ReplyLost):
             return self._get(f"/status-env?env_id={env_id}", EnvironmentStatus, {"env_id": env_id})
 
     def environments(self) -> list[EnvironmentStatus]:
-        """All environments that have registered since the API started, also those that ended, by number."""
+        """All environments that have registered since the API started, by number."""
         found: list[EnvironmentStatus] = []
         while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
             found.append(status)
@@ -194,10 +187,8 @@ class AtroposClient:
         if status >= 500:
             raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
         if status >= 400 and path != "/":
-            raise RolloutError(
-                f"{asked} answered {status} {answer[:200]!r}: the server there does not speak the protocol of "
-                "atroposlib 0.4. Install that version where the API runs."
-            )
+            reason = f"{asked} answered {status} {answer[:200]!r}, unlike the API of atroposlib 0.4"
+            raise RolloutError(f"{reason}. Install that version where the API runs.")
         return status, answer
 
 
@@ -210,9 +201,6 @@ def disconnect_command(url: str, env_ids: list[int]) -> str:
     """The shell command that has the API forget an environment."""
     which = env_ids[0] if len(env_ids) == 1 else "ID"
     return f"`curl -X POST {url}/disconnect-env -H 'Content-Type: application/json' -d '{{\"env_id\": {which}}}'`"
-
-
-# -------------------------------------------------------------------------------------------------- becoming a trainer
 
 
 def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
@@ -230,14 +218,12 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
     """
     Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
-    holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length.
-
-    Raises:
-        ApiUnreachable, ReplyLost: the API does not answer; call again.
-        RolloutError: the API holds another registration, or does not take one.
+    holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length. Raises
+    `ApiUnreachable` or `ReplyLost` if the API does not answer (call again), and `RolloutError` if it holds another
+    registration or takes none.
     """
-    # An environment that delivers before any trainer registered makes the API ignore every registration. What is
-    # queued there can never be handed out. It may deliver again between a reset and the registration.
+    # If an environment delivers before any trainer has registered, the API ignores every registration, and never hands
+    # out what is queued. Another delivery may come between the reset and the registration.
     for _ in range(1 + HEAL_TRIES):
         if reset:
             client.reset()
@@ -245,19 +231,14 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         held, reset = client.info(), True
         if held.batch_size != UNREGISTERED:
             break
-        logger.warning(
-            "The Atropos API at %s received %d groups before a trainer had registered, and ignores registrations "
-            "since. Resetting it.",
-            client.url,
-            client.status().queue_size,
-        )
+        message = "The Atropos API at %s received %d groups before any trainer had registered. Resetting it."
+        logger.warning(message, client.url, client.status().queue_size)
     else:
         raise RolloutError(
             f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
-            f"{HEAL_TRIES} resets. An environment of an earlier run is probably delivering to it: stop it, then "
-            "restart the API."
+            f"{HEAL_TRIES} resets. Stop the environment of an earlier run that delivers to it, then restart the API."
         )
-    wanted = Info(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
+    wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
         raise RolloutError(
             f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "

@@ -1,8 +1,8 @@
 """From groups to rollouts that the trainer can use; what it cannot use is left out and counted.
 
-`AtroposSource` and `ReplaySource` each have one `Intake`. There are two kinds of errors here. `RejectedGroup` is about
-one group, which is dropped and counted, and the run goes on. `RolloutError` is about a setting that makes every group
-wrong and that only the user can correct, and ends the run.
+`AtroposSource` and `ReplaySource` each have one `Intake`. `RejectedGroup` is about one group, which is dropped and
+counted. `RolloutError` is about a setting that makes every group wrong and that only the user can correct; it ends
+the run.
 """
 
 import logging
@@ -34,18 +34,25 @@ REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
 @dataclass(eq=False)
 class Intake:
     """
-    Turns groups into rollouts with the run's settings, see `rollouts_of`. One thread may admit groups while another
-    asks for the metrics. `next_group` is the number of the next group.
+    Turns groups into rollouts. One thread may admit groups while another asks for the metrics.
+
+    Args:
+        max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
+        temperature: the sampling temperature by which the trainer divides its logits.
+        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
+            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
+        vocab_size: how many token ids the model knows; None = token ids are not checked.
+        names: of environments by their numbers.
     """
 
     max_sequence_length: int
     temperature: float
     single_row_groups: SingleRowGroups
     vocab_size: int | None = None
-    names: Callable[[], Mapping[int, str]] = dict  # of environments by their numbers
+    names: Callable[[], Mapping[int, str]] = dict
 
     def __post_init__(self):
-        self.next_group = 0
+        self.next_group = 0  # number of the next group
         # By environment, whether each of its last groups had tokens that the model does not know.
         self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
@@ -60,24 +67,19 @@ class Intake:
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
         """
         The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
-
-        Raises:
-            RolloutError: a group shows a setting that makes every group wrong (see `rollouts_of`), or most groups of
-                an environment have tokens that the model does not know.
+        Raises `RolloutError` as `rollouts_of` does, and if the model does not know the tokens of most groups.
         """
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
-            label = label_of(group.env_id, names)
-            kind = ""
+            label, kind = label_of(group.env_id, names), ""
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
                 rollouts += self._admit_group(group, label, names.get(group.env_id))
             except RejectedGroup as rejection:
                 kind = rejection.kind
-                size = len(group.tokens) if isinstance(group, ScoredGroup) else group.size
-                self._counts.update({"groups": 1, REJECTED: size})
+                self._counts.update({"groups": 1, REJECTED: group.size})
                 message = "Dropped a group that cannot be trained on: %s (environment %s)."
                 self._warn_once(kind, message, rejection, label)
             # One group with unknown tokens is an accident. If most have some, it is another tokenizer.
@@ -92,14 +94,7 @@ class Intake:
         return rollouts
 
     def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
-        rollouts = rollouts_of(
-            group,
-            label,
-            max_sequence_length=self.max_sequence_length,
-            temperature=self.temperature,
-            single_row_groups=self.single_row_groups,
-            vocab_size=self.vocab_size,
-        )
+        rollouts = self.rollouts_of(group, label)
         lengths = [len(tokens) for tokens in group.tokens]
         too_long = sum(length > self.max_sequence_length for length in lengths)
         untrained = len(lengths) - len(rollouts) - too_long
@@ -118,28 +113,48 @@ class Intake:
         self._counts.update({TOO_LONG: too_long, UNTRAINED: untrained})
         return rollouts
 
+    def rollouts_of(self, group: ScoredGroup, label: str) -> list[Rollout]:
+        """
+        The rollouts of one group, in its order. Those that are too long or have no trained token are left out; their
+        scores still count in the group's mean and standard deviation. Messages call the environment `label`.
+
+        Raises:
+            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature in an override, or
+                statistics that are not finite.
+            RolloutError: no group can be: images, placeholder tokens, another temperature in `generation_params`, or a
+                group of one under `"refuse"`.
+        """
+        _refuse(group, label, self.temperature, self.vocab_size)
+        # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
+        single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
+        if single and self.single_row_groups == "refuse":
+            raise RolloutError(
+                f"Environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
+                f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' "
+                "(do not learn from it), or give the environment a `group_size` of at least 2."
+            )
+        mean, std = group_statistics(group.scores)
+        if not np.isfinite([mean, std]).all():
+            extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
+            raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
+        fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length]
+        rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
+        for rollout in rollouts if single else []:
+            rollout.raw_advantage = self.single_row_groups == "raw"
+            rollout.group_mean = 0.0 if rollout.raw_advantage else mean
+            rollout.zero_advantage |= self.single_row_groups == "zero"
+        return rollouts
+
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning(message + " Later ones are only counted in the metrics.", *values)
 
-    def dropped(self) -> str:
-        """What was left out since the last `metrics()`, for a run that waits for rollouts; empty if nothing was."""
-        new = self._counts.copy() - self._reported  # a copy, because another thread may be counting
-        rollouts = new[TOO_LONG] + new[UNTRAINED]
-        if not (new["groups"] or rollouts):
-            return ""
-        return (
-            f"Rollouts arrive, but since the last step {new['groups']} groups and {rollouts} further rollouts were "
-            f"dropped because they cannot be trained on ({new[TOO_LONG]} of them are longer than "
-            f"{self.max_sequence_length} tokens): the warnings in this log name the reasons."
-        )
-
     def metrics(self) -> dict[str, float]:
         """
-        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`,
-        `rollouts/dropped_too_long` and `rollouts/dropped_untrained`; and `rollouts/unknown_logprobs`, the share of
-        trained tokens whose log-probability the environment did not send (left out when no token came in).
+        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`, `_too_long`
+        and `_untrained`; and `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
+        environment did not send (left out when no token came in).
         """
         counts = self._counts.copy()
         new, self._reported = counts - self._reported, counts
@@ -148,60 +163,6 @@ class Intake:
         if new["tokens"]:
             metrics["rollouts/unknown_logprobs"] = new["unknown"] / new["tokens"]
         return metrics
-
-
-# ---------------------------------------------------------------------------------------------- one group to rollouts
-
-
-def rollouts_of(
-    group: ScoredGroup,
-    label: str,
-    *,
-    max_sequence_length: int,
-    temperature: float,
-    single_row_groups: SingleRowGroups,
-    vocab_size: int | None = None,
-) -> list[Rollout]:
-    """
-    The rollouts of one group, in the group's order.
-
-    Those longer than `max_sequence_length` tokens and those without a trained token are left out; their scores still
-    count in the group's mean and standard deviation.
-
-    Args:
-        label: what messages call the environment.
-        max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
-        temperature: the sampling temperature by which the trainer divides its logits.
-        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
-            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
-        vocab_size: how many token ids the model knows; None = token ids are not checked.
-
-    Raises:
-        RejectedGroup: token ids that the model does not know, another temperature in an override, or statistics that
-            are not finite.
-        RolloutError: images, placeholder tokens, another temperature in `generation_params`, or a group of one under
-            `"refuse"`.
-    """
-    _refuse(group, label, temperature, vocab_size)
-    # Token-level advantages are final, and supervised rollouts have none, so a group of one with them needs no mean.
-    single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
-    if single and single_row_groups == "refuse":
-        raise RolloutError(
-            f"Environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
-            f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do "
-            "not learn from it) instead of 'refuse', or give the environment a `group_size` of at least 2."
-        )
-    mean, std = group_statistics(group.scores)
-    if not np.isfinite([mean, std]).all():
-        extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
-        raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
-    fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= max_sequence_length]
-    rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
-    for rollout in rollouts if single else []:
-        rollout.raw_advantage = single_row_groups == "raw"
-        rollout.group_mean = 0.0 if rollout.raw_advantage else mean
-        rollout.zero_advantage |= single_row_groups == "zero"
-    return rollouts
 
 
 def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | None:
@@ -239,18 +200,17 @@ def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int 
     """Raises if a well-formed group has something that this trainer cannot train on."""
     if _has_content(group.images):
         raise RolloutError(
-            f"Environment {label} sent `images`, and training is text only: the policy would be trained on "
-            "prompts without the pictures they were sampled with. Use an environment that sends no images."
+            f"Environment {label} sent `images`, and training is text only: the policy would not see them. Use an "
+            "environment that sends no images."
         )
     # Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids.
     length = len(group.tokens[0])
     placeholder = np.arange(length)
     if len(group.tokens) > 1 and length > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
         raise RolloutError(
-            f"Environment {label} sent placeholder tokens (0 to {length - 1} in each of {len(group.tokens)} rollouts) "
-            "instead of what was sampled: its inference server gives no token ids. Sample through a managed server "
-            "with `--openai.server_type vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER so that this cannot "
-            "happen unseen."
+            f"Environment {label} sent placeholder tokens (0 to {length - 1}) in all {len(group.tokens)} rollouts: "
+            "its inference server gives no token ids. Sample through a managed server with `--openai.server_type "
+            "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."
         )
     of_teachers = [ids for ids in group.distill_ids if ids is not None]
     highest = max(int(ids.max(initial=0)) for ids in [*group.tokens, *of_teachers])

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -24,7 +25,6 @@ from trl_atropos.rollouts.api import (
     EnvironmentStatus,
     Registration,
     ReplyLost,
-    Status,
     disconnect_command,
     join,
     label_of,
@@ -81,8 +81,8 @@ class BatchPuller:
 
     def join(self, *, reset: bool = False) -> list[Arrival]:
         """
-        Becomes the API's trainer, or finds that this run is it already. Asks for no batch: environments are let in by
-        the first `GET /batch`. Returns what is known to be lost with an earlier API. Raises as `api.join` does.
+        Becomes the API's trainer, or finds that this run is it already. Returns what is known to be lost with an
+        earlier API. Raises as `api.join` does.
         """
         ours, name = self.spool.registrations, self.client.trainer()
         anew = reset or name not in ours
@@ -100,14 +100,11 @@ class BatchPuller:
         if held == before.registration and status.current_step >= before.step:
             return []
         if held not in ours or held == before.registration:
-            logger.info(
+            message = (
                 "Continuing on the Atropos API at %s, where %s had registered before: %d groups queued, %d batches "
-                "assembled. If that run is not over, the two take rollouts from each other.",
-                self.client.url,
-                held,
-                status.queue_size,
-                status.current_step,
+                "assembled. If that run is not over, the two take rollouts from each other."
             )
+            logger.info(message, self.client.url, held, status.queue_size, status.current_step)
             self.spool.note_registration(held, status.current_step)
         lost = self._settle(with_api=True)
         self._region = self._next_region(held, self.spool.registrations[held], 0)
@@ -119,11 +116,11 @@ class BatchPuller:
             lost = self.join()
         except (ApiUnreachable, ReplyLost) as error:
             return self._note_failure(error)
-        logger.warning(
+        message = (
             "The Atropos API at %s was restarted or reset, and this trainer has registered again. The rollouts queued "
-            "there are lost. Environments do not register again by themselves: restart them.",
-            self.client.url,
+            "there are lost. Environments do not register again by themselves: restart them."
         )
+        logger.warning(message, self.client.url)
         self.api_restarts += 1
         self._diagnosis.note_restart()
         self.pause = self.poll_interval
@@ -133,10 +130,8 @@ class BatchPuller:
 
     def pull(self) -> list[Arrival]:
         """
-        Sends at most one `GET /batch`. Returns what has a place now, often nothing.
-
-        Raises:
-            RolloutError: the API has failed for `api_down_timeout` seconds, or came back with another registration.
+        Sends at most one `GET /batch`. Returns what has a place now, often nothing. Raises `RolloutError` if the API
+        has failed for `api_down_timeout` seconds, or came back with another registration.
         """
         try:
             if self._held is not None:
@@ -219,21 +214,18 @@ class BatchPuller:
         if with_api:
             return [(Part(self._region.base, size, self._region, lost_with_api=size), None)]
         if self._losses:
-            logger.warning(
+            message = (
                 "%d rollouts are lost: the Atropos API gave them out, and its reply did not arrive. If it answered "
-                "500, a score, log-probability or advantage in them was NaN or infinite: look for it in the "
-                "environments.",
-                size,
+                "500, a score, log-probability or advantage in them is NaN or infinite: correct the environment."
             )
+            logger.warning(message, size)
         elif not self._sharing:
             self._sharing = True
-            logger.warning(
-                "%d rollouts are lost: another trainer asks the Atropos API at %s for batches, too, and got them. The "
-                "API gives each batch out once. Stop the other trainer, or give it an API of its own (`atropos_url`). "
-                "Later losses are only counted (`rollouts/dropped_lost_in_delivery`).",
-                size,
-                self.client.url,
+            message = (
+                "%d rollouts are lost: another trainer asks the Atropos API at %s for batches, too, and got them. "
+                "Stop it, or give it an API of its own (`atropos_url`). Later losses are only counted in the metrics."
             )
+            logger.warning(message, size, self.client.url)
         return [(Part(self._region.base, size, self._region, {LOST_IN_DELIVERY: size}), None)]
 
     def _next_region(self, registration: str, step: int, batches: int) -> Region:
@@ -246,24 +238,21 @@ class BatchPuller:
         if since is None or now - max(since, self._hang_warned) < QUIET_WARNING:
             return
         self._hang_warned = now
-        logger.warning(
+        message = (
             "The Atropos API at %s has accepted a request for a batch, and has not answered for %.0f s: it hangs. "
-            "This run waits up to %g s, because the batch is lost without the answer. Then restart the API and the "
-            "environments.",
-            self.client.url,
-            now - since,
-            self.client.batch_timeout,
+            "This run waits up to %g s, because giving up loses the batch. Then restart the API and the environments."
         )
+        logger.warning(message, self.client.url, now - since, self.client.batch_timeout)
 
     def _note_failure(self, error: RolloutError) -> list[Arrival]:
-        self._unsure, now = True, time.monotonic()
+        self._unsure, self.pause = True, RETRY_PAUSE
         if self._failing_since is None:
-            self.pause = 0.0 if isinstance(error, ReplyLost) else RETRY_PAUSE
-            self._failing_since, limit = now, self.api_down_timeout
-            logger.warning("The Atropos API gave no usable answer; trying for another %g s. %s", limit, error)
-            return []
-        self.pause, seconds = RETRY_PAUSE, now - self._failing_since
-        if seconds > self.api_down_timeout:
+            self._failing_since = time.monotonic()
+            if isinstance(error, ReplyLost):
+                self.pause = 0.0
+            message = "The Atropos API gave no usable answer; trying for another %g s. %s"
+            logger.warning(message, self.api_down_timeout, error)
+        elif (seconds := time.monotonic() - self._failing_since) > self.api_down_timeout:
             raise RolloutError(
                 f"The Atropos API at {self.client.url} has given no usable answer for {seconds:.0f} s. Start it again "
                 "(`python -m atroposlib.cli.run_api`), then the environments, and resume from the last checkpoint. "
@@ -276,16 +265,11 @@ class BatchPuller:
         if time.monotonic() - self._quiet_since < QUIET_WARNING:
             return []
         self._quiet_since = time.monotonic()
-        try:
+        with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             if self.client.info().batch_size == UNREGISTERED:
                 return self._rejoin()
-        except (ApiUnreachable, ReplyLost):
-            return []  # the next pull finds out what is wrong
         logger.warning("No batch for %g s. %s", QUIET_WARNING, self.explain(self.why_quiet()))
         return []
-
-
-# -------------------------------------------------------------------------------------------------- why no batch comes
 
 
 @dataclass
@@ -295,15 +279,12 @@ class Deliveries:
     groups: int = 0
     last: float = 0.0  # time.monotonic()
     sizes: set[int] = field(default_factory=set)  # rollouts per group
-    longest: int = 0  # tokens of the longest rollout of its latest batch
+    longest: int = 0  # tokens of its longest rollout
 
 
 @dataclass(eq=False)
 class Diagnosis:
-    """
-    Why no batch comes, from what the API tells and what has come so far. The API has no heartbeat and tells neither
-    the names nor the group sizes of environments, so a message also says what cannot be known from here.
-    """
+    """Why no batch comes, from what has come so far and what the API tells, which has no heartbeat."""
 
     client: AtroposClient
     registration: Registration  # this trainer's, for the batch size and the length limit
@@ -313,17 +294,13 @@ class Diagnosis:
 
     def note(self, batch: Batch) -> None:
         """A batch came: remembers which environment sent what."""
-        longest: dict[int, int] = {}
         for group in batch:
-            if group.env_id is None:
-                continue
-            lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
-            seen = self.deliveries.setdefault(group.env_id, Deliveries())
-            seen.groups, seen.last = seen.groups + 1, time.monotonic()
-            seen.sizes |= {len(lengths) or group.size} - {0}
-            longest[group.env_id] = max([longest.get(group.env_id, 0), *lengths])
-        for env_id, length in longest.items():
-            self.deliveries[env_id].longest = length
+            if group.env_id is not None:
+                lengths = [len(tokens) for tokens in group.tokens] if isinstance(group, ScoredGroup) else []
+                seen = self.deliveries.setdefault(group.env_id, Deliveries())
+                seen.groups, seen.last = seen.groups + 1, time.monotonic()
+                seen.sizes |= {group.size} - {0}
+                seen.longest = max([seen.longest, *lengths])
 
     def note_restart(self) -> None:
         """The API was restarted or reset: it numbers its environments anew."""
@@ -337,65 +314,55 @@ class Diagnosis:
             if self.client.info().batch_size == UNREGISTERED:
                 return (
                     f"{api} was restarted or reset and holds no trainer. This run registers again by itself; what was "
-                    "queued there is lost, and environments that were registered end and must be started again."
+                    "queued there is lost, and its environments end: start them again."
                 )
             status, environments = self.client.status(), self.client.environments()
             if status.queue_size:
-                return self._why_no_batch(status, environments)
+                return self._why_no_batch(f"{api} holds {status.queue_size} groups", status.queue_size, environments)
         except (ApiUnreachable, ReplyLost) as error:
             return f"{api} does not answer: {error}."
-        return self._why_nothing_queued(len(environments)) if environments else self._why_nobody()
+        if environments:
+            return f"{api} {self._why_nothing_queued(len(environments))}"
+        ago = f" since it was restarted {time.monotonic() - self.restarted:.0f} s ago" if self.restarted else ""
+        return (
+            f"No environment has registered with the Atropos API at {self.client.url}{ago}. Start one with "
+            f"`--env.rollout_server_url {self.client.url}`, or name it under `environments` in the recipe; if one "
+            "runs, its log says what it waits for. (Environments do not register again by themselves.)"
+        )
 
-    def _why_no_batch(self, status: Status, environments: list[EnvironmentStatus]) -> str:
-        """Groups are queued."""
-        batch, queued = self.registration.batch_size, status.queue_size
-        largest = environments[0].max_group_size if environments else 0
-        holds = f"The Atropos API at {self.client.url} holds {queued} groups"
-        holds += f" of at most {largest} rollouts" if largest else ""
-        reserved = 1 - environments[0].unallocated_fraction if environments else 0
+    def _why_no_batch(self, holds: str, queued: int, environments: list[EnvironmentStatus]) -> str:
+        batch, largest, reserved = self.registration.batch_size, 0, 0.0
+        if environments:
+            largest, reserved = environments[0].max_group_size, 1 - environments[0].unallocated_fraction
+            holds += f" of at most {largest} rollouts"
         idle = [env_id for env_id, state in enumerate(environments) if state.self_queue_size == 0]
         if reserved > 1e-9 and idle:
             return (
                 f"{holds}, but {reserved:.0%} of every batch is reserved by `min_batch_allocation`, and "
-                f"{self._named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued: while an environment that "
-                f"reserves has nothing, no batch is assembled. {self._last_heard(idle)} Start it again, or take its "
-                f"reservation away: {disconnect_command(self.client.url, idle)}."
+                f"{self._named(idle)} {'has' if len(idle) == 1 else 'have'} nothing queued, so that no batch is "
+                f"assembled. {self._last_heard(idle)} Start it again, or take its reservation away: "
+                f"{disconnect_command(self.client.url, idle)}."
             )
-        sizes = self._known_sizes()
-        one_size = set().union(*sizes.values()) <= {largest}
-        full = one_size and (queued + 1) * largest > batch  # no further group would fit
-        if largest and queued * largest < batch and not full:
+        sizes = {env_id: set(seen.sizes) for env_id, seen in self.deliveries.items()}
+        latest = self.client.latest_example()
+        if latest is not None and latest.env_id is not None:
+            sizes.setdefault(latest.env_id, set()).add(len(latest.tokens))
+        every = set().union(*sizes.values())
+        full = every <= {largest} and (queued + 1) * largest > batch  # no further group would fit
+        if queued * largest < batch and largest and not full:
             return (
                 f"{holds}, less than a batch of {batch}: the environments are slow or have stopped. "
                 f"{self._last_heard(range(len(environments)))} Look at their logs; raise `rollout_timeout` if they "
                 "are at work."
             )
         known = [f"{self._named([env_id])} sends groups of {_list(sorted(sizes[env_id]))}" for env_id in sorted(sizes)]
-        if largest and largest not in set().union(*sizes.values()):
+        if largest and largest not in every:
             known.append(f"the largest group queued is of {largest}")
         return (
-            f"{holds} but cannot assemble exactly {batch} rollouts from them. {_sentence(known)}Make the batch size "
+            f"{holds} but cannot assemble exactly {batch} rollouts from them. {_sentence(known)} Make the batch size "
             "(`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of every group "
             "size, and the group sizes powers of two of each other. What is queued there stays in the way: set "
             "`reset_atropos: true` for the next run, or restart the API, and start the environments again."
-        )
-
-    def _known_sizes(self) -> dict[int, set[int]]:
-        """The group sizes of each environment: of what came, and of the latest group that was queued."""
-        sizes = {env_id: set(seen.sizes) for env_id, seen in self.deliveries.items()}
-        latest = self.client.latest_example()
-        if latest is not None and latest.env_id is not None:
-            sizes.setdefault(latest.env_id, set()).add(len(latest.tokens))
-        return sizes
-
-    def _why_nobody(self) -> str:
-        since = ""
-        if self.restarted is not None:
-            since = f" since it was restarted {time.monotonic() - self.restarted:.0f} s ago"
-        return (
-            f"No environment has registered with the Atropos API at {self.client.url}{since}. Start one with "
-            f"`--env.rollout_server_url {self.client.url}`, or name it under `environments` in the recipe; if one "
-            "runs, its log says what it waits for. (Environments do not register again by themselves.)"
         )
 
     def _why_nothing_queued(self, count: int) -> str:
@@ -409,12 +376,12 @@ class Diagnosis:
         has = f"has {count} environments, but its queue is empty"
         has = has if count > 1 else "has an environment, but its queue is empty"
         return (
-            f"The Atropos API at {self.client.url} {has}: nothing that was sampled is delivered. "
-            f"{self._last_heard(range(count))}{growing} The API cannot tell a dead environment from one that delivers "
-            "nothing. Look at the environment's log: it may have ended, may not reach the inference server, may send "
-            "groups of another size than its `group_size` (the API holds those back), or may drop groups whose scores "
-            'are all equal (ensure_scores_are_not_same; its log says "Scores are the same in a group, skipping") or '
-            f'that have a rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
+            f"{has}: nothing that was sampled is delivered. {self._last_heard(range(count))}{growing} The API cannot "
+            "tell a dead environment from one that delivers nothing. Look at the environment's log: it may have "
+            "ended, may not reach the inference server, may send groups of another size than its `group_size` (the "
+            "API holds those back), or may drop groups whose scores are all equal (`ensure_scores_are_not_same`; its "
+            'log says "Scores are the same in a group, skipping") or that have a '
+            f'rollout of {limit} tokens or more ("Token length is too long in a group, skipping").'
         )
 
     def _named(self, env_ids: Iterable[int]) -> str:
@@ -430,14 +397,13 @@ class Diagnosis:
                 ago = f"{time.monotonic() - seen.last:.0f} s ago"
                 delivered = f"{seen.groups} groups of {_list(sorted(seen.sizes))}, the last {ago}"
             known.append(f"{self._named([env_id])} has delivered {delivered}")
-        return _sentence(known).rstrip()
+        return _sentence(known)
 
 
 def _list(entries: Iterable) -> str:
-    *before, last = map(str, entries) if entries else ["unknown size"]
-    return f"{', '.join(before)} and {last}" if before else last
+    return ", ".join(map(str, entries)) or "unknown size"
 
 
 def _sentence(parts: list[str]) -> str:
     text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}. " if text else ""
+    return f"{text[:1].upper()}{text[1:]}." if text else ""

@@ -1,9 +1,8 @@
 """Rollouts from files instead of a live API, in the order in which they were recorded: to debug a run without
 environments, or to compare two runs on the same rollouts.
 
-The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold batches as the
-Atropos API delivers them: `.jsonl` has one batch per line, `{"batch": [group, ...]}`, or one bare group; `.json` has
-one such object.
+The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold what the Atropos
+API delivers: `{"batch": [group, ...]}` or one bare group, in `.jsonl` on each line, in `.json` once.
 """
 
 import json
@@ -32,10 +31,7 @@ class ReplaySource(RolloutSource):
         paths: a file or directory, or a list of them. A directory stands for its `.json`, `.jsonl` and `.arrow` files
             by name.
         loop: begin again when the recording is used up.
-        single_row_groups: what a group of one means, see `intake.rollouts_of`.
-
-    Raises:
-        RolloutError: from `start` and `poll`; the message has the fix.
+        single_row_groups: what a group of one means, see `Intake`.
     """
 
     def __init__(
@@ -67,8 +63,7 @@ class ReplaySource(RolloutSource):
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never returned."""
         while len(self._ready) < num_rollouts:
-            rollouts = next(self._reading, None)
-            if rollouts is not None:
+            if (rollouts := next(self._reading, None)) is not None:
                 self._recorded += len(rollouts)
                 self._ready += rollouts
                 continue
@@ -93,16 +88,12 @@ class ReplaySource(RolloutSource):
             if file.suffix == ".arrow":
                 yield self._of_spool(file)
                 continue
-            if file.suffix == ".json":
-                yield self._admit(file.read_text(encoding="utf-8"), str(file))
-                continue
             with file.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield self._admit(line, f"{file}, line {number}")
-
-    def _admit(self, text: str, place: str) -> list[Rollout]:
-        return self._intake.admit(map(read_group, _groups(text, place)))
+                whole = file.suffix == ".json"
+                for number, text in enumerate([lines.read()] if whole else lines, start=1):
+                    if text.strip():
+                        place = str(file) if whole else f"{file}, line {number}"
+                        yield self._intake.admit(map(read_group, _groups(text, place)))
 
     def _of_spool(self, file: Path) -> list[Rollout]:
         """The rollouts of a spool's file that this run can train on."""
@@ -125,9 +116,7 @@ class ReplaySource(RolloutSource):
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
-
-    Raises:
-        RolloutError: a path does not exist, or a directory has no such file.
+    Raises `RolloutError` for a path that does not exist, or a directory without such a file.
     """
     if not paths:
         fix = "Name a file or a folder, or leave it out to train on a live API."

@@ -1,7 +1,6 @@
 """What a rollout is: its tokens and score, its advantage, its staleness, and its place in an Arrow table.
 
-`intake.py` makes rollouts, `spool.py` keeps them as tables that `datasets` or pandas can read. torch is imported only
-where it is used, so that the report's page can read rollouts quickly.
+torch is imported only where it is used, so that the report's page can read rollouts quickly.
 """
 
 import uuid
@@ -52,18 +51,13 @@ class Rollout:
 
     def teaches_nothing(self, distils: bool) -> bool:
         """
-        Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it.
-
-        Args:
-            distils: whether the run learns from the teacher that a rollout may bring.
+        Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it;
+        `distils` is whether the run learns from the teacher that a rollout may bring.
         """
         if self.group_std > ZERO_STD or (distils and self.distill_ids is not None):
             return False
         has_other_advantage = self.sft or self.raw_advantage or self.token_advantages is not None
         return self.zero_advantage or not has_other_advantage
-
-
-# --------------------------------------------------------------------------------------------------------- advantages
 
 
 def group_statistics(scores: Sequence[float]) -> tuple[float, float]:
@@ -86,9 +80,8 @@ def normalised(
     `(n,)` float32: `(score - mean) / (std + 1e-4)`, or `score - mean` without `stds`. Where `raw`, the score; where
     `sft`, 1; where `zero`, 0.
 
-    An advantage of 1 on a rollout whose log-probabilities are unknown, so that every ratio is 1, has the gradient of
-    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages. (With
-    several `num_iterations`, the ratio to the first one is clipped here as elsewhere.)
+    On a rollout whose log-probabilities are unknown, so that every ratio is 1, an advantage of 1 has the gradient of
+    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages.
     """
     scores, means = scores.astype(np.float32), means.astype(np.float32)
     centred = scores - means
@@ -99,31 +92,21 @@ def normalised(
 def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
     """
     One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
-    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`), as in
-    `GRPOTrainer._generate_and_score_completions` of TRL 1.16. `token_advantages` are not looked at.
+    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`).
+    `token_advantages` are not looked at.
     """
 
-    def values(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(rollout, name) for rollout in rollouts], dtype=dtype)
+    def values(dtype: type, *names: str) -> list[np.ndarray]:
+        return [np.array([getattr(rollout, name) for rollout in rollouts], dtype) for name in names]
 
-    scores = values("score", np.float32)
-    stds = values("group_std", np.float32)
+    scores, means, stds = values(np.float32, "score", "group_mean", "group_std")
     if scale_rewards == "batch":
         import torch
         from trl.trainer.utils import nanstd
 
         stds[:] = nanstd(torch.from_numpy(scores)).item() if len(scores) > 1 else 0.0
-    return normalised(
-        scores,
-        values("group_mean", np.float32),
-        None if scale_rewards == "none" else stds,
-        raw=values("raw_advantage", bool),
-        sft=values("sft", bool),
-        zero=values("zero_advantage", bool),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------- staleness
+    raw, sft, zero = values(bool, "raw_advantage", "sft", "zero_advantage")
+    return normalised(scores, means, None if scale_rewards == "none" else stds, raw, sft, zero)
 
 
 def new_branch(version: int) -> list:
@@ -139,11 +122,7 @@ def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[
     Versions count optimizer steps. A run that resumes from the checkpoint of version c abandons the versions above c
     and makes others with the same numbers. So a version is a number on a *branch*, and the path of a run is the list
     of its branches, each `[name, version at which it began]`. The steps lead back to the last version that both paths
-    have in common, and from there to `now`.
-
-    Args:
-        sampled: `Rollout.policy_version`.
-        born: path of the run that pulled the rollout, at its version `pulled_at`.
+    have in common, and from there to `now`. `born` is the path of the run that pulled the rollout, at `pulled_at`.
     """
     if sampled is None:
         return None
@@ -155,8 +134,6 @@ def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[
     shared = min([sampled, now, *(began for _, began in (*born[common:], *path[common:]))])
     return (sampled - shared) + (now - shared)
 
-
-# ------------------------------------------------------------------------------------------------------- Arrow tables
 
 # Lists have 64-bit offsets, because a batch may have more values than 32 bits count.
 COLUMNS: dict[str, pa.DataType] = {
@@ -185,12 +162,9 @@ COLUMNS: dict[str, pa.DataType] = {
 
 def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """One row per rollout. `arrived` is the column `pulled_at`, in microseconds."""
-    table = {
-        name: pa.array([_for_arrow(getattr(rollout, name)) for rollout in rollouts], type=kind)
-        for name, kind in COLUMNS.items()
-    }
-    pulled_at = [int(rollout.arrived * 1e6) for rollout in rollouts]
-    return pa.table(table | {"pulled_at": pa.array(pulled_at, type=pa.timestamp("us", tz="UTC"))})
+    columns = {name: [_for_arrow(getattr(rollout, name)) for rollout in rollouts] for name in COLUMNS}
+    columns["pulled_at"] = [int(rollout.arrived * 1e6) for rollout in rollouts]
+    return pa.table(columns, schema=pa.schema(COLUMNS | {"pulled_at": pa.timestamp("us", tz="UTC")}))
 
 
 def _for_arrow(value: Any) -> Any:
@@ -199,10 +173,8 @@ def _for_arrow(value: Any) -> Any:
 
 def from_table(table: pa.Table) -> list[Rollout]:
     """
-    The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory.
-
-    Raises:
-        KeyError, ValueError, TypeError, pyarrow.ArrowException: a column is missing or has other values.
+    The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory. Raises
+    `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values.
     """
     columns: dict[str, list] = {}
     for name, kind in COLUMNS.items():

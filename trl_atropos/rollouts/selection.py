@@ -1,8 +1,7 @@
 """From the spool to the trainer: `Feed` is a thread that keeps rollouts ready, and takes those that are to be trained.
 
 The thread pulls batches into the spool while the trainer computes, and reads rollouts back from it, oldest first:
-nothing is handed out that is not on disk. `AtroposSource.poll` calls `Feed.take`. `Books` counts what became of every
-rollout.
+nothing is handed out that is not on disk. `Books` counts what became of every rollout.
 """
 
 import logging
@@ -10,10 +9,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from statistics import fmean
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost
@@ -39,27 +37,21 @@ class Books:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     lost_with_api: int = 0
 
+    def __post_init__(self):
+        self.dropped = Counter(self.dropped)  # JSON has a dict
+
     @property
     def produced(self) -> int:
         return self.trained + self.dropped.total() + self.lost_with_api
-
-    def as_json(self) -> dict[str, Any]:
-        return {"trained": self.trained, "dropped": dict(self.dropped), "lost_with_api": self.lost_with_api}
-
-    @classmethod
-    def from_json(cls, books: dict[str, Any]) -> "Books":
-        return cls(books["trained"], Counter(books["dropped"]), books["lost_with_api"])
 
 
 @dataclass(eq=False)
 class Shares:
     """
-    Keeps what is trained in the proportion of the environments' weights, which the Atropos API does not do.
+    Keeps what is trained in the proportion of the environments' weights: drops rollouts of one that is ahead.
 
-    The API tells an environment its weight, and the environment limits by it how many requests it has at the inference
-    server at once. With short rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver
-    alike. So rollouts of an environment that is ahead of its share are dropped. To waste fewer, have such environments
-    sample less (`--env.max_num_workers`).
+    By its weight, an environment only limits how many requests it has at the inference server at once. With short
+    rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver alike.
     """
 
     client: AtroposClient
@@ -69,7 +61,7 @@ class Shares:
         self._last_seen: dict[int, float] = {}
         self._asked = 0.0
         self._weights: dict[int, float] = {}  # replaced as a whole, because another thread reads it
-        self._counted: tuple[int, ...] = ()  # the environments of which `_taken` counts rollouts
+        self._counted: set[int] = set()  # the environments of which `_taken` counts rollouts
         self._taken: Counter[int] = Counter()
         self._group = (-1, True)  # the latest group, and whether it was admitted
 
@@ -80,20 +72,18 @@ class Shares:
         active = [env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET]
         if set(active) == set(self._weights) and now - self._asked < REFRESH:
             return
-        try:
+        with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             states = {env_id: self.client.environment(env_id) for env_id in active}
-        except (ApiUnreachable, ReplyLost):
-            return  # the next pull finds out what is wrong
-        self._asked = now
-        self._weights = {env_id: state.env_weight for env_id, state in states.items() if state is not None}
+            self._weights = {env_id: state.env_weight for env_id, state in states.items() if state is not None}
+            self._asked = now
 
     def admits(self, rollout: Rollout) -> bool:
         """Whether a rollout may be trained now: all of a group, or none. Called for every rollout, in order."""
         weights, env_id = self._weights, rollout.env_id
         if env_id not in weights:
             return True
-        if tuple(sorted(weights)) != self._counted:  # an environment joined or left: earlier shares say nothing
-            self._counted = tuple(sorted(weights))
+        if weights.keys() != self._counted:  # an environment joined or left: earlier shares say nothing
+            self._counted = set(weights)
             self._taken.clear()
         if rollout.group != self._group[0]:
             ahead = self._taken[env_id] - self._taken.total() * weights[env_id] / sum(weights.values())
@@ -103,18 +93,12 @@ class Shares:
         return self._group[1]
 
 
-@dataclass
-class Loaded:
-    """A file of the spool and those of its rollouts that are still to be handed out."""
-
-    part: Part
-    rollouts: deque[Rollout]
-    booked: bool = False  # whether the books have what the file counts as dropped or lost
-
-
 @dataclass(eq=False)
 class Feed:
-    """The thread is started by the first `take`. `state` is for checkpoints: of the moment after the last `take`."""
+    """
+    The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of the moment after the
+    last `take`.
+    """
 
     puller: BatchPuller  # joined to its API
     spool: Spool
@@ -130,16 +114,18 @@ class Feed:
         self.thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._position = self.cursor  # index of the first rollout that is not loaded
         self._changed = threading.Condition()  # held to use the queue and the two counts below it
-        self._queue: deque[Loaded] = deque()
+        # Rollouts with the file that they are in. Before those of a file, or in place of lost ones, comes None: there,
+        # the books get what the file counts as dropped or lost.
+        self._queue: deque[tuple[Part, Rollout | None]] = deque()
         self._waiting = 0  # rollouts in the queue
         self._wanted = 0  # rollouts that somebody waits for
         self._selected: list[Rollout] = []  # to be handed out
         self._stopping = False
         self._error: BaseException | None = None
+        self.dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics()`
+        # Of each rollout handed out since then: its staleness, its environment, and seconds since it was pulled.
+        self._handed: list[tuple[int | None, str | int | None, float]] = []
         self._update_state()
-        self._clear_metrics()
-
-    # ------------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
         try:
@@ -168,22 +154,23 @@ class Feed:
         part, position = self.spool.next_part(self._position, self.puller.complete_until), self._position
         if part is None:
             return False
-        loaded = []
+        entries: list[tuple[Part, Rollout | None]] = []
         if part.start > position:
             size = part.start - position
             logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self.spool.folder)
-            loaded = [_gap(part, position, size)]
+            entries.append((_gap(part, position, size), None))
         try:
-            rollouts = deque(rollout for rollout in self.spool.read(part) if rollout.index >= position)
-            loaded.append(Loaded(part, rollouts, booked=part.start < position))
+            rollouts = [rollout for rollout in self.spool.read(part) if rollout.index >= position]
+            entries += [(part, None)] if part.start >= position else []  # else they are in the books of the checkpoint
+            entries += [(part, rollout) for rollout in rollouts]
         except RolloutError as error:
-            begin = max(part.start, position)
+            rollouts, begin = [], max(part.start, position)
             logger.warning("%s Its %d rollouts are lost.", error, part.end - begin)
-            loaded.append(_gap(part, begin, part.end - begin))
+            entries.append((_gap(part, begin, part.end - begin), None))
         with self._changed:
             self._position = part.end
-            self._queue += loaded
-            self._waiting += len(loaded[-1].rollouts)
+            self._queue += entries
+            self._waiting += len(rollouts)
             self._changed.notify_all()
         return True
 
@@ -194,8 +181,6 @@ class Feed:
             with self._changed:
                 if not self._stopping:
                     self._changed.wait(self.puller.pause)
-
-    # ------------------------------------------------------------------------------------------------ for the trainer
 
     def ask(self, num_rollouts: int) -> None:
         """Has the thread get that many rollouts ready."""
@@ -223,41 +208,36 @@ class Feed:
         rollouts, self._selected = self._selected, []
         self.books.trained += len(rollouts)
         self._update_state()
-        self._seconds += sum(time.time() - rollout.arrived for rollout in rollouts)
-        self._environments.update(rollout.environment or rollout.env_id for rollout in rollouts)
+        now = time.time()
+        self._handed += [(each.staleness, each.environment or each.env_id, now - each.arrived) for each in rollouts]
         return rollouts
 
     def _select(self, num_rollouts: int) -> bool:
         """Goes through the queue until there are enough. What is dropped stays dropped: it only grows older."""
         now = self.policy_version()
-        while self._queue:
-            loaded, part = self._queue[0], self._queue[0].part
-            if not loaded.booked:
-                loaded.booked = True
+        while self._queue and (self._queue[0][1] is None or len(self._selected) < num_rollouts):
+            part, rollout = self._queue.popleft()
+            if rollout is None:
                 self.books.dropped.update(part.dropped)
                 self.books.lost_with_api += part.lost_with_api
-                self._dropped.update(part.dropped)
+                self.dropped.update(part.dropped)
                 self.cursor += part.missing
-            while loaded.rollouts and len(self._selected) < num_rollouts:
-                rollout = loaded.rollouts.popleft()
-                self._waiting -= 1
-                self.cursor += 1
-                rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
-                reason = self.reason_to_drop(rollout)
-                if reason is None:
-                    self._selected.append(rollout)
-                    self._staleness[rollout.staleness] += 1
-                else:
-                    self.books.dropped[reason] += 1
-                    self._dropped[reason] += 1
-            if loaded.rollouts:
-                break
-            self._queue.popleft()
+                continue
+            self._waiting -= 1
+            self.cursor += 1
+            rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
+            reason = self.reason_to_drop(rollout)
+            if reason is None:
+                self._selected.append(rollout)
+            else:
+                self.books.dropped[reason] += 1
+                self.dropped[reason] += 1
         return len(self._selected) >= num_rollouts
 
     def _update_state(self) -> None:
         assert self.books.produced == self.cursor, f"{self.books} at {self.cursor}"
-        self.state = {"cursor": self.cursor, "books": self.books.as_json(), "lineage": self.path}
+        books = vars(self.books) | {"dropped": dict(self.books.dropped)}  # Transformers cannot copy a Counter
+        self.state = {"cursor": self.cursor, "books": books, "lineage": self.path}
 
     def stop(self, grace: float, abort: Callable[[], None]) -> None:
         """Ends the thread. A request in flight first gets `grace` seconds, because aborting it loses a batch."""
@@ -270,40 +250,26 @@ class Feed:
             abort()
             self.thread.join(grace)
 
-    # --------------------------------------------------------------------------------------------------------- metrics
-
-    def _clear_metrics(self) -> None:
-        self._dropped: Counter[str] = Counter()
-        self._staleness: Counter[int | None] = Counter()
-        self._seconds = 0.0
-        self._environments: Counter[str | int | None] = Counter()  # rollouts handed out, by name or number
-
-    def dropped(self, reason: str) -> int:
-        """Rollouts dropped since the last `metrics()`."""
-        return self._dropped[reason]
-
     def metrics(self) -> dict[str, float]:
         """See `AtroposSource.metrics`."""
-        metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
+        metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self.dropped.items()}
         metrics["rollouts/waiting_rows"] = float(self._waiting)
-        handed, dropped = self._environments.total(), self._dropped.total()
+        handed, dropped = len(self._handed), self.dropped.total()
         if handed + dropped:
             metrics["rollouts/share_dropped"] = dropped / (handed + dropped)
         if handed:
-            metrics["rollouts/queue_seconds"] = self._seconds / handed
-        if self._staleness:
-            metrics["rollouts/share_unknown_version"] = self._staleness[None] / self._staleness.total()
-        known = [steps for steps in self._staleness.elements() if steps is not None]
-        if known:
-            metrics["rollouts/staleness_mean"] = float(np.mean(known))
-            metrics["rollouts/staleness_max"] = float(max(known))
-        for environment, count in self._environments.items():
-            if environment is not None:
-                metrics[f"rollouts/rows_env_{environment}"] = float(count)
-        self._clear_metrics()
+            ages, environments, seconds = zip(*self._handed)
+            metrics["rollouts/queue_seconds"] = fmean(seconds)
+            metrics["rollouts/share_unknown_version"] = ages.count(None) / handed
+            if known := [steps for steps in ages if steps is not None]:
+                metrics["rollouts/staleness_mean"] = fmean(known)
+                metrics["rollouts/staleness_max"] = float(max(known))
+            counts = Counter(name for name in environments if name is not None)
+            metrics |= {f"rollouts/rows_env_{name}": float(count) for name, count in counts.items()}
+        self.dropped, self._handed = Counter(), []
         return metrics
 
 
-def _gap(part: Part, start: int, size: int) -> Loaded:
+def _gap(part: Part, start: int, size: int) -> Part:
     """Rollouts that cannot be handed out any more, at `part` or right before it."""
-    return Loaded(Part(start, size, part.region, {LOST_IN_DELIVERY: size}), deque())
+    return Part(start, size, part.region, {LOST_IN_DELIVERY: size})

@@ -1,9 +1,8 @@
 """Where rollouts come from: the `RolloutSource` protocol, and `AtroposSource`, which pulls from a live Atropos API.
 
-The trainer calls a source on rank 0 only, and hands the rollouts on to the other ranks. In `AtroposSource`, a thread
-(`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them (`intake.py`), tags them with the policy versions
-that sampled them (`versions.py`), and puts them on disk (`spool.py`). `poll` takes them from there, oldest first
-(`selection.py`).
+In `AtroposSource`, a thread (`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them (`intake.py`), tags
+them with the policy versions that sampled them (`versions.py`), and puts them on disk (`spool.py`). `poll` takes them
+from there, oldest first.
 """
 
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
-from trl_atropos.rollouts.intake import REJECTED, Intake, SingleRowGroups
+from trl_atropos.rollouts.intake import REJECTED, TOO_LONG, UNTRAINED, Intake, SingleRowGroups
 from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, Arrival, BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
 from trl_atropos.rollouts.selection import OVER_SHARE, STALE, ZERO_VARIANCE, Books, Feed, Shares
@@ -26,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 BATCH_TIMEOUT = 300.0  # seconds; long, because giving up on GET /batch loses the batch
 RESUMED_MID_BATCH = "resumed_mid_batch"
+DROPPED = {  # what these rollouts are, and what to do where a run waits for others
+    STALE: "too old (`max_staleness`: raise it, or lower the environments' `max_batches_offpolicy`)",
+    ZERO_VARIANCE: "of equal scores (`replace_zero_variance_groups`: give tasks of the right difficulty)",
+    OVER_SHARE: "ahead of their environment's share (`enforce_environment_weights`: look at the logs of the others)",
+    REJECTED: "of groups that cannot be trained on",
+    TOO_LONG: "longer than `max_sequence_length`",
+    UNTRAINED: "without a token to train on",
+}
 CLOSE_GRACE = 0.5  # seconds
 # An environment with total_steps=-1 stops when the API's step passes this. That step also counts batches that are
 # dropped or wait here, so a limit near the trainer's own would leave the end of a run without rollouts.
@@ -112,9 +119,8 @@ class AtroposSource:
     """
     Pulls batches from a live Atropos API.
 
-    Every rollout is in `<output_dir>/rollouts` before it is handed out. So a run that resumes from a checkpoint goes
-    on after the last rollout of that checkpoint, and what was pulled from the API is not lost. A run that begins anew
-    renames the folder of an earlier one.
+    Every rollout is in `<output_dir>/rollouts` before it is handed out, so that a run that resumes from a checkpoint
+    goes on after its last rollout and loses none. A run that begins anew renames the folder of an earlier one.
 
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
@@ -154,19 +160,14 @@ class AtroposSource:
         self._environments = self.environments or Environments()
         self._shares: Shares | None = None
         self._feed: Feed | None = None
-        self._lost = 0  # rollouts, in delivery
-        self._reported: Counter[str] = Counter()  # what `metrics` has returned of the counts of the whole run
+        self._restarts = 0  # of the API, that `metrics` has returned
         self._full = False  # whether the log says that the spool is full
 
     def start(self, run: RunInfo) -> None:
         """Registers and verifies. Asks for no batch: environments are let in by the first `GET /batch`."""
-        wait_for_api(
-            self._client.greet,
-            self.start_timeout,
-            f"No Atropos API answered at {self._client.url} within {self.start_timeout:g} s. Start one with `python "
-            "-m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or let the recipe start it with "
-            "`start_atropos: true`.",
-        )
+        fix = "`python -m atroposlib.cli.run_api --port PORT`, correct `atropos_url`, or set `start_atropos: true`."
+        absent = f"No Atropos API answered at {self._client.url} within {self.start_timeout:g} s. Start one with {fix}"
+        wait_for_api(self._client.greet, self.start_timeout, absent)
         self._run = run
         self._spool = open_spool(Path(run.output_dir, "rollouts"), run.state, self.max_spool_gb * 1e9)
         cursor, books = self._resume(run)
@@ -195,11 +196,8 @@ class AtroposSource:
             cursor=cursor,
             ahead=self.prefetch_batches * run.batch_size,
         )
-        lost = wait_for_api(
-            lambda: self._puller.join(reset=self.reset_api),
-            self.start_timeout,
-            f"The Atropos API at {self._client.url} stopped answering during registration. Restart it and run again.",
-        )
+        silent = f"The Atropos API at {self._client.url} stopped answering during registration. Restart it."
+        lost = wait_for_api(lambda: self._puller.join(reset=self.reset_api), self.start_timeout, silent)
         for arrival in lost:
             self._keep(arrival)
         run.when_wanted_soon(lambda: self._feed.ask(run.batch_size))
@@ -212,7 +210,7 @@ class AtroposSource:
             self._path = [branch]
             return 0, Books()
         self._path = [*run.state["lineage"], branch]
-        cursor, books = run.state["cursor"], Books.from_json(run.state["books"])
+        cursor, books = run.state["cursor"], Books(**run.state["books"])
         if run.unfinished_rows:
             books.trained -= run.unfinished_rows
             books.dropped[RESUMED_MID_BATCH] += run.unfinished_rows
@@ -221,13 +219,12 @@ class AtroposSource:
         lost = run.state["pulled"] - cursor
         if lost:
             books.dropped[LOST_IN_DELIVERY] += lost
-        logger.warning(
+        message = (
             "The rollouts that this checkpoint goes on from are not in %s: %d that had been pulled and not yet "
             "trained are lost, and those that were pulled after it was saved. If you still have that folder, put it "
-            "back and resume again.",
-            self._spool.folder,
-            lost,
+            "back and resume again."
         )
+        logger.warning(message, self._spool.folder, lost)
         return cursor + lost, books
 
     def _reason_to_drop(self, rollout: Rollout) -> str | None:
@@ -244,7 +241,6 @@ class AtroposSource:
         """Puts what came into the spool. Called by the thread; nothing of it is handed out before this returns."""
         part, batch = arrival
         dropped = Counter(part.dropped)
-        self._lost += dropped[LOST_IN_DELIVERY]
         rollouts: list[Rollout] = []
         if batch is not None:
             before = self._intake.total_dropped
@@ -267,12 +263,11 @@ class AtroposSource:
             floor = 0 if self._run.save_steps else self._feed.state["cursor"]
         if not self._spool.trim(floor) and not self._full:
             self._full = True
-            logger.warning(
+            message = (
                 "The rollouts in %s take more than `max_spool_gb` (%g), and none can be removed before they are in a "
-                "checkpoint. Save more often (`save_steps`), keep fewer checkpoints (`save_total_limit`) or raise it.",
-                self._spool.folder,
-                self.max_spool_gb,
+                "checkpoint. Save more often (`save_steps`), keep fewer checkpoints (`save_total_limit`) or raise it."
             )
+            logger.warning(message, self._spool.folder, self.max_spool_gb)
 
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
         """The next rollouts that are to be trained. What was pulled is kept for the next call."""
@@ -283,36 +278,27 @@ class AtroposSource:
 
     def metrics(self) -> dict[str, float]:
         """
-        Since the last call, of the rollouts that came in: the counts of `Intake.metrics`, `rollouts/lost_batches` and
-        `rollouts/api_restarts`. Of those that were dropped: `rollouts/dropped_REASON` and `rollouts/share_dropped`. Of
-        those handed out: `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
-        `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (with the number at the API
-        for an environment that the run did not start). And `rollouts/waiting_rows`: pulled, and not yet handed out;
-        and the metrics of `environments`.
+        Since the last call, of the rollouts that came in: the counts of `Intake.metrics`. Of those that were dropped:
+        `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
+        `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
+        `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (the number at the API for an
+        environment that the run did not start). `rollouts/waiting_rows`: pulled, and not yet handed out.
+        `rollouts/api_restarts`, and the metrics of `environments`.
         """
-        seen = Counter(lost=self._lost, restarts=self._puller.api_restarts)
-        new, self._reported = seen - self._reported, seen
-        metrics = {
-            f"rollouts/dropped_{reason}": 0.0 for reason in (STALE, ZERO_VARIANCE, OVER_SHARE, LOST_IN_DELIVERY)
-        }
+        metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
         metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
-        metrics["rollouts/lost_batches"] = new["lost"] / self._run.batch_size
-        metrics["rollouts/api_restarts"] = float(new["restarts"])
+        metrics["rollouts/lost_batches"] = metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size
+        restarts, self._restarts = self._puller.api_restarts - self._restarts, self._puller.api_restarts
+        metrics["rollouts/api_restarts"] = float(restarts)
         return metrics
 
     def diagnose(self) -> str:
         """What was dropped here, if anything was; else what the API tells (see `pull.Diagnosis`), explained."""
-        stale, constant, ahead = map(self._feed.dropped, (STALE, ZERO_VARIANCE, OVER_SHARE))
-        if stale or constant or ahead:
-            return self._explain(
-                f"Rollouts arrive, but since the last step {stale} were dropped because they were sampled more than "
-                f"`max_staleness` ({self.max_staleness}) versions ago, {constant} because all scores of their group "
-                f"are alike (`replace_zero_variance_groups`), and {ahead} because their environment is ahead of its "
-                "share (`enforce_environment_weights`). Raise `max_staleness`, lower the environments' "
-                "`max_batches_offpolicy`, give them tasks of the right difficulty, or look at the log of the "
-                "environment that delivers too little."
-            )
-        return self._explain(self._intake.dropped() or self._puller.why_quiet())
+        dropped = [f"{count} {DROPPED[reason]}" for reason, count in self._feed.dropped.items() if reason in DROPPED]
+        if not dropped:
+            return self._explain(self._puller.why_quiet())
+        counts = f"Rollouts arrive, but since the last step these were dropped: {', '.join(dropped)}."
+        return self._explain(f"{counts} The warnings in this log say more.")
 
     def _explain(self, why: str) -> str:
         """`why`, with what the inference servers refused to sample and what the publisher and environments know."""

@@ -1,14 +1,13 @@
 """Every pulled batch on disk before any rollout of it is trained: one Arrow file per batch in `<output_dir>/rollouts`.
 
-`AtroposSource` appends to a `Spool`, reads back from it what it hands out, and begins with what a crash has left.
 `datasets.load_dataset("arrow", data_files="<output_dir>/rollouts/*.arrow")` reads it, too, and so does `replay_paths`.
 
 All rollouts that the environments produced in a run are numbered from 0, in their order. A file covers `size` numbers
 from `start` on: first those that were dropped or lost, which it only counts, then the rollouts that it holds. So the
 index of a rollout is how many were trained, dropped or lost before it.
 
-Beside them, `TrainerLogprobs` keeps the trainer's own log-probabilities, for the trainer-sampler gap in `trl-atropos
-report`. These files end in `.feather`, so that whoever reads all `.arrow` files of the folder reads rollouts.
+Beside them, `TrainerLogprobs` keeps the trainer's own log-probabilities. These files end in `.feather`, so that
+whoever reads all `.arrow` files of the folder reads rollouts.
 """
 
 import json
@@ -19,9 +18,9 @@ import uuid
 import zlib
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,9 @@ class Part:
 
 class Spool:
     """
-    The files in `folder`, which is made if missing. `parts` are their headers, oldest first. `registrations` are the
-    names under which this run has been the API's trainer, and the API's step at that time. Raises `RolloutError` if
-    the folder cannot be written to, or holds something that was not written by this class.
+    The files in `folder`, which is made if missing: `parts` are their headers, oldest first. `registrations` are the
+    names under which this run has been the API's trainer, and the API's step then. Raises `RolloutError` if the folder
+    cannot be written to, or its `spool.meta` was not written by this class.
     """
 
     def __init__(self, folder: str | Path, max_bytes: float):
@@ -121,8 +120,8 @@ class Spool:
             meta = json.loads(path.read_text(encoding="utf-8"))
             self.name, self.registrations = meta["name"], meta["registrations"]
         except (ValueError, KeyError, TypeError) as error:
-            fix = f"Move {self.folder} away to begin without the rollouts in it."
-            raise RolloutError(f"{path} is not what this program wrote ({error!r}). {fix}") from error
+            what = f"{path} is not what this program wrote ({error!r})"
+            raise RolloutError(f"{what}. Move {self.folder} away to begin without the rollouts in it.") from error
 
     def _write_meta(self) -> None:
         meta = {"name": self.name, "format": FORMAT, "registrations": self.registrations}
@@ -143,10 +142,7 @@ class Spool:
         return self.parts[-1].end if self.parts else 0
 
     def append(self, part: Part, rollouts: Sequence[Rollout]) -> None:
-        """
-        Writes one batch, which then survives a power cut, and sets the `index` of its rollouts. Raises `RolloutError`
-        if it cannot be written; what was there before is not harmed.
-        """
+        """Writes one batch, which then survives a power cut, and sets its rollouts' `index`."""
         for position, rollout in enumerate(rollouts):
             rollout.index = part.start + part.missing + position
         assert part.missing + len(rollouts) == part.size, f"{part} with {len(rollouts)} rollouts"
@@ -273,9 +269,8 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
     ours = state is not None and state.get("spool", spool.name) == spool.name
     if ours or not spool.parts:
         return spool
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
-        number += 1
+    names = (folder.with_name(f"{folder.name}-before-{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
     try:
         folder.rename(aside)
     except OSError as error:
@@ -284,14 +279,9 @@ def open_spool(folder: Path, state: dict[str, Any] | None, max_bytes: float) -> 
             "to another folder, or move it away."
         ) from error
     why = "begins anew" if state is None else "resumes from a checkpoint of another"
-    message = (
-        "%s has the rollouts of an earlier run, and this one %s. They are now in %s: delete it if you do not need it."
-    )
+    message = "%s has the rollouts of an earlier run, and this one %s. They are now in %s, which you may delete."
     logger.warning(message, folder, why, aside)
     return Spool(folder, max_bytes)
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def source_state(stateful_callbacks: dict[str, Any] | None) -> tuple[dict[str, Any] | None, int]:
@@ -304,23 +294,18 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
     """The smallest cursor into the spool of that name in the checkpoints of `output_dir`, None if there is none."""
     cursors = []
     for path in Path(output_dir).glob("checkpoint-*/trainer_state.json"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # half written: no run can resume from it
             state, _ = source_state(json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"])
             if state and state.get("spool") == spool:
                 cursors.append(state["cursor"])
-        except (OSError, ValueError, KeyError, TypeError):  # half written: no run can resume from it
-            continue
     return min(cursors, default=None)
-
-
-# ----------------------------------------------------------------------------------- the trainer's log-probabilities
 
 
 class TrainerLogprobs:
     """
-    One Feather file per generation batch in the spool's `folder`: `index` is that of the spool's rollouts, `logprobs`
-    has a float32 per completion token, in nats, NaN where it was not trained. `pandas.read_feather` reads it. A file
-    whose rollouts the spool has removed is removed with the next write.
+    One Feather file per generation batch in the spool's `folder`, for the trainer-sampler gap in `trl-atropos report`:
+    `index` is that of the spool's rollouts, `logprobs` has a float32 per completion token, in nats, NaN where it was
+    not trained. A file whose rollouts the spool has removed is removed with the next write.
     """
 
     def __init__(self, folder: Path):
@@ -329,8 +314,8 @@ class TrainerLogprobs:
 
     def keep(self, rollouts: Sequence[Rollout], output: "dict[str, torch.Tensor]", accelerator: "Accelerator") -> None:
         """
-        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors
-        `completion_mask`, `tool_mask` and `old_per_token_logps`. Ignores rollouts that are not in this run's spool.
+        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors of TRL.
+        Ignores rollouts that are not in this run's spool.
         """
         import torch
 
@@ -347,41 +332,38 @@ class TrainerLogprobs:
     def write(self, rollouts: Sequence[Rollout], values: np.ndarray) -> None:
         """
         Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what the run had written
-        of these and later rollouts before it was resumed from a checkpoint. If the batch cannot be written, the log
-        says so once, and nothing more is written.
+        of these and later rollouts before it was resumed. If it cannot write, the log says so, and it stops.
         """
         if self._failed:
             return
         pairs = sorted(zip(rollouts, values, strict=True), key=lambda pair: pair[0].index)
-        table = pa.table(
-            {
-                "index": pa.array([rollout.index for rollout, _ in pairs], type=pa.int64()),
-                "logprobs": pa.array(
-                    [of_tokens[: len(rollout.completion_ids)] for rollout, of_tokens in pairs],
-                    type=pa.large_list(pa.float32()),
-                ),
-            }
-        )
+        columns = {
+            "index": [rollout.index for rollout, _ in pairs],
+            "logprobs": [of_tokens[: len(rollout.completion_ids)] for rollout, of_tokens in pairs],
+        }
+        schema = pa.schema({"index": pa.int64(), "logprobs": pa.large_list(pa.float32())})
         first = pairs[0][0].index
         try:
             files = sorted(self._folder.glob("trainer-[0-9]*.feather"))
             for abandoned in [path for path in files if _start_of(path) >= first]:
                 abandoned.unlink()
-            _write_file(self._folder / f"trainer-{first:012d}.feather", _file_content(table), sync=False)
+            _write_file(
+                self._folder / f"trainer-{first:012d}.feather",
+                _file_content(pa.table(columns, schema=schema)),
+                sync=False,
+            )
             oldest = min(map(_start_of, self._folder.glob("rows-*.arrow")), default=0)
             for path, after in pairwise(files):
                 if _start_of(after) <= oldest:
                     path.unlink(missing_ok=True)
         except OSError as error:  # only a report needs these; if the spool cannot be written, it ends the run itself
             self._failed = True
-            logger.warning(
+            message = (
                 "The trainer's log-probabilities cannot be kept in %s (%s). Training goes on; a report of this run "
-                "has no trainer-sampler gap from here on. Make room, or let this user write there.",
-                self._folder,
-                error.strerror,
+                "has no trainer-sampler gap from here on. Make room, or let this user write there."
             )
+            logger.warning(message, self._folder, error.strerror)
 
 
 def _start_of(path: Path) -> int:
-    """The index in the name of a file."""
     return int(path.stem.rpartition("-")[2])

@@ -1,7 +1,4 @@
-"""Which policy versions sampled a rollout: the inference servers note every completion, and are asked for it here.
-
-`AtroposSource` tags the rollouts of each pulled batch before any is dropped for its staleness.
-"""
+"""Which policy versions sampled a rollout: the inference servers note every completion, and are asked for it here."""
 
 import logging
 from collections import defaultdict
@@ -10,22 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import requests
-from pydantic import ValidationError
-from requests import Response
 
-from trl_atropos.errors import RolloutError
-from trl_atropos.protocol import (
-    ROUTE_PREFIX,
-    Note,
-    RefusalsReply,
-    SamplingSettings,
-    VersionsQuery,
-    VersionsReply,
-    completion_key,
-)
+from trl_atropos.errors import RolloutError, ServerError
+from trl_atropos.protocol import Note, SamplingSettings, completion_key
 from trl_atropos.rollouts.intake import TEMPERATURE_TOLERANCE
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.server_client import ServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +30,7 @@ class VersionBook:
     temperature: float | None = None  # at which the trainer scores tokens; None = settings are not checked
 
     def __post_init__(self):
+        self._clients = [ServerClient(url, self.timeout, self.token) for url in self.urls]
         self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
         self._warned: set[str | int | None] = set()  # servers and environments
 
@@ -50,10 +38,8 @@ class VersionBook:
         """
         Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
         and the version at its last sampled token. Both are None if a turn of it is unknown: its log-probabilities are
-        missing, something has changed it on its way, or another server sampled it.
-
-        Raises:
-            RolloutError: no rollout of an environment was sampled at the trainer's temperature.
+        missing, something has changed it, or another server sampled it. Raises `RolloutError` if no rollout of an
+        environment was sampled at the trainer's temperature.
         """
         if not self.urls:
             return
@@ -72,13 +58,12 @@ class VersionBook:
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
-        return " ".join(filter(None, map(self._refusals_of, self.urls)))
+        return " ".join(filter(None, map(self._refusals_of, self._clients)))
 
-    def _refusals_of(self, url: str) -> str:
+    def _refusals_of(self, client: ServerClient) -> str:
         try:
-            reply = self._request("GET", url, "/refusals", REFUSALS_TIMEOUT)
-            refusals = RefusalsReply.model_validate_json(reply.content)
-        except (requests.RequestException, ValidationError):
+            refusals = client.refusals(REFUSALS_TIMEOUT)
+        except (ServerError, ValueError):
             return ""  # a server that is gone or hangs is reported by the publisher
         if not refusals.total:
             return ""
@@ -87,9 +72,9 @@ class VersionBook:
             for refusal in refusals.latest[:REFUSALS_SHOWN]
         )
         return (
-            f"The server at {url} has refused {refusals.total} requests since it was started ({latest}). Correct what "
-            "the environment asks for; where its prompts are too long for the server, shorten them, or give the "
-            "server a larger `--max-model-len` (`vllm_args`)."
+            f"The server at {client.url} has refused {refusals.total} requests since it was started ({latest}). "
+            "Correct what the environment asks for; where its prompts are too long for the server, shorten them, or "
+            "give the server a larger `--max-model-len` (`vllm_args`)."
         )
 
     def _notes(self, keys: set[bytes]) -> dict[bytes, Note]:
@@ -97,9 +82,8 @@ class VersionBook:
         if not keys:
             return {}
         asked = list(keys)
-        body = VersionsQuery(keys=[key.hex() for key in asked]).model_dump_json()
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            answers = list(pool.map(lambda url: self._ask(url, body, len(asked)), self.urls))
+            answers = list(pool.map(lambda client: self._ask(client, asked), self._clients))
         notes: dict[bytes, Note] = {}
         for answer in answers:
             for key, note in zip(asked, answer):
@@ -107,60 +91,48 @@ class VersionBook:
                     notes[key] = note.merged(notes.get(key, note))
         return notes
 
-    def _ask(self, url: str, body: str, count: int) -> Sequence[Note | None]:
+    def _ask(self, client: ServerClient, keys: list[bytes]) -> Sequence[Note | None]:
         """The answer of one server; empty if it gives none."""
         try:
-            reply = self._request("POST", url, "/versions", self.timeout, body)
-            problem = f"it answered {reply.status_code} {reply.text[:200]!r}"
-            notes = VersionsReply.model_validate_json(reply.content).notes() if reply.status_code == 200 else ()
-            if len(notes) == count:
+            notes = client.versions(keys)
+            if len(notes) == len(keys):
                 return notes
-        except requests.RequestException as error:
-            problem = f"{type(error).__name__}: {error}"
-        except ValidationError:
-            pass
-        if url not in self._warned:
-            self._warned.add(url)
-            logger.warning(
+            problem = f"it answered for {len(notes)} of {len(keys)} completions"
+        except (ServerError, ValueError) as error:
+            problem = str(error)
+        if client.url not in self._warned:
+            self._warned.add(client.url)
+            message = (
                 "The server at %s does not tell which policy versions sampled its rollouts, so their staleness is "
                 "unknown (%s). Start it with `trl-atropos serve` of the version that the trainer has, with the same "
-                "token. This is said once.",
-                url,
-                problem,
+                "token. This is said once."
             )
+            logger.warning(message, client.url, problem)
         return ()
-
-    def _request(self, method: str, url: str, route: str, timeout: float, body: str | None = None) -> Response:
-        headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
-        # A new connection, since a server may close an idle one just as it is used again.
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy of the environment must not see the token
-            url = f"{url.rstrip('/')}{ROUTE_PREFIX}{route}"
-            return session.request(method, url, data=body, headers=headers, timeout=timeout)
 
     def _check_settings(
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
         """
-        Another temperature ends the run if no rollout of the environment has had the trainer's, because that spoils
-        every step. Other differences are warned about once per environment.
+        Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
+        step. Other differences are warned about once per environment.
         """
-        differences = {
-            settings: {
+        differences = [
+            {
                 name: value
                 for name, value in settings._asdict().items()
                 if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE
             }
             for settings in sorted(sampled)
-        }
-        if any("temperature" not in different for different in differences.values()):
+        ]
+        if any("temperature" not in different for different in differences):
             self._agreed.add(environment)
-        wrong = {settings: different for settings, different in differences.items() if different}
+        wrong = [different for different in differences if different]
         if not wrong:
             return
         name = "An environment" if environment is None else f"Environment {environment}"
         if environment not in self._agreed:
-            seen, ours = next(iter(wrong)).temperature, trainer.temperature
+            seen, ours = wrong[0]["temperature"], trainer.temperature
             remedy = f"Set `temperature: {seen:g}` in the recipe, or have" if seen > 0 else "Have"
             raise RolloutError(
                 f"{name} sampled at temperature {seen:g}, as the inference server has noted with every request, and "
@@ -169,14 +141,12 @@ class VersionBook:
             )
         if environment not in self._warned:
             self._warned.add(environment)
-            logger.warning(
+            message = (
                 "%s sampled some rollouts with %s, where the trainer scores every token at %s. So their "
                 "log-probabilities differ even on the same weights. Leave these settings out of the environment's "
-                "requests, or set them to the trainer's values. This is said once.",
-                name,
-                " or ".join(map(_shown, list(wrong.values())[:3])),
-                _shown(trainer._asdict()),
+                "requests, or set them to the trainer's values. This is said once."
             )
+            logger.warning(message, name, " or ".join(map(_shown, wrong[:3])), _shown(trainer._asdict()))
 
 
 def _shown(settings: dict[str, float]) -> str:

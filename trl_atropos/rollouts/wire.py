@@ -1,8 +1,7 @@
 """The reply of `GET /batch`: from bytes to groups of arrays, checked for type and shape.
 
-`AtroposClient.batch` calls `decode_reply`, and `ReplaySource` calls `read_group` on recorded groups; `intake.py` makes
-rollouts of the result. `Group` is the schema of what the API sends, as text or as Python objects. Nothing is cast:
-neither `true` nor `5.0` is a token, and `"5"` is not a score.
+`AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes rollouts of the
+result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a score.
 """
 
 import json
@@ -14,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Annotated, Any, Literal, NoReturn
+from reprlib import repr as short
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,10 +24,6 @@ MASKED = -100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
-SHOWN = 60  # characters of a value in an error message
-SHOWN_BITS = 256
-
-# ------------------------------------------------------------------------------------------------- what the API sends
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Number = float | int  # a big integer stays exact until it is checked
@@ -74,14 +70,8 @@ class BatchReply(Struct):
     status: Literal["error"] | None = None
 
 
-# ------------------------------------------------------------------------------------------- what is made of a group
-
-
 class RejectedGroup(ValueError):
-    """
-    One group cannot be used: it is dropped and counted, and the run goes on. The message has the value seen. In a
-    batch, it stands for its group.
-    """
+    """One group cannot be used; the message has the value seen. In a batch, it stands for its group."""
 
     def __init__(self, reason: str, kind: str = "malformed"):
         super().__init__(reason)
@@ -92,10 +82,7 @@ class RejectedGroup(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """
-    A group of `n` rollouts, prompt and completion together. Per-token arrays are not shifted: entry `i` of each is
-    about token `i`. None for a rollout: the environment sent nothing.
-    """
+    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing was sent."""
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
@@ -111,12 +98,14 @@ class ScoredGroup:
     images: Any
     env_id: int | None
 
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
     def asks(self, override: str, i: int) -> bool:
         """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
         return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
 
-
-# ------------------------------------------------------------------------------------------------------------ reading
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
 # How atroposlib 0.4 writes a reply.
@@ -126,10 +115,8 @@ UNREADABLE = "unreadable"
 
 def decode_reply(body: bytes) -> BatchReply:
     """
-    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other.
-
-    Raises:
-        ValueError: the body is not the JSON of such a reply.
+    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
+    `ValueError` if the body is not the JSON of such a reply.
     """
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
@@ -151,7 +138,7 @@ def decode_reply(body: bytes) -> BatchReply:
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
-    """As `parse_group`, but returns the error in place of a group that cannot be used."""
+    """As `parse_group`, but returns the error."""
     try:
         return parse_group(raw)
     except RejectedGroup as error:
@@ -166,13 +153,7 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
 
 
 def parse_group(raw: object) -> ScoredGroup:
-    """
-    Args:
-        raw: the text of a group (`bytes`), or the Python objects that `json` reads from it.
-
-    Raises:
-        RejectedGroup: with what is wrong, where, and the value seen.
-    """
+    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup` with what is wrong, and where."""
     try:
         if isinstance(raw, bytes) and not raw.isascii():
             raw.decode()  # msgspec does not look at the text of fields that it leaves out
@@ -183,7 +164,7 @@ def parse_group(raw: object) -> ScoredGroup:
         try:
             group = msgspec.convert(sent, Group)
         except msgspec.ValidationError as error:
-            _reject(_explained(sent, str(error)))
+            raise RejectedGroup(_explained(sent, str(error))) from None
     return _checked(group)
 
 
@@ -204,33 +185,13 @@ def _explained(sent: Any, error: str) -> str:
     value = sent
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field or int(index)]
-    return f"{path[1:-1] or 'the group'} is {_short(value)}: {expected[:1].lower()}{expected[1:]}"
-
-
-def _reject(reason: str) -> NoReturn:
-    raise RejectedGroup(reason)
-
-
-def _short(value: Any) -> str:
-    """A value for a message, whatever its size and depth."""
-    if isinstance(value, list):
-        return f"a list of {len(value)} entries"
-    if isinstance(value, dict):
-        return f"an object of {len(value)} entries"
-    if isinstance(value, str):
-        return repr(value[:SHOWN]) + ("..." if len(value) > SHOWN else "")
-    if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-
-
-# ----------------------------------------------------------------------------------------------------------- checking
+    return f"{path[1:-1] or 'the group'} is {short(value)}: {expected[:1].lower()}{expected[1:]}"
 
 
 def _checked(group: Group) -> ScoredGroup:
     size = len(group.tokens)
     if not size:
-        _reject("tokens is empty: a group has at least 1 rollout")
+        raise RejectedGroup("tokens is empty: a group has at least 1 rollout")
     tokens = [np.array(ids, dtype=np.int32) for ids in group.tokens]
     teachers = _teachers(group, [len(ids) for ids in tokens])
     return ScoredGroup(
@@ -252,7 +213,7 @@ def _checked(group: Group) -> ScoredGroup:
 
 def _sized(name: str, entries: Sequence, size: int, of: str = "rollouts") -> Sequence:
     if len(entries) != size:
-        _reject(f"{name} has {len(entries)} entries for {size} {of}")
+        raise RejectedGroup(f"{name} has {len(entries)} entries for {size} {of}")
     return entries
 
 
@@ -267,7 +228,9 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     good = (entries == tokens) | ~trained
     if not good.all():
         wrong = int(np.argmin(good))
-        _reject(f"masks[{i}][{wrong}] is {_short(mask[wrong])}, neither {MASKED} nor the token id {tokens[wrong]}")
+        raise RejectedGroup(
+            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id {tokens[wrong]}"
+        )
     return trained
 
 
@@ -296,7 +259,7 @@ def _finite(name: str, entries: list) -> np.ndarray:
     good = np.abs(values) <= FLOAT32_MAX
     if not good.all():
         wrong = int(np.argmin(good))
-        _reject(f"{name}[{wrong}] is {_short(entries[wrong])}, not a finite number that float32 can hold")
+        raise RejectedGroup(f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number that float32 can hold")
     return values
 
 
@@ -310,7 +273,7 @@ def _teachers(group: Group, lengths: list[int]) -> list[tuple[np.ndarray, np.nda
     sent = {name: getattr(group, name) for name in ("distill_token_ids", "distill_logprobs")}
     absent = [name for name, value in sent.items() if not value]
     if len(absent) == 1:
-        _reject(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
+        raise RejectedGroup(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
     entries = [_sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()]
     return [_teacher(i, *of_one) for i, of_one in enumerate(zip(*entries, lengths))]
 
@@ -334,12 +297,12 @@ def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, 
 
 def _messages(value: Any, size: int) -> list[str | None]:
     """
-    The JSON text of each rollout's messages, at most 64 KiB in UTF-8, None where there are none. Longer conversations
-    lose their last messages. They are for human readers only, so no shape of them is an error.
+    The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They are
+    for human readers only, so no shape of them is an error.
     """
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
-    return [_message_text(messages) if messages not in (None, [], {}) else None for messages in value]
+    return [_message_text(messages) if messages else None for messages in value]
 
 
 def _message_text(messages: Any) -> str | None:
@@ -358,5 +321,5 @@ def _message_text(messages: Any) -> str | None:
 
 
 def _dumps(value: Any) -> str:
-    """Readable JSON. Half a surrogate pair, which JSON can escape and UTF-8 cannot hold, becomes a question mark."""
+    """JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
