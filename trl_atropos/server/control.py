@@ -221,7 +221,8 @@ class Control(ControlPlane):
 
     async def load_weights(self, body: dict) -> dict:
         self.torn = True
-        return _slowest(await self._workers("load_weights", body["tensors"]))
+        await self._workers("load_weights", body["tensors"])
+        return {}
 
     async def finish_weights(self, _body: dict) -> dict:
         return {"missing": sorted(set().union(*await self._workers("finish_weights")))}
@@ -239,14 +240,14 @@ class Control(ControlPlane):
             # These requests began two versions ago. They go on with the new weights, and recompute what they cached.
             await self.engine.reset_prefix_cache(reset_running_requests=True)
         try:
-            replies = await self._workers("load_adapter", adapter_id)
+            await self._workers("load_adapter", adapter_id)
         except compat.EngineDeadError:
             raise
         except Exception as problem:  # from a worker, whose errors all arrive as one type
             self.torn = self.torn or bool(self.sampling.in_flight[adapter_id])
             raise Refused(str(problem)) from problem
         self.next_adapter = adapter_id
-        return _slowest(replies)
+        return {}
 
     async def sleep(self, body: dict) -> dict:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
@@ -319,11 +320,6 @@ class Control(ControlPlane):
         threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()
         if exit_code is None:  # vLLM may shut down in order, but exits with a code of its own
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _slowest(replies: list[dict]) -> dict:
-    """The reply of the worker that took longest."""
-    return max(replies, key=lambda reply: reply["receive_ms"] + reply["apply_ms"])
 
 
 def _exit_after(seconds: float, exit_code: int) -> None:
