@@ -4,10 +4,9 @@
 (name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA. `CheckpointPlan`
 makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
 
-Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Between two items
-nothing is gathered or merged but the tensor that was handed out, so all ranks together may close an iterator anywhere.
-Adapters are merged in copies: the model is never written to. A consumer that drops each tensor before it asks for the
-next has one layer in memory beyond the shards, or two while adapters are merged.
+Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Adapters are merged in
+copies: the model is never written to. A consumer that drops each tensor before it asks for the next has one layer in
+memory beyond the shards, or two while adapters are merged.
 """
 
 import math
@@ -122,20 +121,14 @@ def _gather(parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> l
 
         with deepspeed.zero.GatheredParameters(parameters):
             return [parameter.data for parameter in parameters]  # keeps the storage that DeepSpeed would free
-    return [
-        parameter.detach().to(accelerator.device).full_tensor()
-        if isinstance(parameter, DTensor)
-        else parameter.detach()
-        for parameter in parameters
-    ]
+    whole = [parameter.detach() for parameter in parameters]
+    return [part.to(accelerator.device).full_tensor() if isinstance(part, DTensor) else part for part in whole]
 
 
 @torch.no_grad()
 def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
-    """
-    Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is not
-    exact: so whole copies stand in for the layer's parameters meanwhile.
-    """
+    """Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is
+    not exact: so whole copies stand in for the layer's parameters meanwhile."""
     places = [
         (module, leaf, parameter)
         for module in unit.layer.modules()
@@ -206,10 +199,9 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
     _check_ties(model, found)
     own = Counter(parameter.dtype for parameter, _ in found.values()).most_common(1)[0][0]
     units: list[Unit] = []
-    seen: set[torch.nn.Parameter] = set()
+    first_names = {parameter: name for name, (parameter, _) in reversed(found.items())}
     for name, (parameter, layer) in found.items():
-        if parameter not in seen:
-            seen.add(parameter)
+        if first_names[parameter] == name:
             if layer is None or not units or units[-1].layer is not layer:
                 units.append(Unit([], layer))
             converts = dtype is not None and parameter.dtype == own
@@ -268,9 +260,9 @@ class CheckpointPlan:
     How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters' whole shapes and dtypes
     by name, where the model itself is sharded or has others.
 
-    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
-    Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
-    tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
+    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one parameter. Its
+    own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, to show
+    what every checkpoint tensor comes from. Most are views of one parameter, and cost nothing to make.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
@@ -280,8 +272,7 @@ class CheckpointPlan:
         owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
         found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
         for name, tensor in self._convert(markers).items():
-            owner = owners.get(tensor.untyped_storage()._cdata)
-            if owner is not None:
+            if (owner := owners.get(tensor.untyped_storage()._cdata)) is not None:
                 size, stride = list(tensor.shape), list(tensor.stride())
                 piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
                 found[owner].append(piece)

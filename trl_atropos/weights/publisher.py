@@ -39,9 +39,8 @@ class PolicyPublisher(ABC):
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
         probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
-            seen, in nats (natural logarithm of a probability); `None` before the first probe.
-        stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step must be in its part
-            `publish`.
+            seen, in nats (natural logarithm of a probability).
+        stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part `publish`.
         on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: requests
             that come now begin with the next version.
     """
@@ -77,7 +76,7 @@ class PolicyPublisher(ABC):
         """Called when the trainer has a batch and needs no samples before the next publish."""
 
     def close(self) -> None:
-        """Ends what `begin` began. Called on every way out, also after an error; may be called twice."""
+        """Called on every way out, also after an error; may be called twice."""
         self._unwrap()
         self._unwrap = self.on_pause = lambda: None
 
@@ -124,24 +123,20 @@ def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
     if args.replay_paths is not None:
         return NullPublisher()
     servers = Servers(args.vllm_server_urls, args.publish_timeout)
-    return ServerPublisher(
-        transfer_of(args.vllm_mode, servers, args.weight_transport, args.output_dir),
-        args.probe_every_n_steps,
-        args.sync_every_n_steps,
-        args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
-    )
+    transfer = transfer_of(args.vllm_mode, servers, args.weight_transport, args.output_dir)
+    sleep_level = args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0
+    return ServerPublisher(transfer, args.probe_every_n_steps, args.sync_every_n_steps, sleep_level)
 
 
 def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) -> Transfer:
     """The transfer of a `vllm_mode`. `output_dir` is for modes that write files."""
-    transfers: dict[str, Callable[[], Transfer]] = {
+    return {
         "colocate": lambda: Colocate(servers),
         "server": lambda: FullWeights(servers, transport),
         "nccl_lora": lambda: MemoryLora(servers, transport),
         "lora": lambda: FileLora(servers, f"{output_dir}/adapters"),
         "restart": lambda: Restart(servers, f"{output_dir}/policies"),
-    }
-    return transfers[mode]()
+    }[mode]()
 
 
 # -------------------------------------------------------------------------------------------------------- vLLM servers
@@ -171,8 +166,7 @@ class ServerPublisher(PolicyPublisher):
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
-        self._paused = False
-        self._asleep = False
+        self._paused = self._asleep = False
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
 
@@ -217,8 +211,8 @@ class ServerPublisher(PolicyPublisher):
         return self.servers.info.max_model_len
 
     def why_silent(self) -> str:
-        wrong = [] if self._paused or self._asleep else self.servers.silence()
-        return "" if self._paused or self._asleep else " ".join(wrong)  # a publish may have begun meanwhile
+        wrong = "" if self._paused or self._asleep else " ".join(self.servers.silence())
+        return "" if self._paused or self._asleep else wrong  # a publish may have begun meanwhile
 
     # ---------------------------------------------------------------------------------------------------- each publish
 
