@@ -1,9 +1,7 @@
-"""All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
+"""All that depends on vLLM's version (0.26 to 0.32), and the names of vLLM that it does not promise to keep:
+`tests/server/test_vllm_seam.py` looks for each, and for each name that is imported, in the installed vLLM."""
 
-`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for each name that this package imports from
-vLLM, in the installed vLLM, and says which one moved.
-"""
-
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -88,23 +86,10 @@ def run_server() -> None:
     """Runs vLLM's own API server, which parses `sys.argv`."""
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
-    except ImportError:  # its place in 0.26
-        return _run_server_0_26()
-    main()
-
-
-def _run_server_0_26() -> None:
-    import uvloop
-    from vllm.entrypoints.openai.api_server import run_server
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(description="vLLM OpenAI-Compatible RESTful API server."))
-    args = parser.parse_args()
-    validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    except ImportError:  # 0.26, where it is a script
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    else:
+        main()
 
 
 async def pause(engine, clear_cache: bool) -> None:

@@ -3,10 +3,9 @@
 It adds `POST /generate` for the environments (`sampling.py`), and routes under `/trl_atropos/` for the trainer, which
 need the token in `TRL_ATROPOS_TOKEN`. Every other request goes to vLLM. One instance lives in the API server process.
 
-A publish is `pause -> (the weights change) -> resume`. While a trainer may be writing to the weights, the server must
-not answer from them. So a trainer holds a lease (one response that stays open), whose end tells the server that the
-trainer is gone. If the trainer dies while the weights may be half written, the server answers 503 from then on, and
-exits; if it dies in a pause without that, the server resumes.
+A publish is `pause -> (the weights change) -> resume`. A trainer holds a lease (one response that stays open), whose
+end tells the server that the trainer is gone. If the trainer dies while the weights may be half written, the server
+answers 503 from then on, and exits; if it dies in a pause without that, the server resumes.
 """
 
 import asyncio
@@ -45,10 +44,7 @@ OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v
 os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
-NEEDS_TOKEN = (
-    "this route changes what is sampled, so it needs the control token: send `Authorization: Bearer TOKEN` with that "
-    f"in {TOKEN_VARIABLE}"
-)
+NEEDS_TOKEN = f"this route changes what is sampled: send `Authorization: Bearer TOKEN` with that in {TOKEN_VARIABLE}"
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 
 
@@ -121,14 +117,13 @@ class Control(ControlPlane):
         if self.lease.locked() and self.changing.locked():
             return None
         await self.engine.check_health()
-        clock = asyncio.get_running_loop().time
         if self.asked is None or self.asked[1].done():
-            self.asked = clock(), asyncio.create_task(self.engine.is_sleeping())
+            self.asked = time.monotonic(), asyncio.create_task(self.engine.is_sleeping())
         since, question = self.asked
-        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - clock()))
+        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - time.monotonic()))
         if question.done():
             return None
-        silent = clock() - since
+        silent = time.monotonic() - since
         return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
 
     async def info(self, _body: dict) -> dict:
@@ -183,7 +178,9 @@ class Control(ControlPlane):
         self.torn = self.torn or bool(body.get("in_place", False))
         self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
         # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
-        self.sampling.register(self.models.lora_requests)
+        self.models.lora_requests.pop(ADAPTER_NAME, None)
+        if self.sampling.adapter is not None:
+            self.models.lora_requests[ADAPTER_NAME] = self.sampling.adapter
         await compat.pause(self.engine, clear_cache=bool(body.get("clear_cache", True)))
         return {}
 
@@ -209,9 +206,10 @@ class Control(ControlPlane):
         # also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
-        from_files = self.next_adapter is None
-        place = (given.lora_int_id, given.lora_path) if from_files else (self.next_adapter, f"mem://{name}")
-        adapter = served[ADAPTER_NAME] = LoRARequest(name, *place)
+        adapter_id, path = self.next_adapter, f"mem://{name}"
+        if adapter_id is None:
+            adapter_id, path = given.lora_int_id, given.lora_path
+        adapter = served[ADAPTER_NAME] = LoRARequest(name, adapter_id, path)
         self.next_adapter = None
         return adapter
 
@@ -244,7 +242,7 @@ class Control(ControlPlane):
         except compat.EngineDeadError:
             raise
         except Exception as problem:  # from a worker, whose errors all arrive as one type
-            self.torn = self.torn or bool(self.sampling.in_flight[adapter_id])
+            self.torn |= self.sampling.in_flight[adapter_id] > 0
             raise Refused(str(problem)) from problem
         self.next_adapter = adapter_id
         return {}
@@ -307,7 +305,7 @@ class Control(ControlPlane):
 
         for child in multiprocessing.active_children():
             if child.name.startswith(compat.ENGINE_PROCESS):
-                threading.Thread(target=watch, args=(child,), name="engine-watch", daemon=True).start()
+                threading.Thread(target=watch, args=(child,), daemon=True).start()
 
     def _leave(self, reason: str, exit_code: int | None = None) -> None:
         """Answers only the reason from now on, and ends the process, whatever connections are still open."""

@@ -3,7 +3,6 @@
     python -m trl_atropos.server.launch MODEL [--vllm_mode colocate] [any flag of `vllm serve`]
 
 `trl-atropos serve` is the same. Run in a process of its own, because vLLM reads `sys.argv` and owns the event loop.
-For `--vllm_mode restart`, the process becomes the front (`trl_atropos.front.serve`), which starts this as its child.
 """
 
 import argparse
@@ -44,13 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
-    parser.add_argument(
-        "--vllm_mode",
-        choices=VLLM_MODES,
-        default="colocate",
-        help="how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
-        "'restart' puts a front before the server that holds requests while it is away",
-    )
+    mode = "how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
+    mode += "'restart' puts a front before the server that holds requests while it is away"
+    parser.add_argument("--vllm_mode", choices=VLLM_MODES, default="colocate", help=mode)
     return parser
 
 
@@ -133,7 +128,7 @@ def set_up_token(port: str) -> str:
 
 
 def ready_text(host: str, port: str, mode: str, token: str) -> str:
-    """What a server prints when it is ready: where it is and what to do next. `token` says where the token is."""
+    """What a server prints when it is ready. `token` says where the token is."""
     url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
     return (
         f"\ntrl-atropos serve: ready at {url}, for `vllm_mode: {mode}`.\n"

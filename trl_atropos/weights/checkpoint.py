@@ -43,8 +43,6 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
     "eps": "adam_epsilon",
 }
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
 
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing half written."""
@@ -98,9 +96,6 @@ def has_state(checkpoint: str | Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------------------ resuming
 
 
 def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:

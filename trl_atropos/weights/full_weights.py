@@ -90,8 +90,6 @@ class FullWeights(Transfer):
             *(len(direct), len(specs), message_layout(specs)[1] / 1e6, transport),
         )
 
-    # -------------------------------------------------------------------------------------------------- each publish
-
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
         written = sum(view.nbytes for views in self.views for view in views.values())

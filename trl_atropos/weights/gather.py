@@ -102,9 +102,6 @@ def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) ->
     return _stream(units, accelerator)
 
 
-# ----------------------------------------------------------------------------------------------------------- gathering
-
-
 def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
     for unit in units:
         parameters = [entry.parameter for entry in unit.entries]

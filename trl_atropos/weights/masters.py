@@ -78,8 +78,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         master = torch.empty_like(parameter, dtype=torch.float32, device=device, pin_memory=pinned)
         return torch.nn.Parameter(master.copy_(parameter.detach()))
 
-    # ---------------------------------------------------------------------------------------------------------- a step
-
     @torch.no_grad()
     def step(self, closure=None):
         loss = None
@@ -117,8 +115,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 master.copy_(parameter)
         self._note_versions()
 
-    # ------------------------------------------------------------------------------------------------- save and resume
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
@@ -153,8 +149,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 parameter.copy_(master)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         self._note_versions()
-
-    # ----------------------------------------------------------------------------------------------- several processes
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:

@@ -142,8 +142,6 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    # ---------------------------------------------------------------------------------------------- after each publish
-
     def run(self, policy_version: int) -> ProbeResult:
         """Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice
         in a row) or samples from another policy version."""
@@ -183,8 +181,6 @@ class Probe:
             if self._outliers_are_common
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
-
-    # ------------------------------------------------------------------------------------------- once, before training
 
     def run_longest(self) -> None:
         """Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
@@ -238,8 +234,6 @@ class Probe:
             self.servers.each(lambda client: client.info())  # raises if a server is gone
             return f"{error}."
         return None
-
-    # ------------------------------------------------------------------------------------------------------ comparison
 
     def _compare_twice(self, *args: Any) -> tuple[ProbeResult | None, ProbeResult]:
         """Compares, and once more after an outlier. Returns (the outlier if there was one, the last result)."""

@@ -139,9 +139,6 @@ def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) ->
     }[mode]()
 
 
-# -------------------------------------------------------------------------------------------------------- vLLM servers
-
-
 class ServerPublisher(PolicyPublisher):
     """
     Args:
@@ -213,8 +210,6 @@ class ServerPublisher(PolicyPublisher):
     def why_silent(self) -> str:
         wrong = "" if self._paused or self._asleep else " ".join(self.servers.silence())
         return "" if self._paused or self._asleep else wrong  # a publish may have begun meanwhile
-
-    # ---------------------------------------------------------------------------------------------------- each publish
 
     def hold(self) -> None:
         self.servers.hold_leases()  # again, where `close` has ended an earlier training
@@ -305,8 +300,6 @@ class ServerPublisher(PolicyPublisher):
     def _writes(self) -> int:
         """Counts in-place writes to the parameters, to tell whether loading a checkpoint has written any."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
-
-    # ---------------------------------------------------------------------------------------------------------- probes
 
     def probe(self) -> float:
         """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
