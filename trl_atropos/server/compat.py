@@ -26,7 +26,6 @@ ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin 
 MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
-    # Of the API server: its application's state, and the engine client.
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
     "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
@@ -38,7 +37,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
     "vllm.outputs:CompletionOutput": ("index", "token_ids", "finish_reason", *(("weight_versions",) if NEW else ())),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
-    # Of a worker: its configuration, and the model that it runs.
     "vllm.config:ModelConfig": (
         *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
         *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
@@ -51,8 +49,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
-    f"{MODULES}.model_loader.reload:": ("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
-    # Of adapters: the buffers that they are put into, and how.
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
         *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
@@ -65,8 +61,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
     f"{MODULES}.models.utils:WeightsMapper": ("get_rename_mapper()" if NEW else "get_unstacked_mapper()",),
-    # Of the loader for the CPU: the methods by which layers compute, and where they are kept.
-    f"{MODULES}.model_loader:": ("register_model_loader(load_format)",),
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),

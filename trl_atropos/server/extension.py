@@ -11,7 +11,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trl_atropos.protocol import Attachment, LoraInfo, ParameterSpec
+from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
@@ -20,11 +20,10 @@ from trl_atropos.tensors.shared_memory import export_storage
 class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
-        config = self.vllm_config
+        config, cuda = self.vllm_config, self.device.type == "cuda"
         if (lora := config.lora_config) is not None:
             dtype = str(lora.lora_dtype).removeprefix("torch.")
-            lora = LoraInfo(max_rank=lora.max_lora_rank, max_loras=lora.max_loras, dtype=dtype).model_dump()
-        cuda = self.device.type == "cuda"
+            lora = {"max_rank": lora.max_lora_rank, "max_loras": lora.max_loras, "dtype": dtype}
         return {
             "device": self.device.type,
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if cuda else None,
@@ -64,7 +63,7 @@ class WorkerExtension:
     def trl_atropos_set_up_adapter(self, tensors: list[dict], config: dict) -> str | None:
         """Returns why vLLM cannot serve such an adapter, or None."""
         try:
-            self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, _parsed(tensors), config)
+            self._trl_atropos_adapter = AdapterReceiver(self, _parsed(tensors), config)
         except ValueError as error:
             return str(error)
 
@@ -92,9 +91,8 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
         found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
     if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
         found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
-    if packed := layout.refusal_of_packed_layers():
-        found.append(packed)
-    return found
+    packed = layout.refusal_of_packed_layers()
+    return found if packed is None else [*found, packed]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -150,12 +148,10 @@ class WeightReceiver:
 
 
 def needs_reload(config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again."""
+    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again. On a GPU,
+    some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are."""
     model = config.model_config
-    if model.quantization is not None or model.use_mla:
-        return True
-    # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
-    return device.type != "cpu" and model.get_num_experts() > 0
+    return model.quantization is not None or model.use_mla or (device.type != "cpu" and model.get_num_experts() > 0)
 
 
 def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
@@ -176,11 +172,11 @@ class AdapterReceiver:
     Raises `ValueError` if vLLM does not serve such adapters.
     """
 
-    def __init__(self, worker, channel: Channel, tensors: list[ParameterSpec], config: dict):
+    def __init__(self, worker: WorkerExtension, tensors: list[ParameterSpec], config: dict):
         self.manager = worker.model_runner.lora_manager
         self.adapters = self.manager._adapter_manager
         self.device = worker.device
-        self.channel = channel
+        self.channel = worker._trl_atropos_channel
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
@@ -243,6 +239,4 @@ class AdapterReceiver:
             if arrived[offset] == 0 or (not self.splits and arrived[offset] != tensor.shape[0] * tensor.shape[1])
         ]
         if lost:
-            raise ValueError(
-                f"vLLM has no place for {len(lost)} of the adapter's {len(self.tensors)} tensors (first: {lost[:3]})"
-            )
+            raise ValueError(f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: {lost[:3]})")

@@ -62,8 +62,7 @@ class Sampling:
 
     @property
     def oldest_version_in_flight(self) -> int:
-        busy = [version for version, count in self._versions_in_flight.items() if count]
-        return min(busy, default=self.policy_version)
+        return min(+self._versions_in_flight, default=self.policy_version)  # `+` leaves out those with a count of 0
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
         """Sets what requests sample from once the plane is open."""

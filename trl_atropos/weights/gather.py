@@ -57,9 +57,8 @@ def sharding_of(accelerator: Accelerator) -> str:
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise GatherError(
-            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward "
-            "pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in "
-            "`fsdp_config`."
+            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward. Use "
+            "FSDP2: `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in `fsdp_config`."
         )
     if kind == DistributedType.DEEPSPEED:
         return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero1/2"
@@ -74,7 +73,7 @@ def iter_full_parameters(
 
     The tensors are on the training device and may be the model's own memory: read them before the next optimizer step.
     Parameters of the model's own dtype, which most have, are converted to `dtype`; those that transformers keeps in
-    another (ERNIE's routers, in float32) stay. Raises `GatherError` for what cannot be gathered, before it gathers.
+    another (ERNIE's routers) stay. Raises `GatherError` for what cannot be gathered.
     """
     return _stream(_full_units(model, accelerator, dtype), accelerator)
 
@@ -176,17 +175,14 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
     """All parameters of the plain model, in its order, tied parameters once."""
     sharding_of(accelerator)  # refuses what cannot be gathered
     model = unwrap(model)
-    for adapter_name, config in model.peft_config.items() if isinstance(model, PeftModel) else ():
-        if config.peft_type != PeftType.LORA:
-            raise GatherError(
-                f"The adapter {adapter_name!r} is of the type {config.peft_type.value}, which cannot be merged for a "
-                "server. Use LoRA (`peft.LoraConfig`)."
-            )
+    for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        if (kind := config.peft_type) != PeftType.LORA:
+            raise GatherError(f"An adapter of type {kind.value} cannot be merged for a server: use a `LoraConfig`.")
     model = _without_adapters(model)
     if getattr(model, "is_quantized", False):  # only models that went through a quantiser have the attribute
         raise GatherError(
-            "The model is quantised, and an adapter cannot be merged into quantised weights without rounding them. "
-            "Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
+            "An adapter cannot be merged into quantised weights without rounding them. Load the model without "
+            "quantisation (`quantization_config`, `load_in_4bit`)."
         )
     found = {
         prefix + leaf: (parameter, layer)

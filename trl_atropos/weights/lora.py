@@ -112,8 +112,7 @@ class FileLora(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         _require_servable(trainer.model, self.servers)
-        # A new directory means new prefixes, and requests in flight keep their adapter. But vLLM before 0.32 tells
-        # cached prefixes apart by the adapter's name alone, which stays the same.
+        # vLLM before 0.32 tells cached prefixes apart by the adapter's name alone, which stays the same.
         self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
 
@@ -157,15 +156,10 @@ def _require_servable(model: Any, servers: Servers) -> None:
             "`vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
         )
     if served.max_loras < 2:
-        raise AttachError(
-            "The server has a place for one adapter, but requests in flight need their own while the next version "
-            "comes: start it with `--max-loras 2`."
-        )
+        raise AttachError("The server has no place for the adapter's next version: start it with `--max-loras 2`.")
     config = model.peft_config[ADAPTER]
-    if config.peft_type != PeftType.LORA:
-        raise AttachError(
-            f"The adapter is of type {config.peft_type.value}; vLLM serves LORA only: use a `LoraConfig`."
-        )
+    if (kind := config.peft_type) != PeftType.LORA:
+        raise AttachError(f"The adapter is of type {kind.value}; vLLM serves LORA only: use a `LoraConfig`.")
     if config.modules_to_save:
         raise AttachError(
             f"`modules_to_save` ({', '.join(config.modules_to_save)}) trains whole modules besides the adapter, which "

@@ -47,12 +47,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         full_state: Iterable[torch.nn.Parameter] = (),
         **optimizer_kwargs: Any,
     ):
-        # On an older torch, setting the attribute would be accepted and do nothing.
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            raise AtroposTrainingError(
-                f"torch {torch.__version__} cannot accumulate the gradients of 16-bit weights in fp32: install torch "
-                "2.10 or newer, or start the server with `--dtype float32`."
-            )
         self.offload = offload
         groups = [{**group, "params": list(group["params"])} for group in groups]
         self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
@@ -70,7 +64,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        parameter.grad_dtype = torch.float32
+        parameter.grad_dtype = torch.float32  # needs torch 2.10, which this package requires
         if parameter.dtype == torch.float32 and not self.offload:
             return parameter
         device = torch.device("cpu") if self.offload else parameter.device
@@ -90,10 +84,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             master.grad = _gradient_for(master, parameter.grad)
         self._synchronize()
         self.inner.step()
-        for _, master in self._pairs:
-            master.grad = None
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
         params, masters = zip(*self._pairs, strict=True)
+        for master in masters:
+            master.grad = None
         # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
         torch._foreach_copy_(params, masters, non_blocking=True)
         self._synchronize()
