@@ -173,16 +173,15 @@ class Control(ControlPlane):
         (attachment,) = await self._workers("attach", body["parameters"])
         return attachment
 
-    async def pause(self, body: dict) -> dict:
+    async def pause(self, body: dict) -> None:
         """With `in_place`, the trainer writes into this server's memory until `resume`."""
-        self.torn = self.torn or bool(body.get("in_place", False))
+        self.torn |= bool(body.get("in_place"))
         self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
         # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
         self.models.lora_requests.pop(ADAPTER_NAME, None)
         if self.sampling.adapter is not None:
             self.models.lora_requests[ADAPTER_NAME] = self.sampling.adapter
         await compat.pause(self.engine, clear_cache=bool(body.get("clear_cache", True)))
-        return {}
 
     async def resume(self, body: dict) -> dict:
         version = int(body["policy_version"])
@@ -213,14 +212,12 @@ class Control(ControlPlane):
         self.next_adapter = None
         return adapter
 
-    async def open_channel(self, body: dict) -> dict:
+    async def open_channel(self, body: dict) -> None:
         await self._workers("open_channel", dict(body))
-        return {}
 
-    async def load_weights(self, body: dict) -> dict:
+    async def load_weights(self, body: dict) -> None:
         self.torn = True
         await self._workers("load_weights", body["tensors"])
-        return {}
 
     async def finish_weights(self, _body: dict) -> dict:
         return {"missing": sorted(set().union(*await self._workers("finish_weights")))}
@@ -229,7 +226,7 @@ class Control(ControlPlane):
         refused = await self._workers("set_up_adapter", body["tensors"], body["config"])
         return {"refused": next((reason for reason in refused if reason is not None), None)}
 
-    async def load_adapter(self, _body: dict) -> dict:
+    async def load_adapter(self, _body: dict) -> None:
         """Loads into the one of two ids that new requests do not use; from `resume` on, they use it."""
         adapter = self.sampling.adapter
         first, second = MEMORY_ADAPTERS
@@ -245,22 +242,19 @@ class Control(ControlPlane):
             self.torn |= self.sampling.in_flight[adapter_id] > 0
             raise Refused(str(problem)) from problem
         self.next_adapter = adapter_id
-        return {}
 
-    async def sleep(self, body: dict) -> dict:
+    async def sleep(self, body: dict) -> None:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
         self.open.clear()
         self.asleep = int(body["level"])
-        self.torn = self.torn or self.asleep > 1  # level 2 forgets the weights
+        self.torn |= self.asleep > 1  # level 2 forgets the weights
         await self.engine.sleep(self.asleep, mode="keep")
-        return {}
 
-    async def wake(self, body: dict) -> dict:
+    async def wake(self, body: dict) -> None:
         """`tags`: which memory to take again, `weights` or `kv_cache`."""
         await self.engine.wake_up(body["tags"])
         if "kv_cache" in body["tags"]:
             self.asleep = 0
-        return {}
 
     async def _workers(self, method: str, *arguments) -> list:
         """What a method of `extension.py` returns in each worker."""

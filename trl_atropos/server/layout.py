@@ -87,23 +87,13 @@ def _multiply_with_the_weight(layer: torch.nn.Module) -> None:
 
 
 class InPlaceExperts(compat.cpu_experts() or object):
-    """`w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as they were loaded."""
+    """vLLM's, on tensors: `w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as loaded."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs nothing."""
 
     def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        *unused,
-        apply_router_weight_on_input: bool,
-        **unused_too,
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *_, apply_router_weight_on_input, **__
     ) -> None:
         output.zero_()
         for expert in topk_ids.unique().tolist():

@@ -142,7 +142,7 @@ class ControlPlane:
                 raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
             if "pause" in needs and not self.paused:
                 raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
-            return JSONResponse(await handler(body))
+            return JSONResponse(await handler(body) or {})
 
     async def _hold_lease(self, request: Request, send) -> None:
         """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which

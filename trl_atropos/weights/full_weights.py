@@ -166,10 +166,8 @@ class Restart(Transfer):
     def send(self, policy_version: int) -> int:
         model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
-        state = {}
-        for name, tensor in itertools.chain(parameters, gather.buffers_of(model)):
-            if self.servers.clients:
-                state[name] = tensor.detach().cpu().clone()
+        named = itertools.chain(parameters, gather.buffers_of(model))  # gathered on every rank, kept on rank 0
+        state = {name: tensor.detach().cpu().clone() for name, tensor in named if self.servers.clients}
         together(lambda: self._save_and_restart(state, policy_version))
         return sum(tensor.nbytes for tensor in state.values())
 

@@ -60,14 +60,14 @@ class MemoryLora(Transfer):
         }
         self._scales = {index: scales[spec.name] for index, spec in enumerate(self._tensors) if spec.name in scales}
         self._values: list[torch.Tensor] | None = None
+        self._num_bytes = message_layout(self._tensors)[1]
         together(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
         if not self.servers.clients:
             return
-        device = trainer.accelerator.device
+        device, num_bytes = trainer.accelerator.device, self._num_bytes
         transport = choose_transport(self.transport, self.servers, device)
-        _, num_bytes = message_layout(self._tensors)
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
@@ -88,7 +88,7 @@ class MemoryLora(Transfer):
         if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
             self._values = values
         together(lambda: self._push(list(values)))
-        return message_layout(self._tensors)[1]
+        return self._num_bytes
 
     def _push(self, values: list[torch.Tensor]) -> None:
         if not self.servers.clients:
@@ -118,10 +118,8 @@ class FileLora(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
-        tensors = {}
-        for name, tensor in iter_adapter_parameters(self._trainer.model, self._trainer.accelerator):
-            if self.servers.clients:
-                tensors[name] = tensor.detach().cpu().contiguous()
+        named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named if self.servers.clients}
         together(lambda: self._push(tensors, policy_version))
         return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -136,10 +134,10 @@ class FileLora(Transfer):
         self._directories.append((version, path))
         self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
-        for directory in self._directories[:-KEPT_VERSIONS]:
-            if directory[0] < used:  # no request can ask for it any more
-                shutil.rmtree(directory[1], ignore_errors=True)
-                self._directories.remove(directory)
+        for older, directory in self._directories[:-KEPT_VERSIONS]:
+            if older < used:  # no request can ask for it any more
+                shutil.rmtree(directory, ignore_errors=True)
+                self._directories.remove((older, directory))
 
 
 def _require_servable(model: Any, servers: Servers) -> None:

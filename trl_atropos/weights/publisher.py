@@ -10,7 +10,6 @@ raises. What moves between pause and resume is the business of a `Transfer`, one
 import functools
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +33,10 @@ from trl_atropos.weights.transfer import Transfer
 logger = logging.getLogger(__name__)
 
 
-class PolicyPublisher(ABC):
+class PolicyPublisher:
     """
+    By itself, counts versions and publishes nothing.
+
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
         probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
@@ -62,17 +63,26 @@ class PolicyPublisher(ABC):
         """Called with the trainer's arguments before it is built. Returns the model that it shall use."""
         return model
 
-    def attach(self, trainer: Any) -> None:  # noqa: B027 - not every mode has something to do
+    def attach(self, trainer: Any) -> None:
         """Called once `trainer`, the `AtroposGRPOTrainer`, is built."""
 
-    def hold(self) -> None:  # noqa: B027
+    def hold(self) -> None:
         """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
 
-    @abstractmethod
     def begin(self, optimizer: Any, policy_version: int) -> None:
         """Publishes the weights that training starts with, and wraps `optimizer.step` to publish all that follow."""
+        self.policy_version = policy_version
+        step = optimizer.step
 
-    def computing(self) -> None:  # noqa: B027
+        def counted(*args, **kwargs):
+            result = step(*args, **kwargs)
+            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
+                self.policy_version += 1
+            return result
+
+        self._wrap_step(optimizer, counted)
+
+    def computing(self) -> None:
         """Called when the trainer has a batch and needs no samples before the next publish."""
 
     def close(self) -> None:
@@ -104,18 +114,6 @@ class PolicyPublisher(ABC):
 
 class NullPublisher(PolicyPublisher):
     """For a policy that nothing samples from (recorded rollouts, say): counts versions and publishes nothing."""
-
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        self.policy_version = policy_version
-        step = optimizer.step
-
-        def counted(*args, **kwargs):
-            result = step(*args, **kwargs)
-            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
-                self.policy_version += 1
-            return result
-
-        self._wrap_step(optimizer, counted)
 
 
 def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
