@@ -180,11 +180,8 @@ def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapp
         yield
         kept = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
         if trainer.is_world_process_zero() and not kept:
-            logger.warning(
-                "%s holds no state of the optimizer and of the learning-rate schedule (`save_only_model: true`): both "
-                "begin anew, and the first steps may be larger than those before.",
-                checkpoint,
-            )
+            message = "%s holds no state of the optimizer and its schedule (`save_only_model: true`): both begin anew."
+            logger.warning(message, checkpoint)
         within = trainer.optimizer.optimizer  # of accelerate's
         loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
         # Torch takes the state of any optimizer for its own. A newer version of one optimizer only adds entries.
@@ -196,7 +193,7 @@ def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapp
         raise CheckpointError(
             f"The optimizer's state in {checkpoint} is not that of `optim: {trainer.args.optim.value}` on this model "
             f"({error}). Resume with the `optim` and the trained parameters of the run that saved it, or begin anew "
-            "from its weights: name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
+            "with it as `model_name_or_path`, without `resume_from_checkpoint`."
         ) from error
     _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args or "")
 

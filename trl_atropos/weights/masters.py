@@ -132,10 +132,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 "trained parameters of the run that saved it."
             )
         if saved is own:
-            logger.warning(
-                "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
-                "rounding took from them is lost."
-            )
+            logger.warning("The checkpoint was saved without fp32 master weights: training goes on from 16-bit ones.")
         self.inner.load_state_dict(state_dict.get("inner", state_dict))
         for (parameter, master), value in zip(self._masters.items(), saved, strict=True):
             master.copy_(value)
@@ -175,14 +172,12 @@ def use_masters(trainer: Trainer, offload: bool = False) -> None:
     # Layer-wise optimizers and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
     if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
         raise AtroposTrainingError(
-            f"`optim: {trainer.args.optim}` chooses its parameters by itself or changes them outside of `step`, and "
-            "cannot have the fp32 masters that 16-bit weights need. Choose another, such as adamw_torch_fused, or "
-            "start the server with `--dtype float32`."
+            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
+            "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
         )
     # As transformers does, which can no longer see that it is bitsandbytes.
     embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
-    full_state = embeddings if kwargs.get("optim_bits") == 8 else []
-    own = {"optimizer_cls": cls, "offload": offload, "full_state": full_state}
+    own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
     trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
 
 

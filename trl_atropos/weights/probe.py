@@ -207,9 +207,8 @@ class Probe:
         message = (
             f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {differs} tokens on (at "
             f"most {self._longest} may come): {problem} vLLM and Transformers compute longer sequences of this model "
-            "differently, mostly because of a window or a rotary embedding. Set "
-            f"`max_sequence_length: {agreed}`, which drops longer rollouts, and start the server with "
-            f"`--max-model-len {agreed}`, which ends them there."
+            f"differently, mostly because of a window or a rotary embedding. Set `max_sequence_length: {agreed}`, to "
+            f"drop longer rollouts, and start the server with `--max-model-len {agreed}`, to end them there."
         )
         if self._trainer.args.max_sequence_length is not None:
             raise ProbeError(message)

@@ -53,12 +53,9 @@ class Transfer(ABC):
 def open_views(
     parameters: Iterable[tuple[str, torch.Tensor]], attachment: Attachment
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """
-    Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded.
-
-    Returns (views, refused): by parameter name, the server's memory, or why there is no such view. A few parameters
-    differ where vLLM transforms them after loading. If most do, the server has other weights: an `AttachError`.
-    """
+    """Opens the server's memory and compares it, bit for bit, with the values that the trainer has loaded. Returns
+    (views, refused): by parameter name, the server's memory, or why there is no such view. A few parameters differ
+    where vLLM transforms them after loading. If most do, the server has other weights: an `AttachError`."""
     storages = [open_storage(handle) for handle in attachment.storages]
     views, differing = {}, []
     for name, parameter in parameters:
@@ -72,9 +69,8 @@ def open_views(
             differing.append(name)
     if len(differing) > len(views):
         raise AttachError(
-            f"The server's weights differ from the trainer's model at {differing[0]!r}. Either the server serves "
-            "another model or another checkpoint, or an earlier run has trained it: start it again on the model that "
-            "the trainer loads."
+            f"The server's weights differ from the trainer's model at {differing[0]!r}. The server serves another "
+            "model, or an earlier run has trained it: start it again on the model that the trainer loads."
         )
     return views, attachment.refused | dict.fromkeys(differing, "vLLM transforms it, or has another value")
 
@@ -96,8 +92,8 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
         )
     if asked == "auto" and on_own and not here:
         raise AttachError(
-            f"A server shares the trainer's GPU {own} while another server is on another machine: NCCL cannot reach "
-            "the first and shared memory not the second. Give the trainer a GPU of its own."
+            f"A server shares the trainer's GPU {own}, which NCCL cannot reach, and another server is on another "
+            "machine, which shared memory cannot reach. Give the trainer a GPU of its own."
         )
     if asked == "auto":
         return "gloo" if not on_gpu else "memory" if on_own else "nccl"
