@@ -123,7 +123,7 @@ class ControlPlane:
             response = error(401, "the control token is missing or wrong")
         elif self.broken is not None:
             response = error(503, self.broken)
-        elif (request.method, path) == ("POST", "/lease"):
+        elif path == "/lease" and request.method == "POST":
             return await self._hold_lease(request, send)
         else:
             response = await answer(self._call(request, path), f"the control request {path}", fatal)

@@ -222,11 +222,8 @@ def _convert(fields: dict[str, Any], kind: Any) -> Any:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as problem:
-        what, _, place = str(problem).partition(" - at ")  # as in "Expected `int`, got `float` - at `$.max_tokens`"
-        name = re.search(r"\$\.(\w+)", place)
-        if name is not None:
-            value = f"`{name[1]}` is {fields[name[1]]!r:.100}"
-            what = f"{place.replace('$.', '')}: {what[:1].lower()}{what[1:]}. {value}"
-        raise Refused(what, 400) from problem
+        name = re.search(r"\$\.(\w+)", str(problem))  # as in "Expected `int`, got `float` - at `$.max_tokens`"
+        value = "" if name is None else f": `{name[1]}` is {fields[name[1]]!r:.100}"
+        raise Refused(f"{problem}{value}".replace("$.", ""), 400) from problem
     except (RecursionError, *compat.CLIENT_ERRORS) as problem:
         raise Refused(str(problem), 400) from problem
