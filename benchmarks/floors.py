@@ -92,12 +92,12 @@ class _Receiver:
         self.process: subprocess.Popen | None = None
         self.environment = {**os.environ, **environment}
         try:
-            self.channel = open_group(link, device, [("127.0.0.1", 1)], self._start, TIMEOUT)
+            self.channel = open_group(link, device, [("127.0.0.1", 1, self._start)], TIMEOUT)
         except BaseException:  # also on Ctrl-C: the second process would wait for its input for ever
             self.close()
             raise
 
-    def _start(self, index: int, specification: dict) -> None:
+    def _start(self, specification: dict) -> None:
         command = [sys.executable, "-m", __name__, json.dumps(specification)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment, bufsize=0

@@ -27,10 +27,10 @@ from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.full_weights import Restart
 from trl_atropos.weights.lora import FileLora
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
-from trl_atropos.weights.transfer import Moved, Transfer, choose_transport
+from trl_atropos.weights.transfer import Transfer, choose_transport
 
 WARM_UP = 2  # publishes before those that count: the first goes a slower way, with adapters one in each of two places
-RESOLUTION_MS = 0.05  # of a transfer: below, what is measured is the interpreter
+RESOLUTION_MS = 0.05  # of sending: below, what is measured is the interpreter
 RESTARTS = 2  # that count in the mode 'restart', where one takes as long as starting a server
 START_TIMEOUT = 900.0  # seconds
 PUBLISH_TIMEOUT = 300.0
@@ -95,16 +95,16 @@ def measure(
         phases = _Phases(publisher.transfer)
         publisher.hold()
         publisher.begin(wrapped, 0)
-        publishes = [phases.times()]
+        publishes = [dict(phases.ms)]
         if mode == "restart":
             warm_up, repeats = 1, min(repeats, RESTARTS)
         else:
             warm_up = WARM_UP
         for _ in range(warm_up - 1 + repeats):
             wrapped.step()
-            publishes.append(phases.times())
+            publishes.append(dict(phases.ms))
         publisher.probe()
-        link, num_bytes = _link_of(publisher, trainer), phases.moved.num_bytes
+        link, num_bytes = _link_of(publisher, trainer), phases.num_bytes
     finally:
         publisher.close()
         del trainer
@@ -112,8 +112,7 @@ def measure(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     row = {name: statistics.median(times[name] for times in publishes[warm_up:]) for name in publishes[0]}
-    row["transfer_ms"] = max(row["transfer_ms"], RESOLUTION_MS)
-    row["publish_ms"] = row["transfer_ms"] + row["apply_ms"]
+    row["publish_ms"] = max(row["publish_ms"], RESOLUTION_MS)
     row["total_ms"] = row["pause_ms"] + row["publish_ms"] + row["resume_ms"]
     floor = floors.ms(link, num_bytes)
     return {
@@ -121,7 +120,7 @@ def measure(
         "transport": link,
         "bytes": num_bytes,
         **row,
-        "first_publish_ms": publishes[0]["transfer_ms"] + publishes[0]["apply_ms"],
+        "first_publish_ms": publishes[0]["publish_ms"],
         "floor_ms": floor,
         "ratio": row["publish_ms"] / floor if floor else None,
         "repeats": repeats,
@@ -171,31 +170,20 @@ class _Phases:
     """Measures the phases of each publish by a transfer, in milliseconds."""
 
     def __init__(self, transfer: Transfer):
-        self.moved = Moved()
-        self._ms: dict[str, float] = {}  # by method of the transfer
-        for name in ("pause", "send", "resume"):
-            setattr(transfer, name, functools.partial(self._timed, name, getattr(transfer, name)))
+        self.num_bytes = 0  # that the last publish moved
+        self.ms: dict[str, float] = {}  # of the last publish
+        for name, method in (("pause_ms", "pause"), ("publish_ms", "send"), ("resume_ms", "resume")):
+            setattr(transfer, method, functools.partial(self._timed, name, getattr(transfer, method)))
 
     def _timed(self, name: str, call: Callable, *args):
         started = time.perf_counter()
         result = call(*args)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies into the server's memory are only queued
-        self._ms[name] = (time.perf_counter() - started) * 1e3
-        if name == "send":
-            self.moved = result
+        self.ms[name] = (time.perf_counter() - started) * 1e3
+        if name == "publish_ms":
+            self.num_bytes = result
         return result
-
-    def times(self) -> dict[str, float]:
-        """Of the last publish: `transfer_ms` is that of the bytes, `apply_ms` that of the server."""
-        apply_ms = self.moved.apply_ms
-        transfer_ms = self._ms["send"] - apply_ms
-        return {
-            "pause_ms": self._ms["pause"],
-            "transfer_ms": transfer_ms,
-            "apply_ms": apply_ms,
-            "resume_ms": self._ms["resume"],
-        }
 
 
 def _link_of(publisher: ServerPublisher, trainer: AtroposGRPOTrainer) -> str | None:

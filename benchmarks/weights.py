@@ -33,11 +33,11 @@ LARGEST_RANK = 512
 DESCRIPTION = """\
 Measure how long it takes to bring new weights to the server, for every mode, model size and adapter rank.
 
-A publish is: pause, change the trained weights in place, transfer the bytes, apply them in the server, resume. Times
+A publish is: pause, change the trained weights in place, send the bytes and put them in place, resume. Times
 are medians, in milliseconds, on a server without requests; the first publishes, which set things up, do not count. A
 probe compares server and trainer after the first publish and after the last.
 
-  publish   transfer + apply: what it takes to bring the bytes there and put them in place
+  publish   what it takes to bring the bytes there and put them in place
   floor     one bare copy of the same bytes over the same link, measured in the same run: a broadcast between two
             processes (gloo, nccl), a copy in the device's memory (memory), a file written and read (lora, restart)
   ratio     publish / floor
@@ -64,8 +64,6 @@ COLUMNS = {  # of the table: field, and how it is written
     "transport": "{}",
     "bytes": "{:,}",
     "pause_ms": "{:.2f}",
-    "transfer_ms": "{:.2f}",
-    "apply_ms": "{:.2f}",
     "resume_ms": "{:.2f}",
     "publish_ms": "{:.2f}",
     "floor_ms": "{:.2f}",

@@ -13,7 +13,7 @@ from trl_atropos.weights.probe import Tolerance
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
 PATIENCE = 900.0  # seconds for one run on a machine that is busy with other things
-PHASES = ("pause_ms", "transfer_ms", "apply_ms", "resume_ms")
+PHASES = ("pause_ms", "publish_ms", "resume_ms")
 
 pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
@@ -42,7 +42,6 @@ def test_every_configuration_has_a_row_with_all_numbers(measured):
     for row in rows:
         assert abs(row["params"] - 1e6) < 1e5
         assert all(row[name] >= 0 for name in PHASES)
-        assert row["publish_ms"] == row["transfer_ms"] + row["apply_ms"]
         assert row["total_ms"] == row["pause_ms"] + row["publish_ms"] + row["resume_ms"]
         assert row["first_publish_ms"] > 0
 

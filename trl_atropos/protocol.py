@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -109,13 +109,6 @@ class ParameterSpec(Strict):
     def of(cls, name: str, shape: Iterable[int], dtype: Any, pieces: Any = None) -> "ParameterSpec":
         """`dtype` is torch's."""
         return cls(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces)
-
-
-class LoadReply(Strict):
-    """Answer of `POST /trl_atropos/weights/load` and `/adapter/load`, the slowest worker's."""
-
-    receive_ms: float
-    apply_ms: float
 
 
 class VersionsQuery(Strict):

@@ -4,7 +4,6 @@
 `ServerError` that names the server, what was being done, and the way out.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from trl_atropos.protocol import (
     ROUTE_PREFIX,
     TOKEN_VARIABLE,
     Attachment,
-    LoadReply,
     Note,
     ParameterSpec,
     RefusalsReply,
@@ -130,10 +128,10 @@ class ServerClient:
         """Lets the server's workers join a channel of `trl_atropos.tensors.channel`."""
         self._call("/channel", "opening a channel to the server's workers", specification)
 
-    def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
+    def load_weights(self, tensors: list[ParameterSpec]) -> None:
         """Lets the server receive one message and load it. Returns when it has."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors]}
-        return LoadReply.model_validate(self._call("/weights/load", "loading weights into the server", body))
+        self._call("/weights/load", "loading weights into the server", body)
 
     def finish_weights(self) -> list[str]:
         """Ends a transfer of weights. Returns vLLM's names of the parameters that nothing was loaded into."""
@@ -144,13 +142,13 @@ class ServerClient:
         body = {"tensors": [tensor.model_dump() for tensor in tensors], "config": config}
         return self._call("/adapter/setup", "setting up the adapter", body)["refused"]
 
-    def load_adapter(self) -> LoadReply:
+    def load_adapter(self) -> None:
         """Lets the server receive the adapter's next version. Returns when it has."""
-        return LoadReply.model_validate(self._call("/adapter/load", "loading the adapter", {}))
+        self._call("/adapter/load", "loading the adapter", {})
 
-    def swap_adapter(self, name: str, path: str) -> float:
-        """Loads the adapter in `path` under `name`, in place of the one there if any. Returns the seconds taken."""
-        started, phase = time.monotonic(), f"loading the adapter in {path}"
+    def swap_adapter(self, name: str, path: str) -> None:
+        """Loads the adapter in `path` under `name`, in place of the one there if any."""
+        phase = f"loading the adapter in {path}"
         for route, body in (
             ("/v1/unload_lora_adapter", {"lora_name": name}),
             ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
@@ -163,16 +161,14 @@ class ServerClient:
                 fix = "Start it by `trl-atropos serve --vllm_mode lora` where the path can be read, or use "
                 fix += "`vllm_mode: server` if vLLM cannot serve such an adapter."
                 raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
-        return time.monotonic() - started
 
     def drain(self) -> None:
         """Pauses a front, which first lets the requests in flight end."""
         self._call("/pause", "waiting for the requests in flight", {}, max(self.timeout, RESTART_TIMEOUT))
 
-    def restart(self, path: str) -> float:
-        """Lets a front start its engine again on the checkpoint in `path`. Returns the seconds that it took."""
-        timeout = max(self.timeout, RESTART_TIMEOUT)
-        return self._call("/restart", f"restarting on {path}", {"model": path}, timeout)["restart_s"]
+    def restart(self, path: str) -> None:
+        """Lets a front start its engine again on the checkpoint in `path`. Returns when it has."""
+        self._call("/restart", f"restarting on {path}", {"model": path}, max(self.timeout, RESTART_TIMEOUT))
 
     def hold_lease(self) -> None:
         """Opens the response whose end tells the server that this process is gone. Does nothing if it is open."""

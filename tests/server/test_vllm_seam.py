@@ -80,8 +80,6 @@ def imports_of_vllm() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("place", "name"), imports_of_vllm(), ids=str)
 def test_vllm_has_what_is_imported(place, name):
-    if name in inspect.getsource(compat._run_server_0_26) and compat.NEW:
-        pytest.skip("imported with vLLM 0.26 only")
     assert what_moved(place, name) is None
 
 

@@ -11,14 +11,7 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 
-from trl_atropos.protocol import (
-    PROTOCOL_VERSION,
-    Attachment,
-    LoadReply,
-    ParameterSpec,
-    ServerInfo,
-    machine_id,
-)
+from trl_atropos.protocol import PROTOCOL_VERSION, Attachment, ParameterSpec, ServerInfo, machine_id
 from trl_atropos.server import compat
 from trl_atropos.server.launch import CPU_REQUIRED, REQUIRED
 
@@ -100,9 +93,8 @@ class Engine:
     def open_channel(self, specification: dict) -> None:
         self._worker("open_channel", specification)
 
-    def load_weights(self, tensors: list[ParameterSpec]) -> LoadReply:
-        reply = self._worker("load_weights", [tensor.model_dump() for tensor in tensors])
-        return LoadReply.model_validate(reply)
+    def load_weights(self, tensors: list[ParameterSpec]) -> None:
+        self._worker("load_weights", [tensor.model_dump() for tensor in tensors])
 
     def finish_weights(self) -> list[str]:
         return self._worker("finish_weights")

@@ -55,10 +55,11 @@ def test_a_family_whose_routers_vllm_keeps_in_float32_is_copied_in_bfloat16_and_
 def test_a_family_that_keeps_its_routers_in_float32_itself_can_be_attached_in_bfloat16(tmp_path):
     save_family(FAMILIES["ERNIE 4.5 MoE"], tmp_path, "bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
-    check_dtype(model, "bfloat16")
-    with pytest.raises(AttachError, match=r"are bfloat16, float32, the server.s float16\..* in float16"):
-        check_dtype(model, "float16")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    check_dtype(dtypes, "bfloat16")
+    with pytest.raises(AttachError, match=r"is bfloat16, float32, the server.s float16\..*`dtype: float16`"):
+        check_dtype(dtypes, "float16")
 
 
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}

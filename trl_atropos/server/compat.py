@@ -1,9 +1,7 @@
-"""All that depends on vLLM's version (0.26 to 0.32), and a list of the names of vLLM that it does not promise to keep.
+"""All that depends on vLLM's version (0.26 to 0.32), and the names of vLLM that it does not promise to keep:
+`tests/server/test_vllm_seam.py` looks for each, and for each name that is imported, in the installed vLLM."""
 
-`tests/server/test_vllm_seam.py` looks for each of `PRIVATE_NAMES`, and for each name that this package imports from
-vLLM, in the installed vLLM, and says which one moved.
-"""
-
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,7 +26,6 @@ ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin 
 MODULES = "vllm.model_executor"
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
-    # Of the API server: its application's state, and the engine client.
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
     "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
@@ -40,7 +37,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
     "vllm.outputs:CompletionOutput": ("index", "token_ids", "finish_reason", *(("weight_versions",) if NEW else ())),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
-    # Of a worker: its configuration, and the model that it runs.
     "vllm.config:ModelConfig": (
         *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
         *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
@@ -53,8 +49,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
-    f"{MODULES}.model_loader.reload:": ("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
-    # Of adapters: the buffers that they are put into, and how.
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
         *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
@@ -67,8 +61,6 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
     f"{MODULES}.models.utils:WeightsMapper": ("get_rename_mapper()" if NEW else "get_unstacked_mapper()",),
-    # Of the loader for the CPU: the methods by which layers compute, and where they are kept.
-    f"{MODULES}.model_loader:": ("register_model_loader(load_format)",),
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
@@ -88,23 +80,10 @@ def run_server() -> None:
     """Runs vLLM's own API server, which parses `sys.argv`."""
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
-    except ImportError:  # its place in 0.26
-        return _run_server_0_26()
-    main()
-
-
-def _run_server_0_26() -> None:
-    import uvloop
-    from vllm.entrypoints.openai.api_server import run_server
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(description="vLLM OpenAI-Compatible RESTful API server."))
-    args = parser.parse_args()
-    validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    except ImportError:  # 0.26, where it is a script
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    else:
+        main()
 
 
 async def pause(engine, clear_cache: bool) -> None:

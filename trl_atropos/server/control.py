@@ -3,10 +3,9 @@
 It adds `POST /generate` for the environments (`sampling.py`), and routes under `/trl_atropos/` for the trainer, which
 need the token in `TRL_ATROPOS_TOKEN`. Every other request goes to vLLM. One instance lives in the API server process.
 
-A publish is `pause -> (the weights change) -> resume`. While a trainer may be writing to the weights, the server must
-not answer from them. So a trainer holds a lease (one response that stays open), whose end tells the server that the
-trainer is gone. If the trainer dies while the weights may be half written, the server answers 503 from then on, and
-exits; if it dies in a pause without that, the server resumes.
+A publish is `pause -> (the weights change) -> resume`. A trainer holds a lease (one response that stays open), whose
+end tells the server that the trainer is gone. If the trainer dies while the weights may be half written, the server
+answers 503 from then on, and exits; if it dies in a pause without that, the server resumes.
 """
 
 import asyncio
@@ -44,10 +43,7 @@ READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are o
 OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
-NEEDS_TOKEN = (
-    "this route changes what is sampled, so it needs the control token: send `Authorization: Bearer TOKEN` with that "
-    f"in {TOKEN_VARIABLE}"
-)
+NEEDS_TOKEN = f"this route changes what is sampled: send `Authorization: Bearer TOKEN` with that in {TOKEN_VARIABLE}"
 MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
 
 
@@ -120,14 +116,13 @@ class Control(ControlPlane):
         if self.lease.locked() and self.changing.locked():
             return None
         await self.engine.check_health()
-        clock = asyncio.get_running_loop().time
         if self.asked is None or self.asked[1].done():
-            self.asked = clock(), asyncio.create_task(self.engine.is_sleeping())
+            self.asked = time.monotonic(), asyncio.create_task(self.engine.is_sleeping())
         since, question = self.asked
-        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - clock()))
+        await asyncio.wait({question}, timeout=max(0.0, since + HEALTH_DEADLINE - time.monotonic()))
         if question.done():
             return None
-        silent = clock() - since
+        silent = time.monotonic() - since
         return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
 
     async def info(self, _body: dict) -> dict:
@@ -177,14 +172,15 @@ class Control(ControlPlane):
         (attachment,) = await self._workers("attach", body["parameters"])
         return attachment
 
-    async def pause(self, body: dict) -> dict:
+    async def pause(self, body: dict) -> None:
         """With `in_place`, the trainer writes into this server's memory until `resume`."""
-        self.torn = self.torn or bool(body.get("in_place", False))
+        self.torn |= bool(body.get("in_place"))
         self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
         # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
-        self.sampling.register(self.models.lora_requests)
+        self.models.lora_requests.pop(ADAPTER_NAME, None)
+        if self.sampling.adapter is not None:
+            self.models.lora_requests[ADAPTER_NAME] = self.sampling.adapter
         await compat.pause(self.engine, clear_cache=bool(body.get("clear_cache", True)))
-        return {}
 
     async def resume(self, body: dict) -> dict:
         version = int(body["policy_version"])
@@ -208,19 +204,19 @@ class Control(ControlPlane):
         # also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
-        from_files = self.next_adapter is None
-        place = (given.lora_int_id, given.lora_path) if from_files else (self.next_adapter, f"mem://{name}")
-        adapter = served[ADAPTER_NAME] = LoRARequest(name, *place)
+        adapter_id, path = self.next_adapter, f"mem://{name}"
+        if adapter_id is None:
+            adapter_id, path = given.lora_int_id, given.lora_path
+        adapter = served[ADAPTER_NAME] = LoRARequest(name, adapter_id, path)
         self.next_adapter = None
         return adapter
 
-    async def open_channel(self, body: dict) -> dict:
+    async def open_channel(self, body: dict) -> None:
         await self._workers("open_channel", dict(body))
-        return {}
 
-    async def load_weights(self, body: dict) -> dict:
+    async def load_weights(self, body: dict) -> None:
         self.torn = True
-        return _slowest(await self._workers("load_weights", body["tensors"]))
+        await self._workers("load_weights", body["tensors"])
 
     async def finish_weights(self, _body: dict) -> dict:
         return {"missing": sorted(set().union(*await self._workers("finish_weights")))}
@@ -229,7 +225,7 @@ class Control(ControlPlane):
         refused = await self._workers("set_up_adapter", body["tensors"], body["config"])
         return {"refused": next((reason for reason in refused if reason is not None), None)}
 
-    async def load_adapter(self, _body: dict) -> dict:
+    async def load_adapter(self, _body: dict) -> None:
         """Loads into the one of two ids that new requests do not use; from `resume` on, they use it."""
         adapter = self.sampling.adapter
         first, second = MEMORY_ADAPTERS
@@ -238,29 +234,26 @@ class Control(ControlPlane):
             # These requests began two versions ago. They go on with the new weights, and recompute what they cached.
             await self.engine.reset_prefix_cache(reset_running_requests=True)
         try:
-            replies = await self._workers("load_adapter", adapter_id)
+            await self._workers("load_adapter", adapter_id)
         except compat.EngineDeadError:
             raise
         except Exception as problem:  # from a worker, whose errors all arrive as one type
-            self.torn = self.torn or bool(self.sampling.in_flight[adapter_id])
+            self.torn |= self.sampling.in_flight[adapter_id] > 0
             raise Refused(str(problem)) from problem
         self.next_adapter = adapter_id
-        return _slowest(replies)
 
-    async def sleep(self, body: dict) -> dict:
+    async def sleep(self, body: dict) -> None:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""
         self.open.clear()
         self.asleep = int(body["level"])
-        self.torn = self.torn or self.asleep > 1  # level 2 forgets the weights
+        self.torn |= self.asleep > 1  # level 2 forgets the weights
         await self.engine.sleep(self.asleep, mode="keep")
-        return {}
 
-    async def wake(self, body: dict) -> dict:
+    async def wake(self, body: dict) -> None:
         """`tags`: which memory to take again, `weights` or `kv_cache`."""
         await self.engine.wake_up(body["tags"])
         if "kv_cache" in body["tags"]:
             self.asleep = 0
-        return {}
 
     async def _workers(self, method: str, *arguments) -> list:
         """What a method of `extension.py` returns in each worker."""
@@ -305,7 +298,7 @@ class Control(ControlPlane):
 
         for child in multiprocessing.active_children():
             if child.name.startswith(compat.ENGINE_PROCESS):
-                threading.Thread(target=watch, args=(child,), name="engine-watch", daemon=True).start()
+                threading.Thread(target=watch, args=(child,), daemon=True).start()
 
     def _leave(self, reason: str, exit_code: int | None = None) -> None:
         """Answers only the reason from now on, and ends the process, whatever connections are still open."""
@@ -318,11 +311,6 @@ class Control(ControlPlane):
         threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()
         if exit_code is None:  # vLLM may shut down in order, but exits with a code of its own
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _slowest(replies: list[dict]) -> dict:
-    """The reply of the worker that took longest."""
-    return max(replies, key=lambda reply: reply["receive_ms"] + reply["apply_ms"])
 
 
 def _exit_after(seconds: float, exit_code: int) -> None:

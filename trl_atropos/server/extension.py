@@ -5,15 +5,13 @@ calls its methods through `collective_rpc`; they take and return plain JSON valu
 registers the loader of `layout.py`, before the model is built.
 """
 
-import time
-
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trl_atropos.protocol import Attachment, LoadReply, LoraInfo, ParameterSpec
+from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
@@ -22,11 +20,10 @@ from trl_atropos.tensors.shared_memory import export_storage
 class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
-        config = self.vllm_config
+        config, cuda = self.vllm_config, self.device.type == "cuda"
         if (lora := config.lora_config) is not None:
             dtype = str(lora.lora_dtype).removeprefix("torch.")
-            lora = LoraInfo(max_rank=lora.max_lora_rank, max_loras=lora.max_loras, dtype=dtype).model_dump()
-        cuda = self.device.type == "cuda"
+            lora = {"max_rank": lora.max_lora_rank, "max_loras": lora.max_loras, "dtype": dtype}
         return {
             "device": self.device.type,
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if cuda else None,
@@ -54,11 +51,11 @@ class WorkerExtension:
         self._trl_atropos_weights = None
         self._trl_atropos_adapter = None
 
-    def trl_atropos_load_weights(self, tensors: list[dict]) -> dict:
+    def trl_atropos_load_weights(self, tensors: list[dict]) -> None:
         if self._trl_atropos_weights is None:
             model = self.model_runner.get_model()
             self._trl_atropos_weights = WeightReceiver(model, self.vllm_config, self._trl_atropos_channel)
-        return self._trl_atropos_weights.load(_parsed(tensors)).model_dump()
+        self._trl_atropos_weights.load(_parsed(tensors))
 
     def trl_atropos_finish_weights(self) -> list[str]:
         return self._trl_atropos_weights.finish()
@@ -66,12 +63,12 @@ class WorkerExtension:
     def trl_atropos_set_up_adapter(self, tensors: list[dict], config: dict) -> str | None:
         """Returns why vLLM cannot serve such an adapter, or None."""
         try:
-            self._trl_atropos_adapter = AdapterReceiver(self, self._trl_atropos_channel, _parsed(tensors), config)
+            self._trl_atropos_adapter = AdapterReceiver(self, _parsed(tensors), config)
         except ValueError as error:
             return str(error)
 
-    def trl_atropos_load_adapter(self, adapter_id: int) -> dict:
-        return self._trl_atropos_adapter.load(adapter_id).model_dump()
+    def trl_atropos_load_adapter(self, adapter_id: int) -> None:
+        self._trl_atropos_adapter.load(adapter_id)
 
 
 def _parsed(specs: list[dict]) -> list[ParameterSpec]:
@@ -94,17 +91,12 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
         found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
     if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
         found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
-    if packed := layout.refusal_of_packed_layers():
-        found.append(packed)
-    return found
-
-
-def _reply(started: float, received: float, device: torch.device) -> LoadReply:
-    _synchronize(device)
-    return LoadReply(receive_ms=(received - started) * 1e3, apply_ms=(time.perf_counter() - received) * 1e3)
+    packed = layout.refusal_of_packed_layers()
+    return found if packed is None else [*found, packed]
 
 
 def _synchronize(device: torch.device) -> None:
+    """Waits for the copies that are queued: an answer to the trainer means that they are done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -112,10 +104,8 @@ def _synchronize(device: torch.device) -> None:
 class WeightReceiver:
     """
     Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
-    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`.
-
-    Raises:
-        ValueError: New weights would not reach some layers.
+    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`. Raises `ValueError` if
+    new weights would not reach some layers.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
@@ -126,26 +116,23 @@ class WeightReceiver:
         self.channel = channel
         self.reloads = needs_reload(config, channel.device)
         self.loading = False
-        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not tell
+        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not name them
 
-    def load(self, tensors: list[ParameterSpec]) -> LoadReply:
+    def load(self, tensors: list[ParameterSpec]) -> None:
         """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
         if not self.loading:
             self.loading = True
             self.loaded = set()
             if self.reloads:
                 initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
-        started = time.perf_counter()
-        message = self.channel.receive(message_layout(tensors)[1])
-        received = time.perf_counter()
-        values = unpack(message, tensors)
+        values = unpack(self.channel.receive(message_layout(tensors)[1]), tensors)
         if self.reloads:
             values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
         named = zip([tensor.name for tensor in tensors], values, strict=True)
         with torch.no_grad(), set_current_vllm_config(self.config), compat.without_adapters(self.model):
             loaded = self.model.load_weights(named)
         self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
-        return _reply(started, received, self.channel.device)
+        _synchronize(self.channel.device)
 
     def finish(self) -> list[str]:
         """Names of vLLM's parameters that nothing was loaded into since the first `load`."""
@@ -154,20 +141,17 @@ class WeightReceiver:
             with torch.no_grad(), set_current_vllm_config(self.config):
                 finalize_layerwise_reload(self.model, self.config.model_config)
             _synchronize(self.channel.device)
-            return []
-        if self.loaded is None:
+        if self.reloads or self.loaded is None:
             return []
         with compat.without_adapters(self.model):
             return unloaded(self.model, self.loaded)
 
 
 def needs_reload(config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again."""
+    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again. On a GPU,
+    some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are."""
     model = config.model_config
-    if model.quantization is not None or model.use_mla:
-        return True
-    # On a GPU, some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are.
-    return device.type != "cpu" and model.get_num_experts() > 0
+    return model.quantization is not None or model.use_mla or (device.type != "cpu" and model.get_num_experts() > 0)
 
 
 def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
@@ -185,16 +169,14 @@ class AdapterReceiver:
     into its stacked buffers while a dispatch mode notes every copy; from then on the same copies are made directly.
     The first time also proves that nothing is lost: vLLM silently drops tensors of modules that it does not know.
     `tensors` are in the order of every message, under peft's names, in vLLM's LoRA dtype, the scaling already in B.
-
-    Raises:
-        ValueError: vLLM does not serve such adapters; the message says why.
+    Raises `ValueError` if vLLM does not serve such adapters.
     """
 
-    def __init__(self, worker, channel: Channel, tensors: list[ParameterSpec], config: dict):
+    def __init__(self, worker: WorkerExtension, tensors: list[ParameterSpec], config: dict):
         self.manager = worker.model_runner.lora_manager
         self.adapters = self.manager._adapter_manager
         self.device = worker.device
-        self.channel = channel
+        self.channel = worker._trl_atropos_channel
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
@@ -206,11 +188,9 @@ class AdapterReceiver:
         self.values: dict[int, torch.Tensor] = {}  # by adapter id: the message
         self.plans: dict[int, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}  # slot, targets, sources
 
-    def load(self, adapter_id: int) -> LoadReply:
+    def load(self, adapter_id: int) -> None:
         """Receives the adapter and puts it into the buffers of `adapter_id`, which no request may be using."""
-        started = time.perf_counter()
         message = self.channel.receive(self.num_bytes)
-        received = time.perf_counter()
         if adapter_id not in self.values:
             self.values[adapter_id] = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         self.values[adapter_id].copy_(message)
@@ -220,7 +200,7 @@ class AdapterReceiver:
                 torch._foreach_copy_(targets, sources)
             else:
                 self._activate(adapter_id)
-        return _reply(started, received, self.device)
+        _synchronize(self.device)
 
     def _activate(self, adapter_id: int) -> None:
         """The slow way, through vLLM's own code."""
@@ -259,6 +239,4 @@ class AdapterReceiver:
             if arrived[offset] == 0 or (not self.splits and arrived[offset] != tensor.shape[0] * tensor.shape[1])
         ]
         if lost:
-            raise ValueError(
-                f"vLLM has no place for {len(lost)} of the adapter's {len(self.tensors)} tensors (first: {lost[:3]})"
-            )
+            raise ValueError(f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: {lost[:3]})")

@@ -3,7 +3,6 @@
     python -m trl_atropos.server.launch MODEL [--vllm_mode colocate] [any flag of `vllm serve`]
 
 `trl-atropos serve` is the same. Run in a process of its own, because vLLM reads `sys.argv` and owns the event loop.
-For `--vllm_mode restart`, the process becomes the front (`trl_atropos.front.serve`), which starts this as its child.
 """
 
 import argparse
@@ -17,13 +16,9 @@ from pathlib import Path
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES, environment_token, server_flags
 
-# Used where the command line says nothing. Loopback only: the control routes change weights.
-DEFAULTS = {
-    "--host": "127.0.0.1",
-    "--port": "9001",
-    "--generation-config": "vllm",  # the model's own generation_config.json would change how environments sample
-}
-# Without these, the log-probabilities and the control routes would not be right.
+# Used where the command line says nothing. Loopback only: the control routes change weights. The model's own
+# generation_config.json would change how environments sample.
+DEFAULTS = {"--host": "127.0.0.1", "--port": "9001", "--generation-config": "vllm"}
 REQUIRED = {
     "--logprobs-mode": "processed_logprobs",
     "--worker-extension-cls": "trl_atropos.server.extension.WorkerExtension",
@@ -44,13 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
-    parser.add_argument(
-        "--vllm_mode",
-        choices=VLLM_MODES,
-        default="colocate",
-        help="how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
-        "'restart' puts a front before the server that holds requests while it is away",
-    )
+    mode = "how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
+    mode += "'restart' puts a front before the server that holds requests while it is away"
+    parser.add_argument("--vllm_mode", choices=VLLM_MODES, default="colocate", help=mode)
     return parser
 
 
@@ -77,13 +68,12 @@ def main(argv: list[str] | None = None) -> None:
     import torch  # after the help text, which should not wait for it
 
     cpu = not torch.cuda.is_available()
-    if cpu and "--data-parallel-size" not in stated:
-        # One process less, and eight seconds less to start; forced back to two unless this is set.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
         arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
     except ValueError as error:
         parser.error(str(error))
+    if cpu and "--data-parallel-size" not in stated:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process less, eight seconds less to start
     if cpu and "--enforce-eager" in arguments:
         # vLLM compiles a few small functions even then, which takes a C++ compiler that a machine may not have.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -99,17 +89,15 @@ def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colo
     defaults = DEFAULTS | (CPU_DEFAULTS if cpu else {})
     stated = server_flags(given)
     for flag, value in required.items():
-        if flag in stated and stated[flag] != value:
+        if stated.get(flag, value) != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
     arguments = ["--model", model, "--middleware", "trl_atropos.server.control.Control", *given]
     if mode in ADAPTER_MODES or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
-        if "--enable-lora" not in stated:
-            arguments.append("--enable-lora")
+        arguments += [] if "--enable-lora" in stated else ["--enable-lora"]
     for flag, value in (required | defaults).items():
-        if flag not in stated:
-            arguments += [flag, value]
-    if cpu and not {"--enforce-eager", "--no-enforce-eager"} & set(stated):
+        arguments += [] if flag in stated else [flag, value]
+    if cpu and not {"--enforce-eager", "--no-enforce-eager"} & stated.keys():
         arguments.append("--enforce-eager")  # compiling takes longer than it saves on small CPU models
     return arguments
 
@@ -135,7 +123,7 @@ def set_up_token(port: str) -> str:
 
 
 def ready_text(host: str, port: str, mode: str, token: str) -> str:
-    """What a server prints when it is ready: where it is and what to do next. `token` says where the token is."""
+    """What a server prints when it is ready. `token` says where the token is."""
     url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
     return (
         f"\ntrl-atropos serve: ready at {url}, for `vllm_mode: {mode}`.\n"

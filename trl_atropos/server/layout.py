@@ -1,25 +1,23 @@
 """Where vLLM keeps each parameter of the Hugging Face model, in memory that the trainer can share.
 
 On the CPU, vLLM packs the weights of layers after the first load, and a parameter that changes later would never reach
-the logits. `SharedArenaLoader` moves the parameters into one shared arena before they are loaded (there are never two
-copies), and has each layer compute with the parameter itself. On a GPU, vLLM's default loader leaves unquantised
-weights where they are.
+the logits. `SharedArenaLoader` moves the parameters into one shared arena before they are loaded, and has each layer
+compute with the parameter itself. On a GPU, vLLM's default loader leaves unquantised weights where they are.
 
 `trace` finds the place of each parameter by watching vLLM's own loader: `model.load_weights` is called with one probe
 tensor per parameter, cut as the checkpoint cuts it, while a dispatch mode swallows every write into the model's memory
-and notes where a copy of the probe would have gone. That gives the exact place of fused, padded, transposed and sliced
-weights for any architecture, without a table of names.
+and notes where a copy of the probe would have gone. That works for any architecture, without a table of names.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -59,10 +57,8 @@ def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = type(method)  # exactly: a subclass may compute with a copy
-        if kind is UnquantizedLinearMethod:
-            module.quant_method = InPlaceLinearMethod()
-        elif kind is UnquantizedEmbeddingMethod:
-            module.quant_method = InPlaceEmbeddingMethod()
+        if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading = _multiply_with_the_weight
         elif kind is UnquantizedFusedMoEMethod and compat.cpu_experts() is not None:
             method.experts_cls = InPlaceExperts
         elif isinstance(method, QuantizeMethodBase):
@@ -85,38 +81,19 @@ def refusal_of_packed_layers() -> str | None:
     )
 
 
-class InPlaceLinearMethod(UnquantizedLinearMethod):
-    """Multiplies with `layer.weight` itself on every call."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        layer.cpu_linear = linear
-
-
-class InPlaceEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """The same for the embedding, whose weight the language modeling head shares in tied models."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        layer.cpu_linear = linear
+def _multiply_with_the_weight(layer: torch.nn.Module) -> None:
+    """In place of the method by which vLLM packs the weight of a linear layer or an embedding."""
+    layer.cpu_linear = linear
 
 
 class InPlaceExperts(compat.cpu_experts() or object):
-    """`w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as they were loaded."""
+    """vLLM's, on tensors: `w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as loaded."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs nothing."""
 
     def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        *unused,
-        apply_router_weight_on_input: bool,
-        **unused_too,
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *_, apply_router_weight_on_input, **__
     ) -> None:
         output.zero_()
         for expert in topk_ids.unique().tolist():
@@ -138,12 +115,8 @@ class InPlaceExperts(compat.cpu_experts() or object):
 
 
 def move_to_arena(model: torch.nn.Module) -> None:
-    """
-    Moves the memory of all parameters of `model` into one new shared arena. Values are not copied.
-
-    Views of that memory move along: Mamba-2 layers read the weights of their convolution through a buffer that is a
-    view of the parameter.
-    """
+    """Moves the memory of all parameters of `model` into one new shared arena. Values are not copied. Views of that
+    memory move along: Mamba-2 layers read the weights of their convolution through such a buffer."""
     parameters = list(model.parameters())
     places, end = {}, 0
     for storage in (parameter.untyped_storage() for parameter in parameters):
@@ -159,12 +132,8 @@ def move_to_arena(model: torch.nn.Module) -> None:
 
 
 class CopyTracer(TorchDispatchMode):
-    """
-    Notes every copy out of one storage.
-
-    With `memory`, the data pointers of storages, only copies into those are noted, every other write into them is
-    named, and no write into them takes place.
-    """
+    """Notes every copy out of one storage. With `memory`, the data pointers of storages, only copies into those are
+    noted, every other write into them is named, and no write into them takes place."""
 
     def __init__(self, source: torch.Tensor, memory: set[int] | None = None):
         super().__init__()
@@ -209,10 +178,11 @@ def trace(
             refused[spec.name] = "transformers computes it from the tensors of the checkpoint"
             continue
         probe = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        parts = [(piece.name, probe.as_strided(piece.size, piece.stride, piece.offset)) for piece in spec.pieces or ()]
         tracer, trouble = CopyTracer(probe, memory), None
         try:
             with torch.no_grad(), tracer, _parameters_kept(tracer):
-                model.load_weights(_cut(probe, spec))
+                model.load_weights(parts or [(spec.name, probe)])
         except Exception as error:  # noqa: BLE001 - any architecture's own loader may raise anything
             trouble = f"vLLM's loader refused it: {type(error).__name__}: {error}"[:300]
         if tracer.other_writes:
@@ -222,8 +192,7 @@ def trace(
     return views, refused
 
 
-@contextmanager
-def _parameters_kept(tracer: CopyTracer) -> Iterator[None]:
+def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
     """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer notes it."""
 
     def keep(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
@@ -233,18 +202,7 @@ def _parameters_kept(tracer: CopyTracer) -> Iterator[None]:
             return old
         return None
 
-    handle = register_module_parameter_registration_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _cut(probe: torch.Tensor, spec: ParameterSpec) -> list[tuple[str, torch.Tensor]]:
-    """The probe as the checkpoint tensors that vLLM's loader knows. All are views of the probe."""
-    if spec.pieces is None:
-        return [(spec.name, probe)]
-    return [(piece.name, probe.as_strided(piece.size, piece.stride, piece.offset)) for piece in spec.pieces]
+    return register_module_parameter_registration_hook(keep)
 
 
 def _place(spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]], shared: dict[int, int]) -> View | str:

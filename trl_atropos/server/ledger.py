@@ -1,9 +1,5 @@
 """What the server remembers for the trainer: which policy versions sampled each completion, and which requests failed.
-
-`sampling.py` notes completions in a `Ledger` and takes the version of a token from a `History`; the front of the mode
-`restart` keeps a `Ledger` for an engine that it restarts. `Refusals` counts the requests that were answered with an
-error. Runs without vLLM.
-"""
+Runs without vLLM: the front of the mode `restart` keeps a `Ledger`, too."""
 
 import re
 import time
@@ -21,10 +17,9 @@ class Ledger:
     """
     What sampled the last `capacity` completions, by `protocol.completion_key`.
 
-    A key that is noted again keeps the oldest of its versions and gets the new settings. Equal keys are rare (their
-    log-probabilities are equal to the last bit: greedy repeats on the same weights, or tokens of probability one), and
-    nothing tells which of the completions became a rollout. So the answer may be too old, but never too new. A key is
-    forgotten by when it came first, so that an old version does not stick to it for ever.
+    Equal keys are rare (greedy repeats on the same weights, or tokens of probability one). A key that is noted again
+    keeps the oldest of its versions: the answer may be too old, but never too new. It is forgotten by when it came
+    first, so that an old version does not stick to it for ever.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:  # about 50 MB
@@ -64,10 +59,9 @@ class History:
 
     def version(self, publishes: int, adapter_id: int | None) -> int | None:
         """The version that the model or an adapter held after that many publishes; None for an adapter that was never
-        published. A request may look up an adapter right before its first publish and use it after that, so until its
-        first publish an adapter counts as what it held first."""
-        held = self._held.get(adapter_id)
-        if held is None:
+        published. Before its first publish, an adapter counts as what it held first: a request may have looked it up
+        just before."""
+        if (held := self._held.get(adapter_id)) is None:
             return None
         return held[max(0, bisect_right(held, publishes, key=itemgetter(0)) - 1)][1]
 
@@ -106,9 +100,6 @@ class Refusals:
 
     def answer(self) -> dict:
         """`GET /trl_atropos/refusals`."""
-        now = time.monotonic()
-        latest = [
-            Refusal(count=count, seconds_ago=now - last, message=message)
-            for count, last, message in reversed(self._reasons.values())
-        ]
+        now, reasons = time.monotonic(), reversed(self._reasons.values())
+        latest = [Refusal(count=count, seconds_ago=now - last, message=text) for count, last, text in reasons]
         return RefusalsReply(total=self._total, latest=latest).model_dump()

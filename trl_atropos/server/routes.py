@@ -24,8 +24,12 @@ logger = logging.getLogger("vllm.trl_atropos")
 
 LEASE_WAIT = 1.0  # seconds that a new trainer waits for the connection of a former one, which may be closing just now
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
+# Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-"""Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s."""
+HELD = (
+    "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine is gone "
+    "loses the lease after 30 s)"
+)
 
 
 class Refused(RuntimeError):
@@ -48,8 +52,7 @@ def error(status: int, message: str) -> JSONResponse:
 
 
 async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()) -> Response:
-    """The response that `work` returns, or an error response for what it raises, unless that is of a type in `fatal`.
-    `what` names the request in the log."""
+    """The response that `work` returns, or an error response for what it raises, but for the types in `fatal`."""
     try:
         return await work
     except Refused as problem:
@@ -85,13 +88,11 @@ async def _disconnected(receive) -> None:
 
 class ControlPlane:
     """
-    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease: one response
-    that stays open as long as the trainer lives.
+    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease.
 
     A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends, before another
     trainer may take it, and the handlers, which take the body of a request and return the answer: `questions`, by
-    method and path, answer at any time; `changes`, by path of POST requests, run one after the other, and may need a
-    lease or a pause.
+    method and path, answer at any time; `changes`, by path of POST requests, run one after the other.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class ControlPlane:
             response = error(401, "the control token is missing or wrong")
         elif self.broken is not None:
             response = error(503, self.broken)
-        elif (request.method, path) == ("POST", "/lease"):
+        elif path == "/lease" and request.method == "POST":
             return await self._hold_lease(request, send)
         else:
             response = await answer(self._call(request, path), f"the control request {path}", fatal)
@@ -141,7 +142,7 @@ class ControlPlane:
                 raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
             if "pause" in needs and not self.paused:
                 raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
-            return JSONResponse(await handler(body))
+            return JSONResponse(await handler(body) or {})
 
     async def _hold_lease(self, request: Request, send) -> None:
         """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
@@ -149,11 +150,7 @@ class ControlPlane:
         try:
             await asyncio.wait_for(self.lease.acquire(), LEASE_WAIT)
         except TimeoutError:
-            message = (
-                "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine "
-                "is gone loses the lease after 30 s)"
-            )
-            return await error(409, message)(request.scope, request.receive, send)
+            return await error(409, HELD)(request.scope, request.receive, send)
         gone = asyncio.create_task(_disconnected(request.receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
@@ -171,8 +168,8 @@ class ControlPlane:
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
-    """Has the kernel close the connection of a client whose machine or network vanished without a word. Otherwise the
-    server would wait for it for ever, and no other trainer could take the lease."""
+    """Has the kernel close the connection of a client whose machine or network vanished without a word: otherwise no
+    other trainer could take the lease."""
     for connection in server.server_state.connections:
         if connection.transport.get_extra_info("peername")[:2] == tuple(client):
             with connection.transport.get_extra_info("socket").dup() as same:

@@ -7,8 +7,8 @@ whatever model it names, and the ledger notes which versions sampled each comple
 `/generate` is the route that an Atropos environment with `server_type: vllm` samples from. Request: `{"prompt":
 {"prompt_token_ids": [...]} or str, "logprobs": 0, ...}` and any field of vLLM's `SamplingParams`. Response: `{"text":
 [n], "prompt": str, "finish_reasons": [n], "logprobs": [n][tokens][1] {"<token id>": float}, "prompt_token_ids": [...],
-"token_ids": [n][tokens]}`, and with `prompt_logprobs: k` also `"prompt_logprobs": [null, {"<token id>": float, ...},
-...]`. The shape is the one that atroposlib 0.4.0 reads in `envs/server_handling/vllm_server.py`.
+"token_ids": [n][tokens]}`, as atroposlib 0.4.0 reads it in `envs/server_handling/vllm_server.py`, and with
+`prompt_logprobs: k` also `"prompt_logprobs": [null, {"<token id>": float, ...}, ...]`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from trl_atropos.protocol import ADAPTER_NAME, Note, SamplingSettings, Span, completion_key
+from trl_atropos.protocol import Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
 from trl_atropos.server.ledger import History, Ledger
 from trl_atropos.server.routes import ControlPlane, Refused, answer, while_connected
@@ -43,8 +43,7 @@ REFUSED_FIELDS = {"output_kind", "output_text_buffer_length", "skip_clone", "tra
 FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - REFUSED_FIELDS
 STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
 
-# The engine's reason to end a completion, and one of the two that the environments' client knows. `repetition`: the
-# request asked for a stop at repetitions (`repetition_detection`).
+# The engine's reason to end a completion, and one of the two that the environments' client knows.
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
@@ -63,20 +62,12 @@ class Sampling:
 
     @property
     def oldest_version_in_flight(self) -> int:
-        busy = [version for version, count in self._versions_in_flight.items() if count]
-        return min(busy, default=self.policy_version)
+        return min(+self._versions_in_flight, default=self.policy_version)  # `+` leaves out those with a count of 0
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
         """Sets what requests sample from once the plane is open."""
         self.policy_version, self.adapter = policy_version, adapter
         self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
-
-    def register(self, served: dict[str, LoRARequest]) -> None:
-        """Makes the adapter's name in vLLM's table `served` mean what `/generate` samples from."""
-        if self.adapter is None:
-            served.pop(ADAPTER_NAME, None)
-        else:
-            served[ADAPTER_NAME] = self.adapter
 
     async def generate(self, request: Request, send) -> None:
         """`POST /generate`. Raises vLLM's `EngineDeadError`, which concerns the whole server."""
@@ -105,7 +96,10 @@ class Sampling:
             "token_ids": [list(completion.token_ids) for completion in completions],
         }
         if params.logprobs is not None:
-            reply["logprobs"] = [_logprob_entries(completion) for completion in completions]
+            reply["logprobs"] = [
+                [[{str(token): value}] for token, value in zip(done.token_ids, _sampled_logprobs(done), strict=True)]
+                for done in completions
+            ]
         if params.prompt_logprobs is not None:
             reply["prompt_logprobs"] = [
                 entry if entry is None else {str(token): _finite(value.logprob) for token, value in entry.items()}
@@ -159,9 +153,8 @@ class Sampling:
         """
         The versions at the completion's first and last token; None for an adapter that no trainer has published.
 
-        Tokens have a version, not requests: the engine marks what it samples with the number of publishes so far. So a
-        request that waited in the engine's queue during a publish is as new as its first token. A vLLM without such
-        marks counts from the publish at which the request was admitted, never too new, to that of its last answer.
+        The engine marks each token with the number of publishes so far. With a vLLM without such marks, a completion
+        begins with the publish at which its request was admitted, which is never too new.
         """
         marks = compat.marks_of(completion) or (admitted, self.history.publishes)
         first, last = (self.history.version(publishes, adapter_id) for publishes in marks)
@@ -183,18 +176,11 @@ def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
     return [_finite(entry[token].logprob) for token, entry in pairs]
 
 
-def _logprob_entries(completion: CompletionOutput) -> list[list[dict[str, float]]]:
-    """One entry per token, with the sampled token only."""
-    pairs = zip(completion.token_ids, _sampled_logprobs(completion), strict=True)
-    return [[{str(token): logprob}] for token, logprob in pairs]
-
-
 def _finite(logprob: float) -> float:
     if math.isnan(logprob):
         raise Refused(
             "the model computed NaN as a log-probability: its weights are not finite (a diverged run), its dtype "
-            "overflows (start the server with `--dtype float32`), or the rollout is longer than the model can take "
-            "(start the server with a lower `--max-model-len`)",
+            "overflows (`--dtype float32`), or the rollout is too long for the model (a lower `--max-model-len`)",
             500,
         )
     return max(float(logprob), LOWEST_LOGPROB)
@@ -205,12 +191,8 @@ class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse(body: bytes) -> tuple[dict, SamplingParams]:
-    """
-    Returns vLLM's prompt and sampling parameters.
-
-    Every type is checked, as strictly as in the engine process: a value that cannot be decoded there ends the thread
-    that listens to requests, and the engine would never answer again.
-    """
+    """Returns vLLM's prompt and sampling parameters. Every type is checked, as strictly as in the engine process: a
+    value that cannot be decoded there ends the thread that listens to requests."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as problem:
@@ -218,12 +200,9 @@ def parse(body: bytes) -> tuple[dict, SamplingParams]:
     for name in IGNORED_FIELDS:
         fields.pop(name, None)
     prompt = fields.pop("prompt", None)
-    if isinstance(prompt, dict):
-        prompt = {"prompt_token_ids": _convert(prompt, TokenPrompt).prompt_token_ids}
-    elif isinstance(prompt, str):
-        prompt = {"prompt": prompt}
-    else:
+    if not isinstance(prompt, dict | str):
         raise Refused("`prompt` must be a string or {'prompt_token_ids': [...]}", 400)
+    prompt = {"prompt": prompt} if isinstance(prompt, str) else msgspec.structs.asdict(_convert(prompt, TokenPrompt))
     unknown = set(fields) - FIELDS
     if isinstance(fields.get("structured_outputs"), dict):
         unknown |= {f"structured_outputs.{name}" for name in set(fields["structured_outputs"]) - STRUCTURED_FIELDS}
@@ -243,11 +222,8 @@ def _convert(fields: dict[str, Any], kind: Any) -> Any:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as problem:
-        what, _, place = str(problem).partition(" - at ")  # as in "Expected `int`, got `float` - at `$.max_tokens`"
-        name = re.search(r"\$\.(\w+)", place)
-        if name is not None:
-            value = f"`{name[1]}` is {fields[name[1]]!r:.100}"
-            what = f"{place.replace('$.', '')}: {what[:1].lower()}{what[1:]}. {value}"
-        raise Refused(what, 400) from problem
+        name = re.search(r"\$\.(\w+)", str(problem))  # as in "Expected `int`, got `float` - at `$.max_tokens`"
+        value = "" if name is None else f": `{name[1]}` is {fields[name[1]]!r:.100}"
+        raise Refused(f"{problem}{value}".replace("$.", ""), 400) from problem
     except (RecursionError, *compat.CLIENT_ERRORS) as problem:
         raise Refused(str(problem), 400) from problem

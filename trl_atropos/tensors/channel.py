@@ -64,7 +64,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
-        """Starts to send `buffer` from the trainer. Returns a function that tells whether it may be filled again."""
+        """Starts to send `buffer` from the trainer. Returns a function that says whether it may be filled again."""
 
     @abstractmethod
     def receive(self, num_bytes: int) -> torch.Tensor:
@@ -168,39 +168,36 @@ class MemoryChannel(Channel):
 
 def open_memory(device: torch.device, num_bytes: int) -> tuple[MemoryChannel, dict]:
     """Returns the sender's end, and the JSON that `open_receiver` takes on the other."""
-    if device.type == "cpu":
-        buffer = allocate_arena(num_bytes)
-    else:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    on_gpu = device.type == "cuda"
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device) if on_gpu else allocate_arena(num_bytes)
     return MemoryChannel(buffer), {"kind": "memory", "handle": export_storage(buffer.untyped_storage())}
 
 
 def open_group(
-    kind: str, device: torch.device, servers: list[tuple[str, int]], join: Callable[[int, dict], Any], timeout: float
+    kind: str, device: torch.device, servers: list[tuple[str, int, Callable[[dict], Any]]], timeout: float
 ) -> Channel:
     """
-    Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: host and number of workers each.
-    `join(index, specification)`, in a thread per server, asks one to join and returns when it has. All have joined
-    within `timeout` seconds, and a transfer takes no longer.
+    Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: of each the host, the number of
+    workers, and a function that asks it to join with a specification and returns when it has. The functions run in
+    threads. All servers have joined within `timeout` seconds, and a transfer takes no longer.
     """
-    world_size = 1 + sum(workers for _, workers in servers)
+    world_size = 1 + sum(workers for _, workers, _ in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
     if kind == "nccl":
         identity = NcclChannel.unique_id()
         common["unique_id"] = base64.b64encode(identity).decode()
         make_own = partial(NcclChannel, device, 0, world_size, identity)
     else:
-        address = _own_address([host for host, _ in servers])
+        address = _own_address([host for host, *_ in servers])
         store, port = _bound_store(address, world_size, timeout)
         common |= {"host": address, "port": port}
         make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
     calls, first = [], 1
-    for index, (_, workers) in enumerate(servers):
-        calls.append(in_background(partial(join, index, {**common, "rank_offset": first})))
+    for _, workers, join in servers:
+        calls.append(in_background(partial(join, {**common, "rank_offset": first})))
         first += workers
     own = in_background(make_own)
-    everyone = f"{world_size - 1} workers to join {kind}"
-    wait_for(lambda: all(has_ended(call) for call in (*calls, own)), timeout, everyone)
+    wait_for(lambda: all(map(has_ended, [*calls, own])), timeout, f"{world_size - 1} workers to join {kind}")
     return own.result()
 
 
@@ -209,10 +206,10 @@ def open_receiver(specification: dict, rank: int, device: torch.device) -> Chann
     kind = specification["kind"]
     if kind == "memory":
         return MemoryChannel(open_storage(specification["handle"]))
-    own_rank, world_size = int(specification["rank_offset"]) + rank, int(specification["world_size"])
+    own_rank, world_size = specification["rank_offset"] + rank, specification["world_size"]
     if kind == "nccl":
         return NcclChannel(device, own_rank, world_size, base64.b64decode(specification["unique_id"]))
-    host, port, timeout = specification["host"], int(specification["port"]), float(specification["timeout"])
+    host, port, timeout = specification["host"], specification["port"], specification["timeout"]
     store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout), wait_for_workers=False)
     return GlooChannel(store, own_rank, world_size, _own_address([host]), timeout)
 

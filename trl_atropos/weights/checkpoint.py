@@ -1,8 +1,7 @@
 """A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
 
 `AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything
-that takes long. Then the trainer calls `load_weights`, and loads the optimizer's state within `optimizer_resumed`,
-because that state brings the settings of the run that saved it.
+that takes long; then the trainer calls `load_weights`, and loads the optimizer's state within `optimizer_resumed`.
 """
 
 import json
@@ -44,23 +43,17 @@ SETTINGS = {  # entries of an optimizer's groups that are set by a run's setting
     "eps": "adam_epsilon",
 }
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
 
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing half written."""
     folder = Path(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
-
-    def write_or_explain() -> None:
-        with disk_errors(folder, "The checkpoint"):
-            write()
-
+    write = disk_errors(folder, "The checkpoint")(write)
     try:
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            write_or_explain()  # in which ranks wait for each other already
+            write()  # in which ranks wait for each other already
         else:
-            together(write_or_explain)
+            together(write)
     except BaseException:  # also Ctrl-C
         if not has_state(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -84,9 +77,9 @@ def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
 
 def _refusal(folder: str | Path, error: Exception) -> str | None:
     """Why the disk takes no more: torch does not say ("file write failed"), so that a file is written to learn it."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
     try:
-        if isinstance(error, OSError):
-            raise error
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 20))
@@ -105,33 +98,24 @@ def has_state(checkpoint: str | Path) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------------ resuming
-
-
 def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:
-    """
-    The folder to resume from, `None` for none. `true` is the last checkpoint in `output_dir` that is whole, on every
-    machine if each has an `output_dir` of its own. All ranks call this.
-    """
+    """The folder to resume from, `None` for none. `true` is the last checkpoint in `output_dir` that is whole on every
+    machine. All ranks call this."""
     path = str(resume_from_checkpoint or "")
     if path.lower() in ("false", "none", ""):
         return None
     if path.lower() == "true":
         steps = set.intersection(*gather_object([set(whole_checkpoints(output_dir))]))
         path = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}") if steps else ""
-
-    def require() -> None:
-        if not os.path.isdir(path):
-            asked = f"resume_from_checkpoint: {resume_from_checkpoint}"
-            raise RecipeError(
-                f"`{asked}`, but there is no checkpoint in {path or output_dir}",
-                seen=asked,
-                fix="Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see "
-                "it: put `output_dir` on a file system that they share, or train with `save_on_each_node: true`.",
-                code="checkpoint",
-            )
-
-    together(require)
+    if not all(gather_object([os.path.isdir(path)])):
+        asked = f"resume_from_checkpoint: {resume_from_checkpoint}"
+        raise RecipeError(
+            f"`{asked}`, but there is no checkpoint in {path or output_dir}",
+            seen=asked,
+            fix="Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see it: "
+            "put `output_dir` on a file system that they share, or train with `save_on_each_node: true`.",
+            code="checkpoint",
+        )
     return path
 
 
@@ -178,12 +162,9 @@ def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
     if adapter:
         held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
-    raise CheckpointError(
-        f"The checkpoint in {folder} is of {held}, and this run trains {trained}",
-        seen=held,
-        fix=f"{fix} as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew.",
-        code="checkpoint",
-    )
+    what = f"The checkpoint in {folder} is of {held}, and this run trains {trained}"
+    fix += " as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew."
+    raise CheckpointError(what, seen=held, fix=fix, code="checkpoint")
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -193,23 +174,17 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """
-    Around the loading of the state of optimizer and schedule, after which the settings of this run are in force.
-    `fresh` are `groups_of` the optimizer before. Raises `CheckpointError` where the state is of another optimizer.
-    """
+    """Around the loading of the state of optimizer and schedule, which brings the settings of the run that saved it:
+    afterwards, those of this run are in force. `fresh` are `groups_of` the optimizer before."""
     try:
         yield
         kept = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
         if trainer.is_world_process_zero() and not kept:
-            logger.warning(
-                "%s holds no state of the optimizer and of the learning-rate schedule (`save_only_model: true`): both "
-                "begin anew, and the first steps may be larger than those before.",
-                checkpoint,
-            )
+            message = "%s holds no state of the optimizer and its schedule (`save_only_model: true`): both begin anew."
+            logger.warning(message, checkpoint)
         within = trainer.optimizer.optimizer  # of accelerate's
         loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
-        # Torch loads the state of any optimizer, and fails at the first step or trains on with what it takes for its
-        # own. A newer version of one optimizer only adds entries.
+        # Torch takes the state of any optimizer for its own. A newer version of one optimizer only adds entries.
         for before, after in zip(fresh, loaded, strict=True):
             ours, theirs = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
             if ours and theirs:
@@ -218,7 +193,7 @@ def optimizer_resumed(trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapp
         raise CheckpointError(
             f"The optimizer's state in {checkpoint} is not that of `optim: {trainer.args.optim.value}` on this model "
             f"({error}). Resume with the `optim` and the trained parameters of the run that saved it, or begin anew "
-            "from its weights: name it as `model_name_or_path` and leave `resume_from_checkpoint` out."
+            "with it as `model_name_or_path`, without `resume_from_checkpoint`."
         ) from error
     _put_in_force(fresh, trainer.optimizer, trainer.lr_scheduler, trainer.args.optim_args or "")
 
@@ -267,9 +242,8 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Loads what `save_pretrained` has written, in place: parameters stay where they are, on any device, in any dtype.
 
-    Transformers' own trainer takes the weights by the names in the files and passes over all others. Some families are
-    saved under other names than those of their modules (GPT-NeoX' head; the experts of Mixtral and Qwen3-MoE, one by
-    one), and would go on with the weights that the model began with. `from_pretrained` knows those names.
+    Transformers' own trainer passes over names in the files that the modules do not have. Some families are saved
+    under other names (GPT-NeoX' head, Mixtral's experts), and would go on with the weights that the model began with.
     """
     # float32 holds every dtype that is trained; `copy_` makes of it what it was.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -289,13 +263,7 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
 
 
 def require_trainable(model: ModelConfig, trusted: bool) -> None:
-    """
-    Raises `RecipeError` if the model cannot be loaded and trained.
-
-    Args:
-        model (`ModelConfig`): The part of the recipe that names it.
-        trusted (`bool`): Whether code that comes with the model may run.
-    """
+    """Raises `RecipeError` if the model cannot be loaded and trained. `trusted`: code that comes with it may run."""
     name = model.model_name_or_path
     try:
         config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=trusted)
@@ -303,9 +271,8 @@ def require_trainable(model: ModelConfig, trusted: bool) -> None:
         raise RecipeError(
             f"The model {name!r} cannot be loaded: {_first_sentence(error)}",
             seen=f"model_name_or_path: {name}",
-            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python "
-            "recipes/quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has "
-            "cached.",
+            fix="Set `model_name_or_path` to a folder with a config.json (the quickstart's is made by `python recipes/"
+            "quickstart/make_model.py FOLDER`), or to a Hub name that this machine can download or has cached.",
             code="model",
         ) from error
     quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
@@ -330,18 +297,16 @@ def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) 
     known = hasattr(transformers, config.architectures[0])
     code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")  # a class that the checkpoint brings
     try:
-        if code is not None and trusted and not known:
+        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            wrong = f"transformers has no causal language model for {config.model_type}, and no processor of images "
+            wrong, fix = f"{wrong}is with it", "Take the whole checkpoint, or one of the language model alone."
+            transformers.AutoProcessor.from_pretrained(name, revision=revision)  # TRL's trainer needs that of images
+        elif code is not None and trusted and not known:
+            wrong = f"the code that comes with it does not run with transformers {transformers.__version__}"
+            fix = "Take a model whose class transformers has."
             get_class_from_dynamic_module(code, name, revision=revision)
     except (ImportError, OSError, ValueError, AttributeError) as error:
-        wrong = f"the code that comes with it does not run with transformers {transformers.__version__}"
-        return f"{wrong} ({_first_sentence(error)})", "Take a model whose class transformers has."
-    try:
-        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            transformers.AutoProcessor.from_pretrained(name, revision=revision)  # TRL's trainer needs that of images
-    except (ImportError, OSError, ValueError) as error:
-        wrong = f"transformers has no causal language model for {config.model_type}, and no processor of images is "
-        fix = "Take the whole checkpoint, or one of the language model alone."
-        return f"{wrong}with it ({_first_sentence(error)})", fix
+        return f"{wrong} ({_first_sentence(error)})", fix
     return "", ""
 
 

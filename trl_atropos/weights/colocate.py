@@ -1,9 +1,8 @@
 """`vllm_mode: colocate`: the trainer's parameters are views of the server's memory. Nothing is ever moved.
 
-The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view:
-one copy of the weights remains. The optimizer writes into it while the server is paused. Of a model with an adapter,
-the frozen base is shared in this way (`lora.py`). Where a server's memory cannot be shared, its weights are copied on
-the device instead (`full_weights.py`), and a warning says so.
+The model is loaded as usual, compared bit for bit with the server's, and then each parameter is replaced by a view.
+The optimizer writes into the server's memory while the server is paused. Of a model with an adapter, the frozen base
+is shared (`lora.py`). Where memory cannot be shared, weights are copied on the device (`full_weights.py`).
 """
 
 import logging
@@ -21,7 +20,7 @@ from trl_atropos.server_client import Servers
 from trl_atropos.weights.full_weights import FullWeights
 from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.lora import MemoryLora
-from trl_atropos.weights.transfer import Moved, Transfer, open_views
+from trl_atropos.weights.transfer import Transfer, open_views
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Colocate(Transfer):
             # With several processes accelerate numbers it, and `model.to("cpu:0")` copies what is on "cpu".
             PartialState().device = vars(args)["_setup_devices"] = torch.device("cpu")
         info = self.servers.infos[0]
-        refusals = together(lambda: list(info.refusals))
+        refusals = info.refusals
         model = load_model(model, args, None if refusals else info.dtype)
         if not isinstance(model, PreTrainedModel):
             raise AttachError(
@@ -49,11 +48,17 @@ class Colocate(Transfer):
                 "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`)."
             )
         if not refusals:
-            together(lambda: check_dtype(model, info.dtype))
+            together(lambda: check_dtype({parameter.dtype for parameter in model.parameters()}, info.dtype))
             self.servers.hold_leases()
             refusals = together(lambda: self._attach_views(model))
         if refusals:
-            self._warn_of_copy(refusals, peft_config is not None)
+            logger.warning(
+                "The weights of the server at %s cannot be shared (%s%s). Falling back to a copy on the same device, "
+                "which holds them twice.",
+                self.servers.clients[0].url,
+                "; ".join(refusals[:3]),
+                f" and {len(refusals) - 3} more" if len(refusals) > 3 else "",
+            )
             lora = peft_config is not None and info.lora is not None
             return (MemoryLora if lora else FullWeights)(self.servers, "memory"), model
         return (self if peft_config is None else MemoryLora(self.servers, "memory", base=self)), model
@@ -73,15 +78,6 @@ class Colocate(Transfer):
             logger.info("attached %d parameters (%.1f MB) of %s, bit for bit equal", len(views), size, client.url)
         return [f"{name}: {reason}" for name, reason in refused.items()]
 
-    def _warn_of_copy(self, refusals: list[str], adapted: bool) -> None:
-        logger.warning(
-            "The weights of the server at %s cannot be shared (%s%s). Falling back to a copy on the same device: %s.",
-            self.servers.clients[0].url,
-            "; ".join(refusals[:3]),
-            f" and {len(refusals) - 3} more" if len(refusals) > 3 else "",
-            "the adapter is sent and the base is held twice" if adapted else "the weights are held twice",
-        )
-
     def attach(self, trainer: Any) -> None:
         self._model = trainer.model
 
@@ -95,36 +91,30 @@ class Colocate(Transfer):
                 "them after the trainer was built (`model.to`, a wrapper, `param.data = ...`): do that before."
             )
 
-    def send(self, policy_version: int) -> Moved:
-        """Nothing is left to move: the step has written into the server's memory."""
-        return Moved()
+    def send(self, policy_version: int) -> int:
+        return 0  # the step has written into the server's memory
 
 
 def load_model(model: Any, args: Any, dtype: str | None) -> PreTrainedModel:
     """Loads what a name or a folder means, as TRL would later, in the server's `dtype` if there is one."""
     if not isinstance(model, str):
         return model
-    kwargs = dict(args.model_init_kwargs or {})
-    stated = str(kwargs.get("dtype")).removeprefix("torch.")
-    if dtype is not None and stated not in (dtype, "auto", "None"):
-        raise AttachError(
-            f"The trainer's dtype is {stated}, the server's {dtype}. With vllm_mode='colocate' they are the same "
-            f"memory: set `dtype: {dtype}`, or start the server with `--dtype {stated}`."
-        )
     # On the CPU first, so that the device never holds the weights twice.
-    kwargs |= {"device_map": None} | ({} if dtype is None else {"dtype": dtype})
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {}) | {"device_map": None}
+    if dtype is not None:
+        if kwargs.get("dtype") not in (None, "auto"):
+            check_dtype({kwargs["dtype"]}, dtype)
+        kwargs["dtype"] = dtype
     set_seed(args.seed)
     return create_model_from_path(model, **kwargs)
 
 
-def check_dtype(model: PreTrainedModel, dtype: str) -> None:
-    own = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    if dtype not in own:  # some families keep a few parameters in float32, and so does vLLM
+def check_dtype(dtypes: set[torch.dtype | str], served: str) -> None:
+    own = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if served not in own:  # some families keep a few parameters in float32, and so does vLLM
         raise AttachError(
-            f"The model's parameters are {', '.join(sorted(own))}, the server's {dtype}. With "
-            f"vllm_mode='colocate' they are the same memory: load the model in {dtype}, or start the server with "
-            "another `--dtype`."
+            f"The trainer's dtype is {', '.join(own)}, the server's {served}. With vllm_mode='colocate' they are the "
+            f"same memory: set `dtype: {served}`, or start the server with `--dtype {own[0]}`."
         )
 
 

@@ -1,19 +1,16 @@
-"""All weights go to the servers, as all ranks gather them: to running servers (`vllm_mode: server`, which `colocate`
-falls back to), or as a checkpoint on which the servers start again (`vllm_mode: restart`).
+"""All weights go to the servers, as all ranks gather them.
 
-`FullWeights`: rank 0 packs tensors into messages and sends them through a channel (NCCL between devices, gloo on the
-CPU, shared memory on one device) to vLLM's loader. On one device, parameters that vLLM keeps as they are get written
-straight into the server's memory, and only the others go through its loader.
+`FullWeights` (`vllm_mode: server`, which `colocate` falls back to): rank 0 packs tensors into messages for vLLM's
+loader, and sends them through a channel. On one device, parameters that vLLM keeps as they are get written straight
+into the server's memory, and only the others go through its loader.
 
-`Restart`: the slowest way, and the one that needs the least of vLLM. Environments talk to a front
-(`trl_atropos.front.serve`), which holds their requests while the engine behind it starts again on a checkpoint that it
-can read.
+`Restart` (`vllm_mode: restart`): the slowest way, and the one that needs the least of vLLM. Environments talk to a
+front (`trl_atropos.front.serve`), which holds their requests while its engine starts again on a checkpoint.
 """
 
 import itertools
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,13 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, Channel, message_layout
+from trl_atropos.tensors.channel import ALIGNMENT, message_layout
 from trl_atropos.weights import gather
-from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, open_views, send_message
+from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_message
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of one message. A larger message costs memory on both sides, a smaller one more calls to the server."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of one message: memory on both sides against calls to the server
 KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back to
 
 
@@ -42,8 +38,6 @@ class FullWeights(Transfer):
         self.transport = transport
         self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
-        self._channel: Channel | None = None
-        self._room = 0  # bytes of a message
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -96,54 +90,45 @@ class FullWeights(Transfer):
             *(len(direct), len(specs), message_layout(specs)[1] / 1e6, transport),
         )
 
-    # -------------------------------------------------------------------------------------------------- each publish
-
     @torch.no_grad()
-    def send(self, policy_version: int) -> Moved:
+    def send(self, policy_version: int) -> int:
+        written = sum(view.nbytes for views in self.views for view in views.values())
         if self._direct is not None:
             torch._foreach_copy_(*self._direct)
             together(lambda: None)  # all ranks have written
-            return Moved(sum(view.nbytes for view in self._direct[0]))
-        moved = Moved()
-        rest = itertools.chain(self._write_views(moved), self._buffers())
-        tensors = self._plan.tensors(rest)
-        together(lambda: self._send_messages(tensors, moved))
-        return moved
+            return written
+        tensors = self._plan.tensors(itertools.chain(self._write_views(), self._buffers()))
+        return written + together(lambda: self._send_messages(tensors))
 
-    def _write_views(self, moved: Moved) -> Iterator[gather.Named]:
+    def _write_views(self) -> Iterator[gather.Named]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
         for name, tensor in self._parameters():
             held = [views[name] for views in self.views if name in views]
             for view in held:
                 view.copy_(tensor)
-                moved.num_bytes += view.nbytes
             if len(held) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _send_messages(self, tensors: Iterator[gather.Named], moved: Moved) -> None:
+    def _send_messages(self, tensors: Iterator[gather.Named]) -> int:
         """Sends all tensors, on rank 0; every rank gathers them to the end, also after rank 0 has failed to send."""
+        sent = 0
         try:
-            sent = 0
             for specs, message in self._pack(tensors) if self.servers.clients else ():
-                replies = send_message(
+                send_message(
                     self._channel, message, self.servers, lambda client, specs=specs: client.load_weights(specs)
                 )
                 sent += message.numel()
-                moved.apply_ms += max(reply.apply_ms for reply in replies)
-            moved.num_bytes += sent
-            if sent:
-                started = time.perf_counter()
-                missing = self.servers.each_here(lambda client: client.finish_weights())
-                moved.apply_ms += (time.perf_counter() - started) * 1e3
-                if any(missing) and not self.views:  # without views, all of the server's parameters come this way
-                    names = sorted(set().union(*missing))
-                    raise AttachError(
-                        f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): "
-                        f"they are different models. The server has {self.servers.info.model}."
-                    )
+            missing = self.servers.each_here(lambda client: client.finish_weights()) if sent else []
         finally:
             for _ in tensors:
                 pass
+        if any(missing) and not self.views:  # without views, all of the server's parameters come this way
+            names = sorted(set().union(*missing))
+            raise AttachError(
+                f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): they "
+                f"are different models. The server has {self.servers.info.model}."
+            )
+        return sent
 
     def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
         """Copies tensors into messages. Yields what is in each, and its bytes, which the next message overwrites."""
@@ -178,25 +163,22 @@ class Restart(Transfer):
         self.servers.each(lambda client: client.drain())
 
     @torch.no_grad()
-    def send(self, policy_version: int) -> Moved:
+    def send(self, policy_version: int) -> int:
         model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
-        state = {}
-        for name, tensor in itertools.chain(
-            gather.iter_full_parameters(model, self._trainer.accelerator, dtype), gather.buffers_of(model)
-        ):
-            if self.servers.clients:
-                state[name] = tensor.detach().cpu().clone()
-        return together(lambda: self._save_and_restart(state, policy_version))
+        parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
+        named = itertools.chain(parameters, gather.buffers_of(model))  # gathered on every rank, kept on rank 0
+        state = {name: tensor.detach().cpu().clone() for name, tensor in named if self.servers.clients}
+        together(lambda: self._save_and_restart(state, policy_version))
+        return sum(tensor.nbytes for tensor in state.values())
 
-    def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> Moved:
+    def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> None:
         if not self.servers.clients:
-            return Moved()
+            return
         path = self.folder / f"v{version}"
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
         gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)
         self._trainer.processing_class.save_pretrained(path)
-        seconds = self.servers.each_here(lambda client: client.restart(str(path)))
+        self.servers.each_here(lambda client: client.restart(str(path)))
         self._published = [*self._published, path][-KEPT_CHECKPOINTS:]
         for older in set(self.folder.glob("v*")) - set(self._published):  # of earlier runs, too
             shutil.rmtree(older, ignore_errors=True)
-        return Moved(sum(tensor.nbytes for tensor in state.values()), max(seconds) * 1e3)

@@ -4,10 +4,9 @@
 (name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA. `CheckpointPlan`
 makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
 
-Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Between two items
-nothing is gathered or merged but the tensor that was handed out, so all ranks together may close an iterator anywhere.
-Adapters are merged in copies: the model is never written to. A consumer that drops each tensor before it asks for the
-next has one layer in memory beyond the shards, or two while adapters are merged.
+Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Adapters are merged in
+copies: the model is never written to. A consumer that drops each tensor before it asks for the next has one layer in
+memory beyond the shards, or two while adapters are merged.
 """
 
 import math
@@ -58,9 +57,8 @@ def sharding_of(accelerator: Accelerator) -> str:
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise GatherError(
-            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward "
-            "pass. Use FSDP2: set `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in "
-            "`fsdp_config`."
+            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward. Use "
+            "FSDP2: `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in `fsdp_config`."
         )
     if kind == DistributedType.DEEPSPEED:
         return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero1/2"
@@ -75,7 +73,7 @@ def iter_full_parameters(
 
     The tensors are on the training device and may be the model's own memory: read them before the next optimizer step.
     Parameters of the model's own dtype, which most have, are converted to `dtype`; those that transformers keeps in
-    another (ERNIE's routers, in float32) stay. Raises `GatherError` for what cannot be gathered, before it gathers.
+    another (ERNIE's routers) stay. Raises `GatherError` for what cannot be gathered.
     """
     return _stream(_full_units(model, accelerator, dtype), accelerator)
 
@@ -103,9 +101,6 @@ def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) ->
     return _stream(units, accelerator)
 
 
-# ----------------------------------------------------------------------------------------------------------- gathering
-
-
 def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
     for unit in units:
         parameters = [entry.parameter for entry in unit.entries]
@@ -122,20 +117,14 @@ def _gather(parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> l
 
         with deepspeed.zero.GatheredParameters(parameters):
             return [parameter.data for parameter in parameters]  # keeps the storage that DeepSpeed would free
-    return [
-        parameter.detach().to(accelerator.device).full_tensor()
-        if isinstance(parameter, DTensor)
-        else parameter.detach()
-        for parameter in parameters
-    ]
+    whole = [parameter.detach() for parameter in parameters]
+    return [part.to(accelerator.device).full_tensor() if isinstance(part, DTensor) else part for part in whole]
 
 
 @torch.no_grad()
 def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
-    """
-    Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is not
-    exact: so whole copies stand in for the layer's parameters meanwhile.
-    """
+    """Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is
+    not exact: so whole copies stand in for the layer's parameters meanwhile."""
     places = [
         (module, leaf, parameter)
         for module in unit.layer.modules()
@@ -186,17 +175,14 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
     """All parameters of the plain model, in its order, tied parameters once."""
     sharding_of(accelerator)  # refuses what cannot be gathered
     model = unwrap(model)
-    for adapter_name, config in model.peft_config.items() if isinstance(model, PeftModel) else ():
-        if config.peft_type != PeftType.LORA:
-            raise GatherError(
-                f"The adapter {adapter_name!r} is of the type {config.peft_type.value}, which cannot be merged for a "
-                "server. Use LoRA (`peft.LoraConfig`)."
-            )
+    for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        if (kind := config.peft_type) != PeftType.LORA:
+            raise GatherError(f"An adapter of type {kind.value} cannot be merged for a server: use a `LoraConfig`.")
     model = _without_adapters(model)
     if getattr(model, "is_quantized", False):  # only models that went through a quantiser have the attribute
         raise GatherError(
-            "The model is quantised, and an adapter cannot be merged into quantised weights without rounding them. "
-            "Load the model without quantisation (`quantization_config`, `load_in_4bit`)."
+            "An adapter cannot be merged into quantised weights without rounding them. Load the model without "
+            "quantisation (`quantization_config`, `load_in_4bit`)."
         )
     found = {
         prefix + leaf: (parameter, layer)
@@ -206,10 +192,9 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
     _check_ties(model, found)
     own = Counter(parameter.dtype for parameter, _ in found.values()).most_common(1)[0][0]
     units: list[Unit] = []
-    seen: set[torch.nn.Parameter] = set()
+    first_names = {parameter: name for name, (parameter, _) in reversed(found.items())}
     for name, (parameter, layer) in found.items():
-        if parameter not in seen:
-            seen.add(parameter)
+        if first_names[parameter] == name:
             if layer is None or not units or units[-1].layer is not layer:
                 units.append(Unit([], layer))
             converts = dtype is not None and parameter.dtype == own
@@ -268,9 +253,9 @@ class CheckpointPlan:
     How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters' whole shapes and dtypes
     by name, where the model itself is sharded or has others.
 
-    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one 3-D parameter.
-    Its own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, which
-    tells for every checkpoint tensor what it comes from. Most are views of one parameter, and cost nothing to make.
+    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one parameter. Its
+    own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, to show
+    what every checkpoint tensor comes from. Most are views of one parameter, and cost nothing to make.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
@@ -280,8 +265,7 @@ class CheckpointPlan:
         owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
         found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
         for name, tensor in self._convert(markers).items():
-            owner = owners.get(tensor.untyped_storage()._cdata)
-            if owner is not None:
+            if (owner := owners.get(tensor.untyped_storage()._cdata)) is not None:
                 size, stride = list(tensor.shape), list(tensor.stride())
                 piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
                 found[owner].append(piece)

@@ -1,12 +1,10 @@
 """Only the LoRA adapter moves: `vllm_mode: nccl_lora` in one message through memory, `vllm_mode: lora` as files.
 
 `MemoryLora`: the server has two places for the adapter, so that requests in flight finish on the version that they
-began with while new ones get the next. With `colocate` and a `peft_config`, the frozen base is one copy that both
-processes share, and the adapter goes through shared memory.
+began with while new ones get the next. Also what `colocate` uses for an adapter, whose frozen base is then shared.
 
-`FileLora`: for a server that knows nothing of this package but its middleware. It loads each version, by vLLM's own
-HTTP routes, from a directory that it must see under the same path. It unloads the adapter first: vLLM's `load_inplace`
-would read the files at every step of the engine, and end the engine when they are gone.
+`FileLora`: the server loads each version, by vLLM's own HTTP routes, from a directory that it must see under the same
+path. It unloads the adapter first: vLLM's `load_inplace` would read the files at every step of the engine.
 """
 
 import json
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
@@ -27,11 +25,12 @@ from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
 from trl_atropos.weights.gather import ADAPTER, WHOLE, iter_adapter_parameters, sharding_of
-from trl_atropos.weights.transfer import Moved, Transfer, choose_transport, open_channel, send_message
+from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_message
 
 logger = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 2  # directories, besides those that requests in flight still use
+MERGED = "`vllm_mode: server`, which sends merged weights"
 
 
 class MemoryLora(Transfer):
@@ -41,13 +40,13 @@ class MemoryLora(Transfer):
 
     def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
         super().__init__(servers)
-        self.transport = transport
-        self.base = base
+        self.transport, self.base = transport, base
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         if self.base is not None:
             self.base.attach(trainer)
+            self.check = self.base.check
         _require_servable(trainer.model, self.servers)
         whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
         dtype = self.servers.info.lora.dtype
@@ -61,14 +60,14 @@ class MemoryLora(Transfer):
         }
         self._scales = {index: scales[spec.name] for index, spec in enumerate(self._tensors) if spec.name in scales}
         self._values: list[torch.Tensor] | None = None
+        self._num_bytes = message_layout(self._tensors)[1]
         together(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
         if not self.servers.clients:
             return
-        device = trainer.accelerator.device
+        device, num_bytes = trainer.accelerator.device, self._num_bytes
         transport = choose_transport(self.transport, self.servers, device)
-        _, num_bytes = message_layout(self._tensors)
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
@@ -78,33 +77,28 @@ class MemoryLora(Transfer):
         for client, refused in zip(self.servers.clients, replies, strict=True):
             if refused is not None:
                 raise AttachError(
-                    f"The server at {client.url} cannot serve this adapter: {refused}. Change the adapter, or use "
-                    "`vllm_mode: server`, which sends merged weights."
+                    f"The server at {client.url} cannot serve this adapter: {refused}. Change it, or use {MERGED}."
                 )
         logger.info("the adapter (%.2f MB) goes to %d server(s) through %s", num_bytes / 1e6, len(replies), transport)
 
-    def check(self) -> None:
-        if self.base is not None:
-            self.base.check()
-
     @torch.no_grad()
-    def send(self, policy_version: int) -> Moved:
+    def send(self, policy_version: int) -> int:
         model, accelerator = self._trainer.model, self._trainer.accelerator
         values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
         if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
             self._values = values
-        return together(lambda: self._push(list(values)))
+        together(lambda: self._push(list(values)))
+        return self._num_bytes
 
-    def _push(self, values: list[torch.Tensor]) -> Moved:
+    def _push(self, values: list[torch.Tensor]) -> None:
         if not self.servers.clients:
-            return Moved()
+            return
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
             scaled = torch._foreach_mul([values[index] for index in self._scales], list(self._scales.values()))
             for index, product in zip(self._scales, scaled, strict=True):
                 values[index] = product
         torch._foreach_copy_(self._slots, values)
-        replies = send_message(self._channel, self._message, self.servers, lambda client: client.load_adapter())
-        return Moved(self._message.numel(), max(reply.apply_ms for reply in replies))
+        send_message(self._channel, self._message, self.servers, lambda client: client.load_adapter())
 
 
 class FileLora(Transfer):
@@ -118,35 +112,32 @@ class FileLora(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         _require_servable(trainer.model, self.servers)
-        # A new directory means new prefixes, and requests in flight keep their adapter. But vLLM before 0.32 tells
-        # cached prefixes apart by the adapter's name alone, which stays the same.
+        # vLLM before 0.32 tells cached prefixes apart by the adapter's name alone, which stays the same.
         self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
 
     @torch.no_grad()
-    def send(self, policy_version: int) -> Moved:
-        tensors = {}
-        for name, tensor in iter_adapter_parameters(self._trainer.model, self._trainer.accelerator):
-            if self.servers.clients:
-                tensors[name] = tensor.detach().cpu().contiguous()
-        return together(lambda: self._push(tensors, policy_version))
+    def send(self, policy_version: int) -> int:
+        named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named if self.servers.clients}
+        together(lambda: self._push(tensors, policy_version))
+        return sum(tensor.nbytes for tensor in tensors.values())
 
-    def _push(self, tensors: dict[str, torch.Tensor], version: int) -> Moved:
+    def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         if not self.servers.clients:
-            return Moved()
+            return
         # vLLM tells cached prefixes apart by the path: a version of an earlier training must not have the same.
         path = self.folder / f"v{version}-{uuid.uuid4().hex[:8]}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
         self._trainer.model.peft_config[ADAPTER].save_pretrained(str(path))
         self._directories.append((version, path))
-        seconds = self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
+        self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
-        for directory in self._directories[:-KEPT_VERSIONS]:
-            if directory[0] < used:  # no request can ask for it any more
-                shutil.rmtree(directory[1], ignore_errors=True)
-                self._directories.remove(directory)
-        return Moved(sum(tensor.nbytes for tensor in tensors.values()), max(seconds) * 1e3)
+        for older, directory in self._directories[:-KEPT_VERSIONS]:
+            if older < used:  # no request can ask for it any more
+                shutil.rmtree(directory, ignore_errors=True)
+                self._directories.remove((older, directory))
 
 
 def _require_servable(model: Any, servers: Servers) -> None:
@@ -163,26 +154,21 @@ def _require_servable(model: Any, servers: Servers) -> None:
             "`vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
         )
     if served.max_loras < 2:
-        raise AttachError(
-            "The server has a place for one adapter, but requests in flight need their own while the next version "
-            "comes: start it with `--max-loras 2`."
-        )
+        raise AttachError("The server has no place for the adapter's next version: start it with `--max-loras 2`.")
     config = model.peft_config[ADAPTER]
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise AttachError(f"The adapter is of type {kind}; vLLM serves LORA only: use a `LoraConfig`.")
-    merged = "`vllm_mode: server`, which sends merged weights"
+    if (kind := config.peft_type) != PeftType.LORA:
+        raise AttachError(f"The adapter is of type {kind.value}; vLLM serves LORA only: use a `LoraConfig`.")
     if config.modules_to_save:
         raise AttachError(
             f"`modules_to_save` ({', '.join(config.modules_to_save)}) trains whole modules besides the adapter, which "
-            f"a vLLM server cannot take with it: remove it, or use {merged}."
+            f"a vLLM server cannot take with it: remove it, or use {MERGED}."
         )
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     others = [name for name in trained if f".{ADAPTER}" not in name]
     if others:
         raise AttachError(
             f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), which would never "
-            f"reach the server: use {merged}."
+            f"reach the server: use {MERGED}."
         )
     rank = max([config.r, *config.rank_pattern.values()])
     if rank > served.max_rank:

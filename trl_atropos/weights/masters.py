@@ -3,9 +3,6 @@
 At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
 rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
 the parameters are set to the rounded masters, in their own memory. DeepSpeed and FSDP have masters of their own.
-
-`use_masters` is called with a trainer that is built and has no optimizer yet; `exact_gradients` goes around its
-`training_step`, and `accumulate_gradients` around the micro-batches within.
 """
 
 import logging
@@ -28,10 +25,10 @@ logger = logging.getLogger(__name__)
 class MasterOptimizer(torch.optim.Optimizer):
     """
     Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the fp32 gradient 4 more.
+    A parameter that is fp32 already is its own master.
 
-    `param_groups` hold the parameters themselves, so clipping, schedulers and `zero_grad` find what they look for;
-    hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold the masters. A
-    parameter that is fp32 already is its own master.
+    `param_groups` hold the parameters themselves, for clipping, schedulers and `zero_grad`. Hyperparameters that are
+    changed there reach the wrapped optimizer, `inner`, whose groups hold the masters.
 
     Args:
         groups (`list[dict]`): Parameter groups, in torch's format.
@@ -50,20 +47,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         full_state: Iterable[torch.nn.Parameter] = (),
         **optimizer_kwargs: Any,
     ):
-        # On an older torch, setting the attribute would be accepted and do nothing.
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            raise AtroposTrainingError(
-                f"torch {torch.__version__} cannot accumulate the gradients of 16-bit weights in fp32: install torch "
-                "2.10 or newer, or start the server with `--dtype float32`."
-            )
         self.offload = offload
         groups = [{**group, "params": list(group["params"])} for group in groups]
         self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
         self._pairs = [(parameter, master) for parameter, master in self._masters.items() if master is not parameter]
         inner_groups = [{**group, "params": [self._masters[one] for one in group["params"]]} for group in groups]
         self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
-        full_state = [self._masters[parameter] for parameter in full_state if parameter in self._masters]
-        if full_state:
+        if full_state := [self._masters[parameter] for parameter in full_state if parameter in self._masters]:
             from bitsandbytes.optim import GlobalOptimManager
 
             manager = GlobalOptimManager.get_instance()
@@ -74,15 +64,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        parameter.grad_dtype = torch.float32
+        parameter.grad_dtype = torch.float32  # needs torch 2.10, which this package requires
         if parameter.dtype == torch.float32 and not self.offload:
             return parameter
         device = torch.device("cpu") if self.offload else parameter.device
         pinned = self.offload and parameter.is_cuda
         master = torch.empty_like(parameter, dtype=torch.float32, device=device, pin_memory=pinned)
         return torch.nn.Parameter(master.copy_(parameter.detach()))
-
-    # ---------------------------------------------------------------------------------------------------------- a step
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -96,10 +84,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             master.grad = _gradient_for(master, parameter.grad)
         self._synchronize()
         self.inner.step()
-        for _, master in self._pairs:
-            master.grad = None
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
         params, masters = zip(*self._pairs, strict=True)
+        for master in masters:
+            master.grad = None
         # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
         torch._foreach_copy_(params, masters, non_blocking=True)
         self._synchronize()
@@ -121,8 +109,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 master.copy_(parameter)
         self._note_versions()
 
-    # ------------------------------------------------------------------------------------------------- save and resume
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
@@ -135,31 +121,25 @@ class MasterOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
         self._take_over_writes()
-        if "masters" in state_dict:
-            theirs = [list(master.shape) for master in state_dict["masters"]]
-            ours = [list(master.shape) for master in self._masters.values()]
-            if theirs != ours:
-                there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
-                raise CheckpointError(
-                    f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
-                    f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
-                    "trained parameters of the run that saved it."
-                )
-            self.inner.load_state_dict(state_dict["inner"])
-            for (parameter, master), saved in zip(self._masters.items(), state_dict["masters"], strict=True):
-                master.copy_(saved)
-                if not torch.equal(parameter, _rounded(master, parameter)):
-                    parameter.copy_(master)
-        else:
-            self.inner.load_state_dict(state_dict)
-            logger.warning(
-                "The checkpoint was saved without fp32 master weights. Training goes on from its 16-bit weights: what "
-                "rounding took from them is lost."
+        own = list(self._masters.values())
+        saved = state_dict.get("masters", own)
+        theirs, ours = ([list(master.shape) for master in masters] for masters in (saved, own))
+        if theirs != ours:
+            there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
+            raise CheckpointError(
+                f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
+                f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
+                "trained parameters of the run that saved it."
             )
+        if saved is own:
+            logger.warning("The checkpoint was saved without fp32 master weights: training goes on from 16-bit ones.")
+        self.inner.load_state_dict(state_dict.get("inner", state_dict))
+        for (parameter, master), value in zip(self._masters.items(), saved, strict=True):
+            master.copy_(value)
+            if not torch.equal(parameter, _rounded(master, parameter)):
+                parameter.copy_(master)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         self._note_versions()
-
-    # ----------------------------------------------------------------------------------------------- several processes
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
@@ -192,23 +172,19 @@ def use_masters(trainer: Trainer, offload: bool = False) -> None:
     # Layer-wise optimizers and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
     if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
         raise AtroposTrainingError(
-            f"`optim: {trainer.args.optim}` chooses its parameters by itself or changes them outside of `step`, and "
-            "cannot have the fp32 masters that 16-bit weights need. Choose another, such as adamw_torch_fused, or "
-            "start the server with `--dtype float32`."
+            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
+            "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
         )
     # As transformers does, which can no longer see that it is bitsandbytes.
     embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
-    full_state = embeddings if kwargs.get("optim_bits") == 8 else []
-    own = {"optimizer_cls": cls, "offload": offload, "full_state": full_state}
+    own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
     trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
 
 
 @contextmanager
 def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """
-    Around `Trainer.training_step`: averages gradients over the processes in fp32. DistributedDataParallel, whose
-    buckets have the parameters' dtype, fails on fp32 gradients of 16-bit parameters, so it is kept from reducing.
-    """
+    """Around `Trainer.training_step`: averages gradients over the processes in fp32, in place of
+    DistributedDataParallel, whose buckets have the parameters' dtype."""
     accelerator = trainer.accelerator
     optimizer = trainer.optimizer.optimizer  # within accelerate's
     if accelerator.num_processes == 1 or not isinstance(optimizer, MasterOptimizer):
@@ -222,11 +198,9 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
-    """
-    Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
-    place of `accelerator.backward`: it only adds to the gradients. To average them over processes, and DeepSpeed's own
-    step, come with the last backward pass, which the `Trainer` calls.
-    """
+    """Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
+    place of `accelerator.backward`: it only adds to the gradients. The `Trainer` calls the last backward pass, with
+    which they are averaged over processes, and DeepSpeed steps."""
     # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
     options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
     state = accelerator.gradient_state

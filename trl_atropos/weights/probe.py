@@ -3,16 +3,15 @@
 The server *samples* a continuation of a fixed prompt and the trainer scores the same tokens. Scoring on the server
 (`prompt_logprobs`) would not do: vLLM bypasses the prefix cache for it, so that stale keys and values, which earlier
 weights have computed, would go unseen. The prompt is longer than one KV block, so that the block of the last probe is
-in the cache. Torn, lost or detached weights differ by themselves.
+in the cache.
 
-Those faults persist, and show on most tokens. Rounding does not: where a residual stream nearly cancels before it is
-normalised, one token in many thousands differs a thousand times more than the others, an *outlier*. So if single
+Lost weights and stale caches show on most tokens. Rounding does not: where a residual stream nearly cancels before it
+is normalised, one token in many thousands differs a thousand times more than the others, an *outlier*. So if single
 tokens alone are beyond the tolerance, the server samples once more, and only a second breach counts.
 
-Before the first step nothing can have been lost: a difference is then one of how vLLM and Transformers compute the
-model. It may begin at some length only, so the run's longest rollouts are compared once (`Probe.run_longest`).
-`prepare_model` and `keep_soft_cap`, at the end, remove known reasons for the trainer's model to compute differently.
-All differences are in nats: natural logarithms of probabilities.
+Before the first step, a difference is one of how vLLM and Transformers compute the model. It may begin at some length
+only, so the run's longest rollouts are compared once (`Probe.run_longest`). All differences are in nats: natural
+logarithms of probabilities.
 """
 
 import inspect
@@ -67,18 +66,16 @@ class Tolerance(NamedTuple):
     @classmethod
     def of(cls, device: str, *dtypes: torch.dtype) -> "Tolerance":
         """What a server on `device` ("cpu" or "cuda") and a trainer may differ by if these dtypes are involved."""
-        if any(dtype not in (torch.float32, torch.float64) for dtype in dtypes):
-            # Other kernels round otherwise, in every layer. On a GPU, with random weights of Qwen3's shapes and 12
-            # nats per token: 0.07 and 0.02 at 0.6B, 0.23 and 0.06 at 8B.
-            return cls(max_abs=0.2, mean_abs=3e-2) if device == "cpu" else cls(max_abs=0.6, mean_abs=0.15)
-        if device == "cpu":
-            return cls(max_abs=1e-4, mean_abs=1e-4)
-        return cls(max_abs=2e-2, mean_abs=2e-3)  # vLLM's attention kernels multiply float32 in TF32 (2e-3 was seen)
+        if set(dtypes) <= {torch.float32, torch.float64}:
+            # On a GPU, vLLM's attention kernels multiply float32 in TF32 (2e-3 was seen).
+            return cls(max_abs=1e-4, mean_abs=1e-4) if device == "cpu" else cls(max_abs=2e-2, mean_abs=2e-3)
+        # Other kernels round otherwise, in every layer. On a GPU, with random weights of Qwen3's shapes and 12 nats
+        # per token: 0.07 and 0.02 at 0.6B, 0.23 and 0.06 at 8B.
+        return cls(max_abs=0.2, mean_abs=3e-2) if device == "cpu" else cls(max_abs=0.6, mean_abs=0.15)
 
     def after(self, first: ProbeResult) -> "Tolerance":
         """The bounds for the probes after the first: three times what that has shown of the model's own rounding."""
-        # Rounding in 16 bits grows with the logits, and those of a policy that becomes sure of itself grow: from 2e-3
-        # nats in the mean to 5e-3 within 120 steps of the quickstart on a GPU. So the bounds stay above 0.2 and 3e-2.
+        # Rounding in 16 bits grows with the logits, which grow as a policy becomes sure of itself: hence the floors.
         return Tolerance(
             max_abs=min(self.max_abs, max(0.2, 3 * first.max_abs_diff)),
             mean_abs=min(self.mean_abs, max(3e-2, 3 * first.mean_abs_diff)),
@@ -131,7 +128,6 @@ class Probe:
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
         self.tolerance = self._first_tolerance = Tolerance.of(info.device, *dtypes)
-        self.policy_version = 0  # that is probed
         self._trainer = trainer
         limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
         self._longest = int(min(limits))
@@ -146,13 +142,9 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    # ---------------------------------------------------------------------------------------------- after each publish
-
     def run(self, policy_version: int) -> ProbeResult:
-        """
-        Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice in
-        a row) or samples from another policy version.
-        """
+        """Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice
+        in a row) or samples from another policy version."""
         self.policy_version = policy_version
         self.servers.each(self._check_version)
         self._runs += 1
@@ -190,11 +182,8 @@ class Probe:
             else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
         )
 
-    # ------------------------------------------------------------------------------------------- once, before training
-
     def run_longest(self) -> None:
-        """
-        Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
+        """Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
         server's deadline and the trainer's memory. Warns, or raises where `max_sequence_length` asks for such lengths.
         """
         agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
@@ -206,7 +195,10 @@ class Probe:
             except torch.OutOfMemoryError:  # training on such a rollout would fail, too, if one came
                 break
             seconds = on_main(lambda began=began: time.perf_counter() - began)
-            agreed, differs, problem = (length, differs, problem) if found is None else (agreed, length, found)
+            if found is None:
+                agreed = length
+            else:
+                differs, problem = length, found
         self._compared_longest = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
@@ -214,10 +206,9 @@ class Probe:
             return
         message = (
             f"Server and trainer agree on sequences of up to {agreed} tokens, but not from {differs} tokens on (at "
-            f"most {self._longest} may come): {problem} The weights are the same, so vLLM and Transformers compute "
-            "longer sequences of this model differently, mostly because of a window or a rotary embedding. Set "
-            f"`max_sequence_length: {agreed}`, which drops longer rollouts, and start the server with "
-            f"`--max-model-len {agreed}`, which ends them there."
+            f"most {self._longest} may come): {problem} vLLM and Transformers compute longer sequences of this model "
+            f"differently, mostly because of a window or a rotary embedding. Set `max_sequence_length: {agreed}`, to "
+            f"drop longer rollouts, and start the server with `--max-model-len {agreed}`, to end them there."
         )
         if self._trainer.args.max_sequence_length is not None:
             raise ProbeError(message)
@@ -242,8 +233,6 @@ class Probe:
             self.servers.each(lambda client: client.info())  # raises if a server is gone
             return f"{error}."
         return None
-
-    # ------------------------------------------------------------------------------------------------------ comparison
 
     def _compare_twice(self, *args: Any) -> tuple[ProbeResult | None, ProbeResult]:
         """Compares, and once more after an outlier. Returns (the outlier if there was one, the last result)."""
@@ -304,13 +293,12 @@ class Probe:
                 "good probe."
             )
         reason = (
-            "both compute from one memory, so the weights are equal bit for bit: it is vLLM and Transformers that "
-            "compute this model differently"
+            "both compute from one memory, so the weights are equal bit for bit: it is vLLM and Transformers that"
             if self.one_memory
             else "either the server has other weights than the trainer (with an adapter, of the base model: start "
-            "both on the same one), or vLLM and Transformers compute this model differently"
+            "both on the same one), or vLLM and Transformers"
         )
-        return f"No step was taken yet: {reason}. {CURES}"
+        return f"No step was taken yet: {reason} compute this model differently. {CURES}"
 
     @torch.no_grad()
     def _score(self, prompt_ids: list[int], tokens: torch.Tensor) -> torch.Tensor:
@@ -345,20 +333,16 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
     implementation = model.config._attn_implementation
     if drops_soft_cap(model.config, implementation):
         logger.warning(
-            "%s caps its attention scores (`attn_logit_softcapping`), which vLLM does and `attn_implementation: %s` "
-            "does not: the trainer computes with `eager`. On a GPU, `attn_implementation: flash_attention_2` has the "
-            "cap, too, and takes less memory.",
-            type(model).__name__,
-            implementation,
+            "The trainer computes with `attn_implementation: eager`: %s caps its attention scores, which `%s` cannot. "
+            "On a GPU, `flash_attention_2` has the cap, too, and takes less memory.",
+            *(type(model).__name__, implementation),
         )
         model.set_attn_implementation("eager")
 
 
 def silence(model: torch.nn.Module) -> dict[str, float]:
-    """
-    Sets all dropout, of the model and of its adapters, and all noise of routers to 0: the server samples without.
-    Returns what was not 0, by name.
-    """
+    """Sets all dropout, of the model and of its adapters, and all noise of routers to 0: the server samples without.
+    Returns what was not 0, by name."""
     found: dict[str, float] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p:
@@ -378,10 +362,8 @@ def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> None:
     policy = base_model(model)
     if policy.base_model is policy:  # Llama 4 names a backbone that it does not have; TRL scores from its states
         policy.base_model_prefix = "model"
-    found = silence(model)
-    if found and warn:
+    if (found := silence(model)) and warn:
         logger.warning(
-            "Dropout and noise are set to 0 for training (%s): the server samples without, so that they would make "
-            "trainer and sampler differ.",
+            "Dropout and noise are set to 0 for training (%s), because the server samples without.",
             ", ".join(f"{name} {value:g}" for name, value in found.items()),
         )

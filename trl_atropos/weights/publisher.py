@@ -10,7 +10,6 @@ raises. What moves between pause and resume is the business of a `Transfer`, one
 import functools
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -34,14 +33,15 @@ from trl_atropos.weights.transfer import Transfer
 logger = logging.getLogger(__name__)
 
 
-class PolicyPublisher(ABC):
+class PolicyPublisher:
     """
+    By itself, counts versions and publishes nothing.
+
     Attributes:
         policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
         probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
-            seen, in nats (natural logarithm of a probability); `None` before the first probe.
-        stopwatch (`Stopwatch`): The trainer's. What a publisher does beyond the optimizer's step must be in its part
-            `publish`.
+            seen, in nats (natural logarithm of a probability).
+        stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part `publish`.
         on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: requests
             that come now begin with the next version.
     """
@@ -63,21 +63,30 @@ class PolicyPublisher(ABC):
         """Called with the trainer's arguments before it is built. Returns the model that it shall use."""
         return model
 
-    def attach(self, trainer: Any) -> None:  # noqa: B027 - not every mode has something to do
+    def attach(self, trainer: Any) -> None:
         """Called once `trainer`, the `AtroposGRPOTrainer`, is built."""
 
-    def hold(self) -> None:  # noqa: B027
+    def hold(self) -> None:
         """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
 
-    @abstractmethod
     def begin(self, optimizer: Any, policy_version: int) -> None:
         """Publishes the weights that training starts with, and wraps `optimizer.step` to publish all that follow."""
+        self.policy_version = policy_version
+        step = optimizer.step
 
-    def computing(self) -> None:  # noqa: B027
+        def counted(*args, **kwargs):
+            result = step(*args, **kwargs)
+            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
+                self.policy_version += 1
+            return result
+
+        self._wrap_step(optimizer, counted)
+
+    def computing(self) -> None:
         """Called when the trainer has a batch and needs no samples before the next publish."""
 
     def close(self) -> None:
-        """Ends what `begin` began. Called on every way out, also after an error; may be called twice."""
+        """Called on every way out, also after an error; may be called twice."""
         self._unwrap()
         self._unwrap = self.on_pause = lambda: None
 
@@ -106,45 +115,26 @@ class PolicyPublisher(ABC):
 class NullPublisher(PolicyPublisher):
     """For a policy that nothing samples from (recorded rollouts, say): counts versions and publishes nothing."""
 
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        self.policy_version = policy_version
-        step = optimizer.step
-
-        def counted(*args, **kwargs):
-            result = step(*args, **kwargs)
-            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
-                self.policy_version += 1
-            return result
-
-        self._wrap_step(optimizer, counted)
-
 
 def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
     """The policy publisher that the configuration names."""
     if args.replay_paths is not None:
         return NullPublisher()
     servers = Servers(args.vllm_server_urls, args.publish_timeout)
-    return ServerPublisher(
-        transfer_of(args.vllm_mode, servers, args.weight_transport, args.output_dir),
-        args.probe_every_n_steps,
-        args.sync_every_n_steps,
-        args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0,
-    )
+    transfer = transfer_of(args.vllm_mode, servers, args.weight_transport, args.output_dir)
+    sleep_level = args.vllm_sleep_level if args.vllm_enable_sleep_mode else 0
+    return ServerPublisher(transfer, args.probe_every_n_steps, args.sync_every_n_steps, sleep_level)
 
 
 def transfer_of(mode: str, servers: Servers, transport: str, output_dir: str) -> Transfer:
     """The transfer of a `vllm_mode`. `output_dir` is for modes that write files."""
-    transfers: dict[str, Callable[[], Transfer]] = {
+    return {
         "colocate": lambda: Colocate(servers),
         "server": lambda: FullWeights(servers, transport),
         "nccl_lora": lambda: MemoryLora(servers, transport),
         "lora": lambda: FileLora(servers, f"{output_dir}/adapters"),
         "restart": lambda: Restart(servers, f"{output_dir}/policies"),
-    }
-    return transfers[mode]()
-
-
-# -------------------------------------------------------------------------------------------------------- vLLM servers
+    }[mode]()
 
 
 class ServerPublisher(PolicyPublisher):
@@ -171,8 +161,7 @@ class ServerPublisher(PolicyPublisher):
         self.sync_every_n_steps = sync_every_n_steps
         self.sleep_level = sleep_level
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
-        self._paused = False
-        self._asleep = False
+        self._paused = self._asleep = False
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
 
@@ -217,10 +206,8 @@ class ServerPublisher(PolicyPublisher):
         return self.servers.info.max_model_len
 
     def why_silent(self) -> str:
-        wrong = [] if self._paused or self._asleep else self.servers.silence()
-        return "" if self._paused or self._asleep else " ".join(wrong)  # a publish may have begun meanwhile
-
-    # ---------------------------------------------------------------------------------------------------- each publish
+        wrong = "" if self._paused or self._asleep else " ".join(self.servers.silence())
+        return "" if self._paused or self._asleep else wrong  # a publish may have begun meanwhile
 
     def hold(self) -> None:
         self.servers.hold_leases()  # again, where `close` has ended an earlier training
@@ -311,8 +298,6 @@ class ServerPublisher(PolicyPublisher):
     def _writes(self) -> int:
         """Counts in-place writes to the parameters, to tell whether loading a checkpoint has written any."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
-
-    # ---------------------------------------------------------------------------------------------------------- probes
 
     def probe(self) -> float:
         """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
