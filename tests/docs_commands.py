@@ -28,7 +28,7 @@ ELSEWHERE = [
     (r"make quickstart", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", QUICKSTART),
     (
         r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
-        "tests/test_quickstart.py::test_a_resumed_run_goes_on_where_the_first_stopped",
+        "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
         "resume_from_checkpoint",
     ),
     (
@@ -53,12 +53,12 @@ ELSEWHERE = [
     ),
     (
         r"accelerate launch .*trl_atropos\.train .*--model_name_or_path",
-        "tests/test_quickstart.py::test_an_environment_of_somebody_else_works_by_its_urls",
+        "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
         QUICKSTART,
     ),
     (
         r"python my_environment\.py serve",
-        "tests/test_quickstart.py::test_an_environment_of_somebody_else_works_by_its_urls",
+        "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
         "two_turn_environment.py",
     ),
     (

@@ -22,7 +22,7 @@ from trl_atropos.services.guard import SharedFiles, end_service
 from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
-READY_WITHIN = 180.0  # seconds
+READY_WITHIN = 600.0 if torch.cuda.is_available() else 180.0  # seconds; CUDA graphs with adapters take minutes
 GRACE = 5.0  # seconds to end after SIGTERM
 ENVIRONMENT = {
     "CXX": "no-such-compiler",  # a machine without one must do

@@ -376,14 +376,14 @@ def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):
 
 
 def test_the_model_card_names_the_run(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run")
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run", beta=0.1)
     trainer.train()
     trainer.create_model_card(model_name="tiny")
     card = (tmp_path / "run" / "README.md").read_text()
     assert "- atropos" in card
     assert "run `my-run`, 1 of 1 steps" in card
     assert "recorded rollouts" in card
-    assert "| `loss_type` | `dapo` |" in card
+    assert "\nbeta: 0.1\n" in card
     assert f"{step_logs(trainer)[0]['reward']:.3f}" in card
 
 
@@ -482,7 +482,7 @@ def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
         trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]), peft_config=adapter)
-    assert "set to 0 for training (lora_dropout 0.05): the server samples without" in caplog.text
+    assert "set to 0 for training (lora_dropout 0.05), because the server samples without" in caplog.text
     assert all(module.p == 0 for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout))
 
 

@@ -156,11 +156,15 @@ class ServerClient:
             response = self._send("POST", route, phase, body)
             # vLLM answers 404 for a route that it was not told to have, too, but then without an error of this type.
             absent = response.status_code == 404 and "NotFoundError" in response.text
-            if response.status_code != 200 and not (absent and "lora_path" not in body):
-                why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
-                fix = "Start it by `trl-atropos serve --vllm_mode lora` where the path can be read, or use "
-                fix += "`vllm_mode: server` if vLLM cannot serve such an adapter."
-                raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
+            if response.status_code == 200 or (absent and "lora_path" not in body):
+                continue
+            fix = "If vLLM cannot serve it, change it, or use `vllm_mode: server`, which sends merged weights."
+            if absent:
+                fix = "The trainer's `output_dir` must be readable where the server runs, under the same path."
+            elif response.status_code == 404:
+                fix = "Start it by `trl-atropos serve --vllm_mode lora`."
+            why = f"{route} gave HTTP {response.status_code}: {reason_in(response.text)}"
+            raise ServerError(f"The server at {self.url} failed while {phase} ({why})", fix=fix)
 
     def drain(self) -> None:
         """Pauses a front, which first lets the requests in flight end."""

@@ -55,8 +55,8 @@ def train(api: Api, source: AtroposSource, batches: int) -> None:
         assert source.poll(BATCH, 30) is not None
 
 
-def asked(recipe: str, url: str, settings: dict[str, Any], number: int) -> list[Any]:
-    """What an environment that is started now asks for first."""
+def asked(recipe: str, source: AtroposSource, url: str, settings: dict[str, Any], number: int) -> list[Any]:
+    """What an environment that is started now asks for first. The source goes on asking for batches, as in a run."""
     module = importlib.import_module(f"recipes.{recipe}.environment")
     environment: type[BaseEnv] = getattr(module, ENVIRONMENTS[recipe])
     config, servers = environment.config_init()
@@ -72,7 +72,18 @@ def asked(recipe: str, url: str, settings: dict[str, Any], number: int) -> list[
         await one.env_step_checks()
         return [await one.get_next_item() for _ in range(number)]
 
-    return asyncio.run(asyncio.wait_for(ask(), 60))
+    async def poll() -> None:
+        while True:
+            await asyncio.to_thread(source.poll, BATCH, 0.1)
+
+    async def both() -> list[Any]:
+        polling = asyncio.create_task(poll())
+        try:
+            return await asyncio.wait_for(ask(), 60)
+        finally:
+            polling.cancel()
+
+    return asyncio.run(both())
 
 
 @pytest.mark.parametrize("recipe", ENVIRONMENTS)
@@ -84,18 +95,18 @@ def test_an_environment_goes_on_where_the_run_is(recipe, api, start, tiny_model,
     settings: dict[str, Any] = {"tokenizer_name": str(tiny_model)}
     settings |= {"dataset": str(tmp_path / "questions.jsonl")} if recipe == "gsm8k" else {}
     source = start()
-    first = asked(recipe, api.url, settings, 30)
+    first = asked(recipe, source, api.url, settings, 30)
     train(api, source, 1)
     checkpoint = source.state()
     train(api, source, 2)
-    started_again = asked(recipe, api.url, settings, 8)
+    started_again = asked(recipe, source, api.url, settings, 8)
     source.close()
     resumed = start(checkpoint)
-    of_resumed = asked(recipe, api.url, settings, 8)
+    of_resumed = asked(recipe, resumed, api.url, settings, 8)
     train(api, resumed, 1)
     api.reset()
     let_in(api, resumed)
-    of_other_api = asked(recipe, api.url, settings, 8)
+    of_other_api = asked(recipe, resumed, api.url, settings, 8)
 
     batch = BATCH // GROUP
     if recipe in ("gsm8k", "reasoning_gym"):  # one batch may have waited in the queue

@@ -72,13 +72,13 @@ class Intake:
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
-            label, kind = label_of(group.env_id, names), ""
+            label, kind, reason = label_of(group.env_id, names), "", ""
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
                 rollouts += self._admit_group(group, label, names.get(group.env_id))
             except RejectedGroup as rejection:
-                kind = rejection.kind
+                kind, reason = rejection.kind, str(rejection)
                 self._counts.update({"groups": 1, REJECTED: group.size})
                 message = "Dropped a group that cannot be trained on: %s (environment %s)."
                 self._warn_once(kind, message, rejection, label)
@@ -88,8 +88,8 @@ class Intake:
             if recent[-1] and len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
                 raise RolloutError(
                     f"Of the last {len(recent)} groups of environment {label}, {sum(recent)} had tokens that the "
-                    "model does not know: the environment's tokenizer is not the model's. Start the environment on "
-                    "the tokenizer of the trained model (`--env.tokenizer_name`)."
+                    f"model does not know ({reason}): the environment's tokenizer is not the model's. Start the "
+                    "environment on the tokenizer of the trained model (`--env.tokenizer_name`)."
                 )
         return rollouts
 
