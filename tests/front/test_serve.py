@@ -355,7 +355,7 @@ def test_what_a_trainer_gets_wrong_is_refused_with_the_reason(front, models, tmp
 def doomed(models, tmp_path) -> Iterator[tuple[Server, subprocess.Popen, list[psutil.Process], Path]]:
     """A front to be ended, outside of any guard; with every process behind it: the engine's guard comes first."""
     port, token, log = free_port(), uuid.uuid4().hex, tmp_path / "front.log"
-    server = Server(f"http://127.0.0.1:{port}", token, models[0], services=None)
+    server = Server(f"http://127.0.0.1:{port}", token, models[0])
     environment = {**os.environ, **ENVIRONMENT, TOKEN_VARIABLE: token}
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
