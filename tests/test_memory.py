@@ -101,6 +101,7 @@ def running(model, tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 @on_cpu
 @pytest.mark.server
 def test_the_servers_memory_is_within_a_tenth_of_the_estimate(running, model, tmp_path, monkeypatch):

@@ -214,6 +214,7 @@ def loop(services, tiny_model):
     return Loop(services, tiny_model)
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_killed_comes_back_and_the_api_forgets_the_dead_one(loop):
     loop.join()
     loop.start_environment("one", "--minimum", "0.5")
@@ -259,6 +260,7 @@ def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_wit
     assert loop.client.environment(0).env_weight == 1.0
 
 
+@pytest.mark.slow
 def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(loop, tmp_path, caplog):
     run = RunInfo(
         batch_size=4,
