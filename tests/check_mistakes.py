@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.check_desk import Desk
+from tests.server_process import free_port
 from trl_atropos.errors import ERROR, WARNING
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +161,17 @@ MISTAKES = {
         "--tensor-parallel-size 4 in `vllm_args`",
         "Lower it",
     ),
+    "two servers on the same GPU": Mistake(
+        lambda desk: desk.recipe(
+            start_vllm=True,
+            vllm_server_base_url=[f"http://127.0.0.1:{free_port()}" for _ in range(2)],
+            options=("--devices", "2"),
+            **GPU,
+        ),
+        "gpu-layout",
+        "2 servers x `--gpu-memory-utilization` 0.92 on one GPU",
+        "each with a `CUDA_VISIBLE_DEVICES` of its own",
+    ),
     "too little memory": Mistake(
         lambda desk: desk.recipe(start_vllm=True, options=("--device_memory_gb", "1"), gradient_checkpointing=False),
         "memory",
@@ -195,6 +207,24 @@ MISTAKES = {
         "or name the model",
         WARNING,
     ),
+    "another tokenizer of the server": Mistake(
+        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--tokenizer", desk.other_vocabulary()]),
+        "tokenizer",
+        "--tokenizer: {folder}/copy",
+        "Leave `--tokenizer` out",
+    ),
+    "no such chat template": Mistake(
+        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--chat-template", "my.jinja"]),
+        "chat-template",
+        "--chat-template my.jinja",
+        "Correct `--chat-template`",
+    ),
+    "sequences longer than the model": Mistake(
+        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--max-model-len", "512"]),
+        "model-length",
+        "--max-model-len 512, max_position_embeddings: 128",
+        "to 128 or less",
+    ),
     "sequences longer than the server": Mistake(
         lambda desk: desk.recipe(
             start_vllm=True,
@@ -204,6 +234,13 @@ MISTAKES = {
         "sequence-length",
         "max_sequence_length: 100, --max-model-len 64",
         "Lower `max_sequence_length`",
+    ),
+    "completions that leave no room for a prompt": Mistake(
+        lambda desk: desk.recipe(max_completion_length=128, max_sequence_length=128),
+        "completion-length",
+        "max_completion_length: 128, the longest rollout: 128",
+        "Lower `max_completion_length`",
+        WARNING,
     ),
     "an environment's sequences longer than the trainer's": Mistake(
         lambda desk: desk.recipe({"config": {"max_token_length": 128}}, max_sequence_length=100),
@@ -232,6 +269,12 @@ MISTAKES = {
         lambda desk: desk.recipe({"command": "{python} -u other.py serve"}),
         "environment-script",
         "other.py",
+        "Correct its `command` or `cwd`",
+    ),
+    "no such module": Mistake(
+        lambda desk: desk.recipe({"command": "{python} -u -m nowhere.environment serve"}),
+        "environment-script",
+        "nowhere.environment in ",
         "Correct its `command` or `cwd`",
     ),
     "a Python without Atropos": Mistake(

@@ -19,10 +19,11 @@ from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, stated_flags, values_of
-from trl_atropos.recipe import Recipe, parse, read_yaml
+from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
+from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 
+UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 GIB = 1 << 30
 
 
@@ -141,10 +142,16 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
     starts, (parts, flags) = recipe.services.start_vllm, parallel(recipe.vllm_flags())
     each_its_own = training.vllm_mode == "colocate" and servers > 1
+    share = number_of(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization")) or UTILIZATION
     for too_few, seen, fix in (
         (local > here, f"{local} processes of the trainer on a machine", "Launch with fewer `--num_processes`"),
         (starts and each_its_own and servers > here, f"{servers} servers, each on a GPU", "List fewer servers"),
         (starts and parts > (1 if each_its_own else here), f"{flags} in `vllm_args`", "Lower it"),
+        (
+            starts and not each_its_own and servers > 1 and share * servers > 1,
+            f"{servers} servers x `--gpu-memory-utilization` {share:g} on one GPU",
+            "Start them by hand with `trl-atropos serve`, each with a `CUDA_VISIBLE_DEVICES` of its own",
+        ),
     ):
         if too_few:
             fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB, Plan
+from trl_atropos.check.launch import GIB, UTILIZATION, Plan
 from trl_atropos.check.trace import GRADIENTS, Sizes, shadow_model, trace
 from trl_atropos.protocol import server_flags
 from trl_atropos.recipe import Recipe
@@ -23,7 +23,6 @@ from trl_atropos.weights.probe import drops_soft_cap
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).
 BATCH_DEFAULTS = ((160 << 30, 16384, 1024), (70 << 30, 8192, 1024), (0, 2048, 256))
 CPU_BATCH = (2048, 128)
-UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 PADDING = 64  # vLLM pads a vocabulary to a multiple of it (vllm `vocab_parallel_embedding.py`)
 # What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the libraries.
 TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}

@@ -9,19 +9,22 @@ import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from trl_atropos.check.launch import Launch, refused, requirements
 from trl_atropos.check.memory import Case
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, stated_flags
+from trl_atropos.protocol import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
+from trl_atropos.weights.probe import num_positions
 
 ANSWER = 5.0  # seconds
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 CONNECT = 1.0  # seconds; nobody there is no finding: services may be started later
 
 
@@ -61,6 +64,19 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
         what, seen = "The server samples shorter rollouts than the trainer is to take", f"--max-model-len {limit}"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
         yield Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
+    positions = num_positions(case.config)
+    if starts and case.max_model_len > positions and os.environ.get(LONGER, "0") != "1":
+        what = "The server is to take longer rollouts than the model was made for, and vLLM will not start"
+        seen = f"--max-model-len {case.max_model_len}, max_position_embeddings: {positions:.0f}"
+        yield Finding(
+            what, seen, f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less.", "model-length"
+        )
+    completion, default = recipe.training.max_completion_length, type(recipe.training).max_completion_length
+    if completion is not None and limit <= completion != default:
+        what = "Completions cannot become as long as `max_completion_length`, because prompts count too"
+        seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
+        fix = "Lower `max_completion_length`, or raise `--max-model-len` in `vllm_args`."
+        yield Finding(what, seen, fix, "completion-length", WARNING)
     for spec in recipe.environments:
         own = number_of(recipe.stated(spec).get("max_token_length"))
         if own and own > limit:
@@ -72,7 +88,14 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------- environments
 
 PYTHON_DEADLINE = 60.0  # seconds; a cold start from a network disk takes some
-PROBE = "import importlib.metadata as m, json; print(json.dumps({one.name: one.version for one in m.distributions()}))"
+PROBE = """import importlib.metadata, importlib.util, json, sys
+installed = {one.name: one.version for one in importlib.metadata.distributions()}
+try:
+    found = importlib.util.find_spec(sys.argv[1])
+except ImportError:
+    found = None
+print(json.dumps([installed, getattr(found, "origin", None)]))
+"""
 BROKEN = "tokenize_for_trainer("  # of Atropos, by transformers 5: its masks and token ids are garbage
 WITH_TOKENS = ("vllm", "sglang")  # server types that return token ids and log-probabilities
 DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
@@ -84,9 +107,16 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         if "python" in os.path.basename(command[0]):
             yield from _program(spec, command)
         yield from _servers(recipe, spec, command)
-        yield from _tokenizer(recipe, spec)
+        own = recipe.stated(spec).get("tokenizer_name")
+        yield from _tokenizer(recipe, f"Environment {spec.name!r}", own, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
     yield from _together(recipe)
+    flags = server_flags(recipe.vllm_flags())
+    yield from _tokenizer(recipe, "The server", flags.get("--tokenizer"), "--tokenizer", "`vllm_args`")
+    template = flags.get("--chat-template", "")
+    if template.endswith((".jinja", ".json", ".txt")) and not os.path.isfile(template):
+        fix = "Correct `--chat-template` in `vllm_args`."
+        yield Finding("The server's chat template is not there", f"--chat-template {template}", fix, "chat-template")
 
 
 def _of(spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level: str = ERROR) -> Finding:
@@ -94,12 +124,14 @@ def _of(spec: EnvironmentSpec, what: str, seen: str, fix: str, code: str, level:
 
 
 def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
-    """What is installed for a Python, and whether the script that it runs is there."""
+    """What is installed for a Python, and whether the script or module that it runs is there."""
     python, env = command[0], {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
     ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
+    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    script = next((word for word in command[1:] if word.endswith(".py")), "")
     try:
-        answer = subprocess.run([python, "-"], **ask, timeout=PYTHON_DEADLINE, check=True)
-        installed = json.loads(answer.stdout.splitlines()[-1])
+        answer = subprocess.run([python, "-", module or "json"], **ask, timeout=PYTHON_DEADLINE, check=True)
+        installed, origin = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         what = "its Python cannot be asked what is installed there"
         seen = f"{python}: {str(getattr(error, 'stderr', '') or error).strip().splitlines()[-1]}"
@@ -111,11 +143,12 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
         fix = f'Install it (`{python} -m pip install "atroposlib{wanted}"`), or name another `python` in its entry.'
         yield _of(spec, "its Python does not have the Atropos that it needs", seen, fix, "environment-atroposlib")
-    scripts = [word for word in command[1:] if word.endswith(".py") and "-m" not in command]
-    path = Path(spec.cwd or "", *scripts[:1])
-    if scripts and not path.is_file():
-        yield _of(spec, "there is no such script", str(path), "Correct its `command` or `cwd`.", "environment-script")
-    elif scripts and int(transformers.partition(".")[0]) >= 5 and BROKEN in path.read_text("utf-8", "replace"):
+    path = Path(origin or "") if module else Path(spec.cwd or "", script)
+    if (module or script) and not path.is_file():
+        seen = f"{module} in {python}" if module else str(path)
+        what = "there is no such module" if module else "there is no such script"
+        yield _of(spec, what, seen, "Correct its `command` or `cwd`.", "environment-script")
+    elif path.is_file() and int(transformers.partition(".")[0]) >= 5 and BROKEN in path.read_text("utf-8", "replace"):
         yield _of(
             spec,
             "`tokenize_for_trainer` makes garbage of its tokens with transformers 5",
@@ -163,18 +196,19 @@ def _vocabulary(name: str) -> dict[str, int] | None:
         return None
 
 
-def _tokenizer(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
-    name, model = str(recipe.stated(spec).get("tokenizer_name", "")), str(recipe.model.model_name_or_path)
-    if not name or os.path.realpath(name) == os.path.realpath(model):
+def _tokenizer(recipe: Recipe, who: str, name: Any, setting: str, place: str) -> Iterator[Finding]:
+    """Whether a tokenizer that the recipe names is the model's."""
+    model = str(recipe.model.model_name_or_path)
+    if name is None or os.path.realpath(str(name)) == os.path.realpath(model):
         return
-    ours, theirs = _vocabulary(model), _vocabulary(name)
+    ours, theirs = _vocabulary(model), _vocabulary(str(name))
     if ours is None or theirs is None:
-        what, level = "it tokenizes by another name than the run's model", WARNING
+        what, level = f"{who} tokenizes by another name than the run's model", WARNING
     else:
-        what, level = "it has another vocabulary, so that the same ids mean different text", ERROR
+        what, level = f"{who} has another vocabulary, so that the same ids mean different text", ERROR
     if ours is None or ours != theirs:
-        fix = "Leave `tokenizer_name` out of its entry, or name the model."
-        yield _of(spec, what, f"tokenizer_name: {name}, the run's model: {model}", fix, "tokenizer", level)
+        fix = f"Leave `{setting}` out of {place}, or name the model."
+        yield Finding(what, f"{setting}: {name}, the run's model: {model}", fix, "tokenizer", level)
 
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
