@@ -3,7 +3,7 @@
     process = TRAINER.fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
 
 does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a session of its own and
-with both outputs in `log`, 15 seconds of a CPU earlier. Each worker of pytest has one such process of each kind, from
+with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each worker of pytest has one such process of each kind, from
 the first call on. A program that reads the environment while it imports something sees that of the process that it
 is forked from: `Run` in `tests/launching.py` starts the main job, and with it a server, as a user does.
 """
@@ -26,8 +26,25 @@ with without_vllm():
     import trl_atropos.trainer, trl_atropos.recipe, transformers.models.qwen3.modeling_qwen3
 """
 VLLM = """
-import trl_atropos.server.control, trl_atropos.server.launch, vllm.entrypoints.openai.api_server
-import vllm.v1.engine.core_client
+import os, socket
+from multiprocessing import context
+import trl_atropos.server.control, trl_atropos.server.extension, trl_atropos.server.launch
+import vllm.entrypoints.openai.api_server, vllm.v1.engine.core_client
+
+class Engine(context.ForkProcess):
+    # vLLM spawns its engine, which imports all of this again. A fork must not keep the port of its parent.
+    def run(self):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            except OSError:  # is no socket
+                continue
+            if listens:
+                os.close(int(name))
+        super().run()
+
+context.SpawnContext.Process = Engine
 """
 PROGRAM = """
 import ctypes, gc, json, os, runpy, select, signal, sys

@@ -46,7 +46,8 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The process that holds the weights."""
-        (engine,) = [child for child in self.api.children() if "EngineCore" in " ".join(child.cmdline())]
+        children = self.api.children()
+        (engine,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
         return engine
 
     def control(self, method: str, route: str, body: dict | None = None, token: str | None = None):
