@@ -3,9 +3,9 @@
     process = TRAINER.fork(["-m", "tests.my_module", "one"], os.environ | {"RANK": "0"}, log)
 
 does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a session of its own and
-with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each worker of pytest has one such process of each kind, from
-the first call on. A program that reads the environment while it imports something sees that of the process that it
-is forked from: `Run` in `tests/launching.py` starts the main job, and with it a server, as a user does.
+with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each worker of pytest has one such process of
+each kind, from the first call on. A program that reads the environment while it imports something sees that of the
+process that it is forked from: `Run` in `tests/launching.py` starts the main job, and with it a server, as a user does.
 """
 
 import atexit
@@ -36,11 +36,11 @@ class Engine(context.ForkProcess):
     def run(self):
         for name in os.listdir("/proc/self/fd"):
             try:
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                with socket.socket(fileno=os.dup(int(name))) as inherited:
+                    family = inherited.family
             except OSError:  # is no socket
                 continue
-            if listens:
+            if family in (socket.AF_INET, socket.AF_INET6):  # bound, and about to be listened on
                 os.close(int(name))
         super().run()
 
