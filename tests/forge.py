@@ -5,7 +5,7 @@
 does what `subprocess.Popen([sys.executable, "-m", "tests.my_module", "one"], ...)` does, in a session of its own and
 with both outputs in `log`, 15 seconds of a CPU earlier (a server 25). Each worker of pytest has one such process of
 each kind, from the first call on. A program that reads the environment while it imports something sees that of the
-process that it is forked from: `Run` in `tests/launching.py` starts the main job, and with it a server, as a user does.
+process that it is forked from: `Run` in `tests/launching.py` starts the main job, with its server, as a user does.
 """
 
 import atexit
