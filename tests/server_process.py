@@ -18,7 +18,7 @@ import torch
 
 from tests.forge import SERVER
 from trl_atropos.protocol import TOKEN_VARIABLE
-from trl_atropos.services.guard import SharedFiles, end_service
+from trl_atropos.services.guard import SharedFiles, end_service, members
 from trl_atropos.services.manager import free_port
 
 MAX_MODEL_LEN = 512  # four KV blocks of the CPU backend
@@ -89,10 +89,10 @@ def running_server(
         while not _healthy(url):
             assert process.poll() is None and time.monotonic() < deadline, f"no server:\n{log.read_text()[-5000:]}"
             time.sleep(0.1)
-        shared.note([process.pid, *_descendants(process.pid)])
+        shared.note([process.pid, *members(process.pid)])
         yield Server(url, token, str(model), psutil.Process(process.pid), log)
     finally:
-        shared.note([process.pid, *_descendants(process.pid)])
+        shared.note([process.pid, *members(process.pid)])
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
             try:
@@ -113,13 +113,6 @@ def _start(command: list[str], environment: dict[str, str], log: Path) -> subpro
             stderr=file,
             start_new_session=True,
         )
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _healthy(url: str) -> bool:

@@ -439,7 +439,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
             self._log({f"health/{name}": value for name, value in measures.items()})
-        ranks.on_main(lambda: self._health.check(measures))
+        if self.args.stop_on_warnings:  # only then can it raise: else no rank waits for rank 0
+            ranks.on_main(lambda: self._health.check(measures))
+        elif self.accelerator.is_main_process:
+            self._health.check(measures)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of a training step. Backward is done here for all its micro-batches but the last."""
