@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -13,6 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEGAN] = time.monotonic()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Notes how long a whole tier took, for `make house`."""
+    config = session.config
+    chosen = config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
+    if config.option.markexpr and not chosen and not hasattr(config, "workerinput"):
+        config.cache.set(f"seconds/{config.option.markexpr}", time.monotonic() - config.stash[BEGAN])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """The shape of the package: how large it is, and which part may import which. `make house` prints the figures."""
 
 import ast
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
+# Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
+TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
 MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 14_500, 11, 79
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
@@ -148,6 +151,11 @@ def main() -> None:
     print(f"circles           {len(circles()):>6} {', '.join(circles())}".rstrip())
     print(f"arrows up         {len(arrows_up()):>6} {', '.join(arrows_up())}".rstrip())
     print(f"lines of tests    {lines_in(ROOT / 'tests'):>6}")
+    lasted = ROOT / ".pytest_cache/v" / "seconds"
+    for name, (tier, most) in TIERS.items():
+        path = lasted / tier
+        seconds = f"{json.loads(path.read_text()):.0f}" if path.exists() else "-"
+        print(f"{name:<17} {seconds:>6} seconds the last time (at most {most} on two idle cores)")
 
 
 if __name__ == "__main__":

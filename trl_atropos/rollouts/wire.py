@@ -192,7 +192,7 @@ def _checked(group: Group) -> ScoredGroup:
     size = len(group.tokens)
     if not size:
         raise RejectedGroup("tokens is empty: a group has at least 1 rollout")
-    tokens = [np.array(ids, dtype=np.int32) for ids in group.tokens]
+    tokens = [np.fromiter(ids, np.int32, len(ids)) for ids in group.tokens]
     teachers = _teachers(group, [len(ids) for ids in tokens])
     return ScoredGroup(
         tokens=tokens,
@@ -221,7 +221,7 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     """Which tokens the mask marks. An entry is -100, or the token itself."""
     _sized(f"masks[{i}]", mask, len(tokens), "tokens")
     try:
-        entries = np.array(mask, dtype=np.int32)
+        entries = np.fromiter(mask, np.int32, len(mask))
     except OverflowError:
         entries = np.array(mask, dtype=object)
     trained = entries != MASKED
