@@ -17,7 +17,7 @@ from tests.rollout_factory import Group, arguments, load_policy, make_group, rec
 from tests.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.metrics.health import FINE_AGAIN, SIGNALS, Health
+from trl_atropos.metrics.health import FINE_AGAIN, SIGNALS, Health, share_dropped
 from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.wire import MASKED
 
@@ -349,3 +349,8 @@ def test_thresholds_and_stops_are_understood_in_a_recipe_and_on_the_command_line
 )
 def test_the_line_of_a_step_shows_how_old_rollouts_are_and_that_some_were_dropped(logs, cells):
     assert format_line(7, 10, logs) == f"step  7/10  {cells}"
+
+
+def test_the_share_that_is_dropped_is_of_all_that_came():
+    metrics = {"rollouts/dropped_too_long": 1.0, "rollouts/dropped_stale": 2.0, "rollouts/waiting_rows": 5.0}
+    assert share_dropped(metrics, 9) == 0.25

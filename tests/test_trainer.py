@@ -294,6 +294,18 @@ def test_a_resumed_source_is_told_where_the_run_is_and_what_each_batch_is_traine
     assert handed_out == [(version, scores[batch]) for version, batch in polled]
 
 
+@pytest.mark.parametrize(("asked", "state"), [("true", {}), (None, None)])
+def test_a_run_that_finds_no_checkpoint_keeps_the_rollouts_only_if_it_was_to_resume(
+    tiny_model, tmp_path, asked, state
+):
+    source = Watched(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
+    config = AtroposGRPOConfig(
+        **arguments(tmp_path, replay_paths=["given"], max_steps=1, resume_from_checkpoint=asked)
+    )
+    AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source).train()
+    assert source.run.state == state
+
+
 def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is_due(tiny_model, tmp_path):
     class Pausing(NullPublisher):
         def begin(self, optimizer, policy_version):

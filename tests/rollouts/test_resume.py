@@ -322,6 +322,9 @@ def test_what_the_door_drops_is_in_the_books(api, open_source):
     api.deliver(malformed, long)
     assert scores(source, 1) == [4]
     assert books(source) == {"trained": 1, "dropped": {"rejected": 2, "too_long": 1}, "lost_with_api": 0}
+    api.deliver(malformed, long)
+    assert scores(source, 1) == [4]
+    assert books(source) == {"trained": 2, "dropped": {"rejected": 4, "too_long": 2}, "lost_with_api": 0}
 
 
 def test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept(api, open_source):

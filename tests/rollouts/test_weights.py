@@ -85,7 +85,7 @@ def test_the_shares_that_a_source_hands_out_hold_when_one_environment_is_slower(
     source = AtroposSource(restartable_api.url, enforce_environment_weights=True)
     source.start(RunInfo(BATCH, 64, 1.0, 0, 10**6, str(tmp_path), 0, "weights"))
     flags = [["--weight", "1", "--minimum", "0.25"], ["--weight", "3", "--minimum", "0.75"]]
-    flags[slow] += ["--seconds", "0.2"]
+    flags[slow] += ["--seconds", "0.1"]
     trained: Counter[int] = Counter()
     with environments(client, lambda: source.poll(BATCH, 0.2), tiny_model, *flags):
         while trained.total() < GROUPS * 2:

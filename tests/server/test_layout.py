@@ -5,7 +5,7 @@ import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server.extension import unloaded
-from trl_atropos.server.layout import move_to_arena, trace, unique_storages
+from trl_atropos.server.layout import ALIGNMENT, move_to_arena, trace, unique_storages
 from trl_atropos.tensors.shared_memory import allocate_arena
 
 CPU = torch.device("cpu")
@@ -206,6 +206,7 @@ def test_what_looks_into_a_parameter_moves_into_the_arena_with_it():
     assert torch.equal(model.view, torch.arange(12.0).view(4, 3).t())
     assert torch.equal(model.own, torch.ones(2)) and torch.equal(model.other, torch.zeros(5))
     assert len(unique_storages(model)) == 1
+    assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in model.parameters())
 
 
 def test_a_parameter_is_loaded_under_any_of_its_names():
