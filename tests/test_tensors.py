@@ -1,12 +1,14 @@
-"""Memory that two processes share: what is opened is what was meant, and nothing is written beyond it."""
+"""Memory that two processes share, and messages: what is opened is what was meant, what is packed is unpacked."""
 
 import os
 
 import pytest
 import torch
 
-from trl_atropos.tensors.channel import ChannelError, MemoryChannel
+from trl_atropos.tensors.channel import ChannelError, MemoryChannel, unpack
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
+from trl_atropos.weights.colocate import replace
+from trl_atropos.weights.full_weights import FullWeights
 
 
 def test_an_arena_is_opened_as_the_same_memory():
@@ -35,3 +37,27 @@ def test_a_message_that_does_not_fit_into_the_shared_buffer_is_refused():
     assert channel.staging(8).numel() == 8
     with pytest.raises(ChannelError, match="9 bytes do not fit into the shared buffer of 8"):
         channel.receive(9)
+
+
+@pytest.mark.parametrize("room", [600, 10_000])  # bytes of a message
+def test_tensors_of_any_size_are_unpacked_as_they_were_packed(room):
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.float64]
+    sent = {f"{n}": torch.arange(n * 7 + 3).to(dtype) for n, dtype in enumerate(dtypes)}
+    transfer = FullWeights(None, "memory")
+    transfer._room, transfer._channel = room, MemoryChannel(torch.zeros(room, dtype=torch.uint8))
+    received = {
+        spec.name: tensor.clone()
+        for specs, message in transfer._pack(iter(sent.items()))
+        for spec, tensor in zip(specs, unpack(message, specs), strict=True)
+    }
+    assert received.keys() == sent.keys()
+    assert all(received[name].dtype == tensor.dtype and received[name].equal(tensor) for name, tensor in sent.items())
+
+
+def test_a_view_with_swapped_strides_is_saved_as_a_contiguous_copy():
+    model = torch.nn.Linear(3, 5, bias=False)
+    memory = torch.arange(15.0).view(3, 5)
+    replace(model, {"weight": memory.t()})
+    saved = model.state_dict()["weight"]
+    assert saved.is_contiguous() and saved.equal(memory.t())
+    assert model.weight.data_ptr() == memory.data_ptr()

@@ -93,12 +93,13 @@ def test_a_mode_of_adapters_needs_an_adapter(lora_server, build, mode):
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_a_rank_above_the_servers_is_refused(lora_server, build, mode):
+@pytest.mark.parametrize("ranks", [{"r": 16}, {"r": 4, "rank_pattern": {"q_proj": 16}}])
+def test_a_rank_above_the_servers_is_refused(lora_server, build, mode, ranks):
     message = (
         r"rank is 16, the server's largest 8: start the server with `--max-lora-rank 16` or more, or lower `lora_r"
     )
     with pytest.raises(AttachError, match=message):
-        build(lora_server, mode, adapter(r=16))
+        build(lora_server, mode, adapter(**ranks))
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
