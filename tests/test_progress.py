@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
 from tests.rollout_factory import arguments, make_group, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.metrics.timing import PARTS, WAIT
-from trl_atropos.report.summary import LineCallback, format_postfix, show_lines
+from trl_atropos.report.summary import LineCallback, format_line, format_postfix, show_lines
 
 COLUMNS = 140
 CONTROL = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[[\d;]*m|([\r\n])")
@@ -199,3 +199,8 @@ def test_the_bar_names_the_bottleneck_if_there_is_one(waited, told):
     times = {f"time/{part}": 1.0 for part in PARTS} | {f"time/{WAIT}": waited}
     logs = {"reward": 0.5, "rollouts/staleness_mean": 1.0, "time/step": sum(times.values())} | times
     assert format_postfix(logs) == f"reward 0.500, stale 1.0{told}"
+
+
+def test_the_share_that_is_dropped_is_shown_when_there_is_one():
+    assert format_line(1, 9, {"reward": 0.0, "health/dropped": 0.0}) == "step 1/9  reward 0.000"
+    assert format_line(1, 9, {"reward": 0.0, "health/dropped": 0.25}) == "step 1/9  reward 0.000  dropped 25%"

@@ -141,6 +141,7 @@ def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_ca
     shares.note({0, 1})
     rows = [row for _ in range(50) for env_id in (0, 1) for row in rows_of(env_id, 1, intake)]
     assert all(shares.admits(row) for row in rows)
+    assert not all(shares.admits(row) for row in rows_of(0, 20, intake))  # from now on, it has a share
 
 
 def test_rows_of_an_environment_that_the_api_does_not_know_are_admitted(api, shares):
