@@ -3,6 +3,7 @@
 Measured on the CPU, from the kernel's accounts of the processes. There is no figure of a GPU.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -251,6 +252,29 @@ def test_sharded_trainers_have_their_part(name, divided, large, tmp_path):
     assert found.trainer.items["weights"] == weights // (8 if divided else 1)
     assert found.trainer.items["optimizer state"] == (4 if name != "fsdp2" else 2) * weights // 8
     assert found.total == found.trainer.total  # the server has devices of its own
+
+
+def test_a_launch_file_tells_what_is_in_host_memory(large, tmp_path):
+    offloaded = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
+    content = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": offloaded}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
+    launch = str(tmp_path / "launch.yaml")
+    plan = on_gpus(tmp_path, large, vllm_mode="server", dtype="bfloat16", launch=launch).case.plan
+    assert (plan.sharding, plan.offloads, plan.offloads_weights) == ("zero2", True, False)
+
+
+def test_the_processes_of_a_machine_without_gpus_share_its_memory(large, tmp_path):
+    found = on_gpus(tmp_path, large)
+    plan = dataclasses.replace(found.case.plan, device="cpu", processes=3)
+    shared = dataclasses.replace(found, case=dataclasses.replace(found.case, plan=plan), server=None)
+    assert shared.total == 3 * found.trainer.total
+
+
+def test_a_server_on_a_gpu_serves_a_float32_checkpoint_in_16_bits(large, tmp_path):
+    fields = json.loads((Path(large) / "config.json").read_text())
+    (tmp_path / "float32").mkdir()
+    (tmp_path / "float32/config.json").write_text(json.dumps(fields | {"dtype": "float32"}))
+    assert on_gpus(tmp_path, tmp_path / "float32", vllm_mode="server").server.items["weights"] == 2 * PARAMETERS
 
 
 # ------------------------------------------------------------------------------------------------- what does not fit
