@@ -22,7 +22,7 @@ commands:
   accelerate launch --config_file configs/accelerate/cpu.yaml -m trl_atropos.train --config recipes/NAME/X.yaml
   python -m trl_atropos.train --help
 
-Exit codes: 0 when all is well, 1 after an error or with findings of `check`, 2 after wrong use, 130 after Ctrl-C.
+Exit codes: 0 when all is well, 1 after an error or when `check` finds one, 2 after wrong use, 130 after Ctrl-C.
 """
 
 

@@ -103,8 +103,9 @@ class AtroposGRPOConfig(GRPOConfig):
     Every argument of [`trl.GRPOConfig`] and [`transformers.TrainingArguments`] may be used. Those that describe
     generation (`top_p`, ...) have no effect, because the environments generate; a warning names those that were set.
 
-    A *publish* gives the weights of the trainer to the vLLM server. The *policy version* is the number of publishes so
-    far; the *staleness* of a rollout is the version that it is trained at minus the oldest version that sampled it.
+    A *publish* gives the weights of the trainer to the vLLM server. The *policy version* of weights is the number of
+    optimizer steps that made them; the *staleness* of a rollout is the version that it is trained at minus the oldest
+    version that sampled it.
 
     Parameters:
         > Server and weights
