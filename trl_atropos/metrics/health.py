@@ -90,8 +90,9 @@ TEXTS = {
     "tokens_corrected": "{value:.0%} of the trained tokens are truncated or masked by the correction for the sampler. "
     "Use fresher rollouts (`max_staleness`), a token level `vllm_importance_sampling_mode`, or a wider "
     "`vllm_importance_sampling_clip_max`.",
-    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. Add "
-    "`--env.max_batches_offpolicy 1` to the environments' commands, and keep `prefetch_batches` at 0.",
+    "stale": "Rollouts are {value:.1f} generation batches old when they are trained on. If this run has just resumed "
+    "from an earlier checkpoint, they are left over from the abandoned steps. Else lower the environments' "
+    "`max_batches_offpolicy` to 1, and keep `prefetch_batches` at 0.",
     "unknown_version": "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so "
     "that their staleness is not limited. Sample from this run's server through a managed server "
     "(`--openai.server_type vllm`), and send `inference_logprobs`.",
