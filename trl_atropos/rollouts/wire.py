@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -109,7 +109,7 @@ class ScoredGroup:
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
 # How atroposlib 0.4 writes a reply.
-HEAD, BETWEEN, TAIL = b'{"batch":[', b'},{"tokens":', b"]}"
+HEAD, NEXT, TAIL = b'{"batch":[', b',{"tokens":', b"]}"
 UNREADABLE = "unreadable"
 
 
@@ -121,10 +121,7 @@ def decode_reply(body: bytes) -> BatchReply:
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
         # Reading group by group takes much less memory. If the cuts are wrong, some part is not JSON by itself.
-        cuts = [len(HEAD) - 1]
-        while (found := body.find(BETWEEN, cuts[-1] + 1)) > 0:
-            cuts.append(found + 1)
-        cuts.append(len(body) - len(TAIL))
+        cuts = [len(HEAD) - 1, *_ends_of_groups(body), len(body) - len(TAIL)]
         groups = [read_group(body[before + 1 : after]) for before, after in pairwise(cuts)]
         if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
             return BatchReply(groups)
@@ -135,6 +132,15 @@ def decode_reply(body: bytes) -> BatchReply:
             raise ValueError(str(error)) from error
         return BatchReply(groups)
     return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
+
+
+def _ends_of_groups(body: bytes) -> Iterator[int]:
+    """Where a group ends that another follows. Looks for one character: `find` is several times slower with more."""
+    end = body.find(b"}") + 1
+    while end:
+        if body.startswith(NEXT, end):
+            yield end
+        end = body.find(b"}", end) + 1
 
 
 def read_group(raw: object) -> ScoredGroup | RejectedGroup:
@@ -248,6 +254,8 @@ def _per_token(name: str, value: Any, tokens: list[np.ndarray], check: Check) ->
 def _floats(entries: list) -> np.ndarray:
     """float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever its sign."""
     try:
+        with suppress(TypeError):  # of a null; where there is none, this is faster
+            return np.fromiter(entries, np.float64, len(entries))
         return np.array(entries, dtype=np.float64)
     except OverflowError:
         return np.array([math.inf if e is not None and abs(e) > FLOAT32_MAX else e for e in entries], np.float64)
