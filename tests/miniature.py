@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tests.forge import FORKED_ENGINES
 from tests.launching import Run, free_urls
 from tests.server_process import ENVIRONMENT
 from tests.sharded import _allow_on_cpu
@@ -58,7 +59,7 @@ def miniature(
     here = dict(zip(urls[:PROCESSES], free_urls(min(PROCESSES, len(urls))), strict=True))
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(_shrink(settings, here, environment)))
-    run = Run(folder / "run", model, env=ENVIRONMENT, recipe=str(path))
+    run = Run(folder / "run", model, env=ENVIRONMENT | FORKED_ENGINES, recipe=str(path))
     with Services(folder / "servers") as services:
         for words in commands(recipe):
             if words[0] != "export" and "serve" in words:
@@ -91,7 +92,8 @@ def _serve(services: Services, words: list[str], model: Path, urls: list[str], t
     for index, url in enumerate(urls):
         command = [sys.executable, "-m", "trl_atropos.cli", "serve", str(model), *stated]
         command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-        services.start(f"vllm-{index}", command, env=ENVIRONMENT | {TOKEN_VARIABLE: token}, health_url=f"{url}/health")
+        env = ENVIRONMENT | FORKED_ENGINES | {TOKEN_VARIABLE: token}
+        services.start(f"vllm-{index}", command, env=env, health_url=f"{url}/health")
     for index in range(len(urls)):
         services.wait_healthy(f"vllm-{index}", STARTS_IN)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.weights import _rows_of, build_parser, table
+from tests.forge import FORKED_ENGINES
 from trl_atropos.weights.probe import Tolerance
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 
 def bench(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess:
-    environment = os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
+    environment = os.environ | FORKED_ENGINES | ({} if folder is None else {"TMPDIR": str(folder)})
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE)
 
 

@@ -86,6 +86,7 @@ def measured(model, tiny_model, tmp_path_factory) -> dict[str, int]:
     return {line["name"]: line["bytes"] for line in lines}
 
 
+@pytest.mark.full  # a measurement; the tests below see what the estimate is made of
 @pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("name", CASES)

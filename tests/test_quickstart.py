@@ -12,12 +12,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT, Run, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow(200)]
 QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())
 TWO_TURNS = (
     "{python} tests/two_turn_environment.py serve --slurm false --env.rollout_server_url {atropos_url} "
@@ -32,7 +33,8 @@ def train(folder: Path, **changes) -> str:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**QUICKSTART, **changes}))
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own folders are too long for sockets
-        with Run(folder / "run", folder / "model", recipe=str(path), env={"TMPDIR": short}) as run:
+        env = {"TMPDIR": short} | (FORKED_ENGINES if changes else {})
+        with Run(folder / "run", folder / "model", recipe=str(path), env=env) as run:
             run.child.wait(900)
             left = run.shared_files()
         # Torch's cache of compiled kernels is kept, one for all runs.

@@ -399,6 +399,7 @@ SEEN_ELSEWHERE = (
         f"recipes/gsm8k/{name}.yaml"
         for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
     ),
+    "recipes/own_environment/cpu.yaml",  # the quickstart's, with another environment, which `tool_use` is too
     "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
 )
 

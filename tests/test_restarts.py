@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forge import FORKED_ENGINES
 from tests.launching import Run, make_model
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
@@ -307,12 +308,13 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
 # -------------------------------------------------------------------------------------------------------- the main job
 
 
+@pytest.mark.full  # whose parts are above, and in `rollouts/test_source_faults.py`
 @pytest.mark.slow
 @pytest.mark.server
 def test_a_run_survives_the_death_of_its_api_which_takes_the_environment_with_it(tmp_path):
     model = make_model(tmp_path / "model")
     flags = ("--max_steps", "100000", "--per_device_train_batch_size", "16", "--rollout_timeout", "120")
-    with Run(tmp_path / "out", model, flags=flags) as run:
+    with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:
 
         def trains_beyond(step: int) -> None:
             run.until(lambda: run.info().get("policy_version", 0) > step, f"step {step}")

@@ -28,8 +28,8 @@ import requests
 import yaml
 
 from recipes.quickstart.make_model import byte_tokenizer, make_model
-from tests.forge import TRAINER
-from tests.server_process import ENVIRONMENT as SERVER_ENVIRONMENT
+from tests import server_process
+from tests.forge import FORKED_ENGINES, TRAINER
 from tests.server_process import free_port
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.protocol import TOKEN_VARIABLE
@@ -37,6 +37,7 @@ from trl_atropos.recipe import PARTS, RecipeError, _check_keys, check_files, par
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "{python} recipes/quickstart/environment.py serve --slurm false"
+SERVER_ENVIRONMENT = server_process.ENVIRONMENT | FORKED_ENGINES
 TOKEN = "the-token-of-the-shared-server"
 MARKER = "TRL_ATROPOS_TEST_WRONG_INPUTS"
 PATIENCE = 240.0  # seconds for one run on a machine that is busy with other things
@@ -551,7 +552,7 @@ def test_a_command_that_cannot_start(argv, fragments, desk):
     assert_told(desk.launch(*argv), *fragments)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `tests/weights/test_architectures.py` has the family, with a server alone
 def test_an_architecture_whose_weights_vllm_reorders(desk):
     """It runs all the same, with a second copy of the weights, and says so; what is missing is the Atropos API."""
     flags = desk.recipe(

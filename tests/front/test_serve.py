@@ -22,6 +22,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.forge import FORKED_ENGINES
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
 from trl_atropos.services.manager import Services, port_of
@@ -57,7 +58,7 @@ def front(models, tmp_path_factory) -> Iterator[Server]:
     port, token = free_port(), uuid.uuid4().hex
     url = f"http://127.0.0.1:{port}"
     with Services(tmp_path_factory.mktemp("front_logs")) as services:
-        environment = {**ENVIRONMENT, TOKEN_VARIABLE: token}
+        environment = {**ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
         services.start("front", front_command(models[0], port), env=environment, health_url=f"{url}/health")
         services.wait_healthy("front", START_WITHIN)
         (api,) = psutil.Process(services.running()[0].guard.pid).children()
@@ -356,7 +357,7 @@ def doomed(models, tmp_path) -> Iterator[tuple[Server, subprocess.Popen, list[ps
     """A front to be ended, outside of any guard; with every process behind it: the engine's guard comes first."""
     port, token, log = free_port(), uuid.uuid4().hex, tmp_path / "front.log"
     server = Server(f"http://127.0.0.1:{port}", token, models[0])
-    environment = {**os.environ, **ENVIRONMENT, TOKEN_VARIABLE: token}
+    environment = {**os.environ, **ENVIRONMENT, **FORKED_ENGINES, TOKEN_VARIABLE: token}
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
             front_command(models[0], port), env=environment, stderr=stderr, stdout=stderr, start_new_session=True

@@ -77,7 +77,7 @@ def test_the_api_does_not_heed_weights_and_the_trained_shares_do(restartable_api
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_the_shares_that_a_source_hands_out_hold_when_one_environment_is_slower(
     slow, restartable_api, tiny_model, tmp_path
 ):

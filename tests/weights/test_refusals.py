@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from tests.weights import trainers
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import AttachError, ProbeError, ServerError
-from trl_atropos.protocol import ADAPTER_MODES
+from trl_atropos.protocol import ADAPTER_MODES, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
+from trl_atropos.weights.transfer import choose_transport
 
 pytestmark = pytest.mark.server
 
@@ -211,6 +213,20 @@ def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build)
 def test_nccl_without_gpus_is_refused(lora_server, build, mode):
     with pytest.raises(AttachError, match=r"`weight_transport: nccl` goes from GPU to GPU.*CPU: set it to auto"):
         build(lora_server, mode, adapter(mode), transport="nccl")
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "device", "told"),
+    [
+        ("memory", "another", "cpu", "shares memory, but a server runs on another machine"),
+        ("auto", "here", "cuda", "weights go from GPU to GPU or from CPU to CPU"),
+    ],
+)
+def test_weights_cannot_go_where_nothing_leads(asked, machine, device, told):
+    infos = [SimpleNamespace(machine=machine_id(), device="cpu", device_uuids=()) for _ in range(2)]
+    infos[1].device, infos[1].machine = device, machine_id() if machine == "here" else machine
+    with pytest.raises(AttachError, match=told):
+        choose_transport(asked, SimpleNamespace(infos=infos), torch.device("cpu"))
 
 
 @pytest.mark.slow
