@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError:  # its library needs a compiler to be installed
     REASONING_GYM = None
 
-STEPS = 120
+STEPS = 80
 NUMBERS = (2, 4)  # that it has learned to answer with
 GCD = "Find the Greatest Common Divisor (GCD) of these numbers: {}, {}. Give only the GCD as your final answer."
 GOODS = 4  # on its shopping lists

@@ -29,7 +29,7 @@ def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
     """The result as printed, the file that it was written to, and the folder that the models were made in."""
     folder = tmp_path_factory.mktemp("bench")
     output = tmp_path_factory.mktemp("output") / "result.json"
-    grid = ["--modes", "colocate,nccl_lora", "--params", "1M", "--ranks", "8,16", "--repeats", "3"]
+    grid = ["--modes", "colocate,nccl_lora", "--params", "1M", "--ranks", "8", "--repeats", "3"]
     done = bench("weights", *grid, "--json", "--output", str(output), folder=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout), output, folder
@@ -39,7 +39,7 @@ def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
 @pytest.mark.server
 def test_every_configuration_has_a_row_with_all_numbers(measured):
     rows = measured[0]["rows"]
-    assert [(row["mode"], row["rank"]) for row in rows] == [("colocate", None), ("nccl_lora", 8), ("nccl_lora", 16)]
+    assert [(row["mode"], row["rank"]) for row in rows] == [("colocate", None), ("nccl_lora", 8)]
     for row in rows:
         assert abs(row["params"] - 1e6) < 1e5
         assert all(row[name] >= 0 for name in PHASES)
@@ -49,14 +49,13 @@ def test_every_configuration_has_a_row_with_all_numbers(measured):
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_colocate_moves_nothing_and_an_adapter_as_many_bytes_as_it_has(measured):
-    colocate, small, large = measured[0]["rows"]
+def test_colocate_moves_nothing_and_an_adapter_is_compared_with_a_bare_copy(measured):
+    colocate, adapter = measured[0]["rows"]
     assert (colocate["bytes"], colocate["floor_ms"], colocate["ratio"], colocate["transport"]) == (0, 0, None, None)
-    assert large["bytes"] == 2 * small["bytes"] > 0
-    for row in (small, large):
-        assert row["ratio"] == row["publish_ms"] / row["floor_ms"]
-        assert row["transport"] in ("gloo", "memory")
-        assert measured[0]["header"]["link_gb_per_s"][row["transport"]] > 0
+    assert adapter["bytes"] > 0 and adapter["bytes"] % (4 * 8) == 0  # float32, and the rank
+    assert adapter["ratio"] == adapter["publish_ms"] / adapter["floor_ms"]
+    assert adapter["transport"] in ("gloo", "memory")
+    assert measured[0]["header"]["link_gb_per_s"][adapter["transport"]] > 0
 
 
 @pytest.mark.slow

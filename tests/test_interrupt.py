@@ -81,8 +81,9 @@ def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
         assert all("/accelerate" in first_line for first_line in tracebacks)
 
 
+@pytest.mark.full  # as `test_services.py` and `test_wrong_inputs.py` see it
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["vllm", pytest.param("environment-quickstart", marks=pytest.mark.full)])
+@pytest.mark.parametrize("service", ["vllm", "environment-quickstart"])
 def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model, tmp_path):
     flags = ("--max_steps", "100000", "--restart_environments", "0")
     with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:

@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -28,7 +30,9 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
         command += ["--remote-debugging-port=0", f"--user-data-dir={self._profile.name}", "about:blank"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         told, deadline = Path(self._profile.name, "DevToolsActivePort"), time.monotonic() + STARTS_WITHIN
         while not (told.exists() and told.read_text().count("\n")):
             assert self._process.poll() is None, f"{program} ended with {self._process.returncode}"
@@ -41,7 +45,7 @@ class Browser:
             return Page(json.load(answer)["webSocketDebuggerUrl"])
 
     def close(self) -> None:
-        self._process.terminate()
+        os.killpg(self._process.pid, signal.SIGTERM)  # Debian's `chromium` is a script that starts it
         self._process.wait(ANSWERS_WITHIN)
         self._profile.cleanup()
 

@@ -66,6 +66,7 @@ def shares_of(trainer: BareTrainer, groups: int) -> tuple[float, float, int]:
     return delivered[1] / delivered.total(), trained[1] / trained.total(), dropped
 
 
+@pytest.mark.full  # the next test sees what is trained
 @pytest.mark.slow
 def test_the_api_does_not_heed_weights_and_the_trained_shares_do(restartable_api, tiny_model):
     trainer = BareTrainer(restartable_api.url, BATCH)

@@ -147,9 +147,10 @@ def test_only_one_trainer_holds_the_server(server, client):
 # ------------------------------------------------------------------------------------------------ what a pause holds
 
 
-def complete(server: Server) -> requests.Response:
-    body = {"model": "any", "prompt": "abc=", "max_tokens": 2}
-    return requests.post(f"{server.url}/v1/completions", json=body, timeout=60)
+def complete(server: Server, stream: bool) -> requests.Response:
+    """A streamed reply is returned as soon as it has begun."""
+    body = {"model": "any", "prompt": "abc=", "max_tokens": 2, "stream": stream}
+    return requests.post(f"{server.url}/v1/completions", json=body, stream=stream, timeout=60)
 
 
 def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(server, client):
@@ -158,16 +159,16 @@ def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(se
     client.pause()
     with ThreadPoolExecutor() as pool:
         held = pool.submit(server.generate, prompt="abc=", n=64, max_tokens=200, ignore_eos=True)
-        through_openai = pool.submit(complete, server)
+        through_openai = [pool.submit(complete, server, stream) for stream in (False, True)]
         time.sleep(0.5)
-        answered = held.done() or through_openai.done()
+        answered = any(one.done() for one in (held, *through_openai))
         client.resume(version + 1)
         oldest, in_flight = client.info().oldest_version_in_flight, not held.done()
         assert not answered
         assert in_flight, "the request was too short to be seen in flight"
         assert oldest == version + 1
         assert held.result().headers["x-policy-version"] == f"{version + 1}-{version + 1}"
-        assert through_openai.result().status_code == 200
+        assert [one.result().status_code for one in through_openai] == [200, 200]
 
 
 def test_the_server_says_which_version_the_oldest_request_began_with(server, client):

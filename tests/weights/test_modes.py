@@ -1,4 +1,4 @@
-"""Every way in which weights reach a server, against a real server, the real Atropos API and a real environment."""
+"""Every way in which weights reach a server, against a real server."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ from tests.weights.watched import (
     score,
     wait_for_requests,
 )
-from trl_atropos import AtroposSource
+from trl_atropos import AtroposSource, ReplaySource, RolloutSource
 from trl_atropos.services.manager import Services
 from trl_atropos.weights.publisher import NullPublisher
 
@@ -65,6 +65,16 @@ class FewBatches(AtroposSource):
 
 
 @contextmanager
+def rollouts(live: Live, folder: Path) -> Iterator[RolloutSource]:
+    """From a real environment where it can tell most: on a server that shares its memory. Else recorded ones."""
+    if FULL or live.mode.vllm_mode == "colocate":
+        with environment(live, folder) as atropos:
+            yield FewBatches(atropos)
+    else:
+        yield ReplaySource(live.recording, loop=True)
+
+
+@contextmanager
 def environment(live: Live, folder: Path) -> Iterator[str]:
     """The quickstart's environment, sampling from the server. Yields the URL of its Atropos API."""
     (atropos,) = free_urls(1)
@@ -94,14 +104,14 @@ def test_server_and_trainer_agree_after_every_publish_and_no_request_in_flight_f
     # float32 rounds off more than the tolerance.
     settings = {"max_steps": PUBLISHES, "learning_rate": 2e-3 if live.mode.lora else 5e-4, "temperature": 1.0}
     settings |= {
-        "per_device_train_batch_size": 64,
+        "per_device_train_batch_size": 32,
         "loss_type": "dr_grpo",
         "lr_scheduler_type": "constant",
         "logging_steps": 25,
         "rollout_timeout": 120,
     }
-    with environment(live, tmp_path) as atropos, live.trainer(publisher, **settings) as trainer:
-        trainer.rollout_source = FewBatches(atropos)
+    with rollouts(live, tmp_path) as source, live.trainer(publisher, **settings) as trainer:
+        trainer.rollout_source = source
         with Clients(live.server) as clients:
             trainer.train()
         sampled = [request for request in clients.requests if request.sampled is not None]

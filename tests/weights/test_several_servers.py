@@ -80,28 +80,37 @@ def test_full_weights_take_the_place_of_a_former_trainers_adapter(two_servers, r
     train(two_servers, "server", False, recording, tmp_path)
 
 
+@pytest.mark.full  # `test_one_memory_is_no_way_to_two_workers_...` sends both, too
 @pytest.mark.parametrize(("mode", "adapted"), [("server", True), ("nccl_lora", True)])
 def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, recording, tmp_path):
     publisher = train([two_workers], mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
 
 
-@pytest.mark.parametrize(("mode", "adapted"), [("server", False), ("nccl_lora", True)])
+@pytest.mark.parametrize(
+    ("mode", "adapted"), [pytest.param("server", False, marks=pytest.mark.full), ("nccl_lora", True)]
+)
 def test_weights_reach_both_copies_of_a_server(two_copies, mode, adapted, recording, tmp_path):
-    before = sampled_by_engine(two_copies)
-    publisher = train([two_copies], mode, adapted, recording, tmp_path)
+    publisher = train_both(two_copies, mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
-    after = sampled_by_engine(two_copies)
-    assert len(after) == 2
-    assert all(after[engine] > before[engine] for engine in after)
 
 
 def test_the_memory_of_one_copy_is_no_way_to_the_other(two_copies, recording, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        publisher = train([two_copies], "colocate", False, recording, tmp_path)
+        publisher = train_both(two_copies, "colocate", False, recording, tmp_path)
     assert type(publisher.transfer).__name__ == "FullWeights"
     assert not publisher.transfer.in_place
     assert "it has 2 copies of the model" in caplog.text
+
+
+def train_both(server: Server, mode: str, adapted: bool, recording: str, folder: Path) -> ServerPublisher:
+    """As `train`. Both engines of the server must have sampled."""
+    before = sampled_by_engine(server)
+    publisher = train([server], mode, adapted, recording, folder)
+    after = sampled_by_engine(server)
+    assert len(after) == 2
+    assert all(after[engine] > before[engine] for engine in after)
+    return publisher
 
 
 def sampled_by_engine(server: Server) -> dict[str, float]:

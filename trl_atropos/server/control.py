@@ -96,7 +96,7 @@ class Control(ControlPlane):
             if path == "/generate" and posts:
                 return await self.sampling.generate(request, self.refusals.watched(send))
             if path in OPENAI_ROUTES and posts:
-                await self.until_open()  # the engine client waits, too, but vLLM would hide its reason
+                await self.until_open()  # the engine client waits, too, but a stream would begin with 200
                 return await self.app(scope, receive, self.refusals.watched(send))
             if ADAPTER_ROUTES.search(path) and not self.has_token(request):
                 return await error(401, NEEDS_TOKEN)(scope, receive, send)
