@@ -359,6 +359,22 @@ def test_flags_of_the_server_may_come_in_one_word_each_or_quoted_with_their_valu
     assert parse([*recipe, "--overlay", str(path)]).vllm_flags() == flags
 
 
+@pytest.mark.parametrize(
+    ("rank", "stated", "flags"),
+    [
+        (8, [], ["--enable-lora", "--max-lora-rank", "8"]),
+        (12, [], ["--enable-lora", "--max-lora-rank", "16"]),  # vLLM takes some ranks only
+        (12, ["--max-lora-rank", "64"], ["--max-lora-rank", "64", "--enable-lora"]),
+    ],
+)
+def test_the_server_is_started_for_adapters_of_the_runs_rank(rank, stated, flags, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "adapter.yaml"
+    path.write_text(yaml.safe_dump({"use_peft": True, "lora_r": rank, "vllm_args": stated}))
+    recipe = ["--config", "recipes/tool_use/colocate.yaml", "--model_name_or_path", str(tiny_model)]
+    assert parse([*recipe, "--overlay", str(path)]).vllm_flags() == flags
+
+
 # --------------------------------------------------------------------------------------------- three steps of each
 
 
