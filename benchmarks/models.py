@@ -19,6 +19,16 @@ PRESETS = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "1.7B": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
     "8B": {
         "vocab_size": 151936,
         "hidden_size": 4096,

@@ -22,11 +22,12 @@ second is measured, and the first one's loss is compared. Times are medians of t
 
   shape       spread: lengths of completions are log-normal; equal: all of them are as long
   trainer     trl: TRL's GRPOTrainer; rows: ours, with a fixed number of rows per micro-batch; tokens: ours, with
-              `max_tokens_per_micro_batch`
+              `max_tokens_per_micro_batch`; packed_loop: no trainer but a plain loop without padding, on GPUs with
+              compiled layers: about what this model and machine can do
   padding     tokens that the training pass works on, for each useful one
   tokens/s    useful ones; one counts once, however many passes it goes through
   speed-up    over TRL on that shape
-  loss        of the first step; all trainers must have the same
+  loss        of the first step; all trainers must have the same (the plain loop has none)
   pass ms     of the step: the forward and backward that train, without the passes before and the optimizer
   TFLOP/s     of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
   MFU         that, as a share of the GPU's peak in bfloat16, where that is known
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         config_fields(options.params)
     except ValueError as error:
         parser.error(f"--params: {error}")
-    for name, known in (("shapes", ("spread", "equal")), ("trainers", ("trl", "rows", "tokens"))):
+    for name, known in (("shapes", ("spread", "equal")), ("trainers", ("trl", "rows", "tokens", "packed_loop"))):
         chosen = getattr(options, name).split(",")
         setattr(options, name, chosen)
         if not set(chosen) <= set(known):
@@ -130,11 +131,11 @@ def table(result: dict) -> str:
         return "-" if value is None else format(value, form)
 
     lines = [" ".join(f"{name}={value}" for name, value in result["header"].items()), ""]
-    lines.append("shape   trainer  padding  step ms  tokens/s  speed-up        loss  pass ms  TFLOP/s   MFU")
+    lines.append("shape   trainer     padding  step ms  tokens/s  speed-up        loss  pass ms  TFLOP/s   MFU")
     for row in result["rows"]:
         lines.append(
-            f"{row['shape']:<7} {row['trainer']:<7} {row['padding']:8.2f} {row['step_ms']:8.0f} "
-            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} {row['loss']:11.6f} "
+            f"{row['shape']:<7} {row['trainer']:<11} {row['padding']:7.2f} {row['step_ms']:8.0f} "
+            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} {shown(row['loss'], '.6f'):>11} "
             f"{row['pass_ms']:8.0f} {row['tflops_per_s']:8.3f} {shown(row['mfu'], '.1%'):>5}"
         )
     lines += ["", f"tokens of the slowest of {result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches"]

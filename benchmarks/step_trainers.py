@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.models import dtype, make_model
+from benchmarks.packed_loop import PackedLoop
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
@@ -25,6 +26,7 @@ from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks
 GROUP_SIZE = 2
+PACKED_LOOP = "packed_loop"  # is no trainer
 VOCABULARY = 256
 
 
@@ -161,12 +163,10 @@ def _make_trainer(
 ) -> GRPOTrainer:
     settings = _settings(folder, name, rows, options)
     if name != "trl":
-        usual = options.micro_batch * (options.prompt + options.median)
-        budget = options.max_tokens or max(usual, *_lengths(rows))
         config = AtroposGRPOConfig(
             **settings,
             replay_paths=["given as rollout_source"],
-            max_tokens_per_micro_batch=budget if name == "tokens" else None,
+            max_tokens_per_micro_batch=_budget(rows, options) if name == "tokens" else None,
             master_weights=False,  # TRL has none
         )
         return AtroposGRPOTrainer(str(model), args=config, rollout_source=OneBatch(rows))
@@ -194,20 +194,51 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
     loss, size = {}, 0
     for _ in range(options.rounds):
         for name in options.trainers:
-            trainer, clock = _make_trainer(name, model, folder, rows, options), StepTime()
-            trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(clock)
-            clock.watch(trainer.model)
-            trainer.train()
+            train = _run_loop if name == PACKED_LOOP else _run_trainer
+            clock, loss[name], size = train(name, model, folder, rows, options)
             clocks[name].append(clock)
-            loss[name] = trainer.state.log_history[0]["loss"]
-            size = sum(parameter.numel() for parameter in trainer.model.parameters())
-            del trainer
-            gc.collect()  # its cycles hold the model's memory, which the next one needs
+            gc.collect()  # cycles hold the model's memory, which the next one needs
     return [_result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size) for name in options.trainers]
 
 
-def _result(shape: str, name: str, clocks: list[StepTime], useful: int, loss: float, size: int) -> dict[str, Any]:
+def _run_trainer(
+    name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
+) -> tuple[StepTime, float, int]:
+    """The times of the second step, the loss of the first, and the number of parameters."""
+    trainer, clock = _make_trainer(name, model, folder, rows, options), StepTime()
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    clock.watch(trainer.model)
+    trainer.train()
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return clock, trainer.state.log_history[0]["loss"], size
+
+
+def _run_loop(
+    name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
+) -> tuple[StepTime, None, int]:
+    """As `_run_trainer`. The loop has no loss to compare."""
+    loop, clock = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing), StepTime()
+    for _ in range(2):
+        began = _now()
+        scored = loop.score()
+        pass_began = _now()
+        loop.train(scored)
+        clock.training_pass = _now() - pass_began
+        loop.step()
+        clock.step = _now() - began
+    clock.tokens = sum(row.ids.numel() for row in loop.rows)
+    return clock, None, sum(parameter.numel() for parameter in loop.model.parameters())
+
+
+def _budget(rows: list[Rollout], options: argparse.Namespace) -> int:
+    """Tokens of a micro-batch."""
+    return options.max_tokens or max(options.micro_batch * (options.prompt + options.median), *_lengths(rows))
+
+
+def _result(
+    shape: str, name: str, clocks: list[StepTime], useful: int, loss: float | None, size: int
+) -> dict[str, Any]:
     step = statistics.median(clock.step for clock in clocks)
     training_pass = statistics.median(clock.training_pass for clock in clocks)
     return {

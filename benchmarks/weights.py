@@ -52,7 +52,7 @@ modes:
   restart         a checkpoint is saved and the server is started again (at most 2 of the repeats)
 
 Models are Qwen3 with random weights, made in a temporary folder (in TMPDIR, else /tmp). Sizes are like 1M, 20M or
-1.5B, or the real shapes of Qwen3-{" and Qwen3-".join(PRESETS)}. Runs on the GPU if there is one.
+1.5B, or the real shapes of Qwen3 where that has this name ({", ".join(PRESETS)}). Runs on the GPU if there is one.
 
   trl-atropos bench weights --modes colocate,server --params 1M,200M
   trl-atropos bench weights --modes nccl_lora,lora --params 0.6B --ranks 8,32,64 --json --output lora.json

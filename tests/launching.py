@@ -202,7 +202,7 @@ class Run:
         """What the server says of itself; empty while it is not up."""
         return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self.token) or {}
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 400.0) -> Any:
         """Wait for a condition, as long as the run lives; returns what it returned."""
         deadline, look_at = time.monotonic() + seconds, time.monotonic() + 1
         while not (result := condition()):

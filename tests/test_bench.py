@@ -1,13 +1,18 @@
 """`trl-atropos bench`, through the real command and with real servers."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.packed_loop import PackedLoop, Row
+from benchmarks.step_trainers import make_rows
 from benchmarks.weights import _rows_of, build_parser, table
 from tests.forge import FORKED_ENGINES
 from trl_atropos.weights.probe import Tolerance
@@ -202,3 +207,22 @@ def test_a_wrong_flag_of_loop_is_one_line_that_names_the_fix(arguments, message)
     done = bench("loop", *arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_model):
+    options = argparse.Namespace(rows=8, prompt=4, median=12, sigma=1.0, longest=40)
+    rollouts = make_rows("spread", options)
+    loop = PackedLoop(tiny_model, rollouts, max_tokens=64, checkpointing=False)
+    assert len(loop.rows) > 1 and max(row.ids.numel() for row in loop.rows) <= 64
+    assert loop.trained == sum(int(rollout.mask.sum()) for rollout in rollouts)
+    alone = {tuple(row.ids[0].tolist()): row for one in rollouts for row in [Row([one], "cpu")]}
+    scored = loop.score()
+    for row, logprobs in zip(loop.rows, scored, strict=True):
+        for begin, end in pairwise(row.borders.tolist()):
+            with torch.no_grad():
+                expected = loop._logprobs(alone[tuple(row.ids[0, begin:end].tolist())])
+            torch.testing.assert_close(logprobs[begin : end - 1], expected, rtol=1e-4, atol=1e-5)
+    before = [parameter.clone() for parameter in loop.model.parameters()]
+    loop.train(scored)
+    loop.step()
+    assert all(not torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))

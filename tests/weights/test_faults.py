@@ -32,9 +32,9 @@ pytestmark = [
 ]
 
 TIMEOUT = 5.0  # seconds: `publish_timeout` when the fault comes
-MARGIN = 6.0  # seconds on top of it until the trainer has its error, on a slow machine
+MARGIN = 15.0  # seconds on top of it until the trainer has its error, on a slow machine
 TOLERANCE = 1e-4  # nats
-LEAVES_WITHIN = 10.0  # seconds
+LEAVES_WITHIN = 30.0  # seconds
 
 # The calls of a publish in their order, and what an error in each says.
 CALLS = {
@@ -172,7 +172,7 @@ def test_a_fault_of_the_server_is_an_error_in_time_and_no_torn_weights_are_sampl
         print(f"{mode} | {point} | {way} | {error_after:.1f} s | {ended} {version} | {caught.value}")
         print(f"{len(samplers.samples)} samples, {len(samplers.failures)} failures")
         assert error_after <= TIMEOUT + MARGIN
-        assert closed_after <= 3.0
+        assert closed_after <= 10.0
         assert server.url in str(caught.value)
         assert re.search(expected_phases(mode, point), str(caught.value)), caught.value
         assert (ended, version) in expected_ends(mode, point, way)
@@ -252,7 +252,7 @@ def test_a_server_goes_on_with_the_old_version_when_its_trainer_is_killed_and_no
         resumed_after = time.monotonic() - began
         after = fresh_samples(server)
     print(f"{mode} | {point} | resumed after {resumed_after:.2f} s | {len(samplers.samples)} samples")
-    assert resumed_after <= 2.0
+    assert resumed_after <= 10.0
     assert samplers.failures == []
     assert versions_of(after) == {(FIRST_VERSION, FIRST_VERSION)}
     assert errors(score_with[MODES[mode].lora], after, trainer.old) <= TOLERANCE
