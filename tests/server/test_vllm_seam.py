@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 import trl_atropos
 from trl_atropos.server import compat
@@ -42,6 +44,28 @@ def has(owner, name: str) -> bool:
     own = [parent for parent in owner.__mro__ if parent.__module__.startswith(("vllm", "uvicorn"))]
     declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
     return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
+
+
+def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
+    pool = BlockPool(num_gpu_blocks=1000, enable_caching=True, hash_block_size=16)
+    walked = BlockPool.reset_prefix_cache
+    compat.reset_only_cached_blocks()
+    try:
+        blocks = pool.get_new_blocks(3)
+        keys = [make_block_hash_with_group_id(BlockHash(bytes([i])), 0) for i in range(3)]
+        for block, key in zip(blocks, [keys[0], keys[1], keys[1]], strict=True):  # two of them are alike
+            pool._insert_block_hash(key, block, num_tokens=16)
+        assert not pool.reset_prefix_cache()  # while a request uses them
+        pool.free_blocks(blocks)
+        every = pool.blocks
+        assert pool.reset_prefix_cache()
+        assert pool.blocks is every
+        assert all(block.block_hash is None for block in every)
+        assert all(pool.cached_block_hash_to_block.get_one_block(key) is None for key in keys)
+        pool.blocks = None  # there is nothing to walk over now
+        assert pool.reset_prefix_cache()
+    finally:
+        BlockPool.reset_prefix_cache = walked
 
 
 def what_moved(place: str, name: str) -> str | None:

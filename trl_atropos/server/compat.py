@@ -46,6 +46,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
     "vllm.config:CacheConfig": ("block_size",),
+    "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
+    "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
     "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
@@ -90,6 +92,38 @@ async def pause(engine, clear_cache: bool) -> None:
     """Stops scheduling after the running step and keeps the requests in flight. With `clear_cache`, these recompute
     their KV cache with the new weights on resume. `AsyncLLM.pause_generation` does the same and then sleeps 20 ms."""
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+class _CachedBlocks:
+    """A pool's blocks of KV cache, of which a loop sees those that are in the prefix cache."""
+
+    def __init__(self, blocks: list, cached: list):
+        self._blocks, self._cached = blocks, cached
+
+    def __getitem__(self, index: int):
+        return self._blocks[index]
+
+    def __iter__(self) -> Iterator:
+        return iter(self._cached)
+
+
+def reset_only_cached_blocks() -> None:
+    """In this process, resetting the prefix cache walks over what is in it, not over all blocks: with a small model on
+    a large GPU these are millions, which take half a second of every publish."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    walk = BlockPool.reset_prefix_cache
+
+    def reset_prefix_cache(self) -> bool:
+        blocks, found = self.blocks, self.cached_block_hash_to_block._cache.values()
+        cached = [block for one in found for block in (one.values() if isinstance(one, dict) else (one,))]
+        self.blocks = _CachedBlocks(blocks, cached)
+        try:
+            return walk(self)
+        finally:
+            self.blocks = blocks
+
+    BlockPool.reset_prefix_cache = reset_prefix_cache
 
 
 async def mark_tokens(engine, publishes: int) -> None:

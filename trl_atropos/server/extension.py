@@ -16,6 +16,8 @@ from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
 
+compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
+
 
 class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
