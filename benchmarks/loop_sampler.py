@@ -72,6 +72,9 @@ class Versions:
                 group = group * BASE + digit
             row.policy_version = row.newest_version = self._sampler.version_of(group)
 
+    def hold_requests(self, held: bool) -> None:
+        """Nothing to do: the environment itself waits for the version."""
+
 
 class SamplerPublisher(PolicyPublisher):
     """Publishes the number of the version, and nothing else."""

@@ -113,6 +113,11 @@ class ServerClient:
     def resume(self, policy_version: int) -> None:
         self._call("/resume", "resuming the server", {"policy_version": policy_version})
 
+    def hold(self, held: bool) -> None:
+        """Lets requests for samples wait that come from now on, or lets them in. What is in flight goes on, and what
+        this client samples."""
+        self._call("/hold", "holding requests back" if held else "letting requests in", {"held": held})
+
     def sleep(self, level: int) -> None:
         self._call("/sleep", "putting the server to sleep", {"level": level})
 

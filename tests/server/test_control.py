@@ -171,6 +171,31 @@ def test_requests_that_arrive_in_a_pause_wait_and_begin_with_the_next_version(se
         assert [one.result().status_code for one in through_openai] == [200, 200]
 
 
+def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are_served(server, client):
+    """Of a run that is strictly on-policy: environments begin the next batch when it may be sampled."""
+    with ThreadPoolExecutor() as pool:
+        begun = pool.submit(server.generate, prompt="abc=", n=16, max_tokens=100, ignore_eos=True)
+        wait_for(lambda: server.metric("num_requests_running") > 0 or begun.done(), "a request to begin")
+        client.hold(True)
+        try:
+            waiting = [pool.submit(server.generate, prompt="abc=", max_tokens=2)]
+            waiting += [pool.submit(complete, server, stream) for stream in (False, True)]
+            assert len(client.sample([97, 98], 4, 1.0)) == 1
+            assert begun.result().ok
+            time.sleep(0.5)
+            assert not any(one.done() for one in waiting)
+        finally:
+            client.hold(False)
+        assert all(one.result().status_code == 200 for one in waiting)
+        client.hold(True)
+        held = pool.submit(server.generate, prompt="abc=", max_tokens=2)
+        time.sleep(0.5)
+        assert not held.done()
+        client.release_lease()  # also when the trainer dies
+        assert held.result().ok
+    client.hold_lease()
+
+
 def test_the_server_says_which_version_the_oldest_request_began_with(server, client):
     version = client.info().policy_version
     wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")

@@ -2,6 +2,7 @@
 the middle of its requests. Each test leaves the policy at another version; none asks for a certain one."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import re
@@ -249,12 +250,16 @@ def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog)
 
 
 @contextmanager
-def environment(server: Server, api: Api) -> Iterator[None]:
-    """Samples without a pause and sends groups of four, as far ahead of the trainer as it gets."""
+def environment(server: Server, api: Api, waits: bool = False) -> Iterator[None]:
+    """Samples without a pause and sends groups of four, as far ahead of the trainer as it gets; or, if it `waits` as
+    Atropos' own do, two groups at most before the API gives a batch out."""
     stop, rng = threading.Event(), random.Random(0)
 
     def work() -> None:
         while not stop.is_set():
+            if waits and api.get("/status")["queue_size"]:
+                time.sleep(0.01)
+                continue
             completions = generate(server, [rng.randrange(256) for _ in range(20)], 24, n=4)
             group = {
                 "tokens": [completion.prompt + completion.tokens for completion in completions],
@@ -309,6 +314,33 @@ def test_a_run_without_rollouts_says_what_the_server_refuses(policy, book, serve
     finally:
         source.close()
         api.stop()
+
+
+@pytest.mark.slow
+def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, book, server, tmp_path):
+    """What the environment asks for while the trainer trains waits at the server, until the next version is there."""
+    api = Api(free_port())
+    api.start()
+    source = AtroposSource(api.url, versions=book, max_staleness=0)
+    wanted = []
+    try:
+        source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
+        dropped = 0.0
+        with environment(server, api, waits=True):
+            for _ in range(5):
+                rows = source.poll(8, timeout=180)
+                assert rows is not None, source.diagnose()
+                assert {row.staleness for row in rows} == {0}
+                time.sleep(1.0)  # in which the environment asks for the next groups
+                assert server.metric("num_requests_running") == 0
+                dropped += source.metrics()["rollouts/dropped_stale"]
+                policy.publish(policy.version + 1)
+                wanted[0]()
+        assert dropped == 0
+    finally:
+        source.close()
+        api.stop()
+    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok  # nothing is held any more
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ class Front(ControlPlane):
         }
         self.changes = {
             "/attach": (self.attach, ""),
+            "/hold": (self.hold, "lease"),
             "/pause": (self.pause, "lease"),
             "/restart": (self.restart, ""),
             "/resume": (self.resume, ""),
@@ -305,6 +306,7 @@ class Front(ControlPlane):
             await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
+        await self.until_admitted(request)
         await self.until_open()
         self.in_flight += 1
         version = f"{self.policy_version}-{self.policy_version}".encode()  # it cannot change while one is in flight

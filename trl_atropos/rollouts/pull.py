@@ -30,7 +30,7 @@ from trl_atropos.rollouts.api import (
     label_of,
 )
 from trl_atropos.rollouts.spool import Part, Region, Spool
-from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
+from trl_atropos.rollouts.wire import BatchReply, RejectedGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class BatchPuller:
     api_down_timeout: float  # seconds that the API may fail before `pull` raises
     names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
     explain: Callable[[str], str]  # adds to the reason for a silence what else is known about it
+    # Lets new requests to the servers wait, or lets them in; None if environments may sample while the trainer trains.
+    hold_requests: Callable[[bool], None] | None = None
 
     def __post_init__(self):
         self.pause = 0.0
@@ -138,13 +140,10 @@ class BatchPuller:
                 return self._place_held()
             if self._unsure:
                 return self._look()
-            self._open_since = time.monotonic()
-            reply = self.client.batch()
+            reply = self._batch()
         except (ApiUnreachable, ReplyLost) as error:
             self._losses |= isinstance(error, ReplyLost)
             return self._note_failure(error)
-        finally:
-            self._open_since = None
         if reply.status == "error":
             return self._rejoin()
         self._failing_since = None
@@ -158,6 +157,22 @@ class BatchPuller:
         self._diagnosis.note(reply.batch)
         self._held = reply.batch
         return []
+
+    def _batch(self) -> BatchReply:
+        """What `GET /batch` gives. It lets environments begin the next batch: where this must be of the next policy,
+        their requests wait from before a batch is given out until more rollouts are wanted."""
+        if self.hold_requests is not None:
+            self.hold_requests(True)
+        given = False
+        self._open_since = time.monotonic()
+        try:
+            reply = self.client.batch()
+            given = bool(reply.batch)
+        finally:
+            self._open_since = None
+            if self.hold_requests is not None and not given:
+                self.hold_requests(False)
+        return reply
 
     def _look(self) -> list[Arrival]:
         """Asks whether this trainer's registration still holds, and how many batches the API has assembled."""

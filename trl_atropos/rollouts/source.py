@@ -182,6 +182,7 @@ class AtroposSource:
             api_down_timeout=self.api_down_timeout,
             explain=self._explain,
             names=names,
+            hold_requests=self._versions.hold_requests if self._on_policy else None,
         )
         if self.enforce_environment_weights:
             self._shares = Shares(self._client, slack=run.batch_size)
@@ -311,10 +312,17 @@ class AtroposSource:
         state = self._feed.state
         return {"spool": self._spool.name, "pulled": max(self._spool.end, state["cursor"]), **state}
 
+    @property
+    def _on_policy(self) -> bool:
+        """Whether environments sample only while the trainer waits for them: what else they sampled were stale."""
+        return self.max_staleness == 0 and not self.prefetch_batches
+
     def close(self) -> None:
         self._environments.close()
         if self._feed is not None:
             self._feed.stop(CLOSE_GRACE, self._client.abort)
+            if self._on_policy:
+                self._versions.hold_requests(False)
 
 
 def _registration(run: RunInfo) -> Registration:

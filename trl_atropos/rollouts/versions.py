@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,12 @@ class VersionBook:
         if self.temperature is not None:
             for environment, settings in sampled.items():
                 self._check_settings(environment, settings, SamplingSettings(self.temperature))
+
+    def hold_requests(self, held: bool) -> None:
+        """Lets what environments ask of the servers wait from now on, or lets it in."""
+        for client in self._clients:
+            with suppress(ServerError):  # a server that is gone or hangs is reported by the publisher
+                client.hold(held)
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""

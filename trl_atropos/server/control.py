@@ -68,6 +68,7 @@ class Control(ControlPlane):
         }
         self.changes = {
             "/attach": (self.attach, "lease"),
+            "/hold": (self.hold, "lease"),
             "/pause": (self.pause, "lease"),
             "/resume": (self.resume, ""),
             "/channel": (self.open_channel, "lease"),
@@ -93,6 +94,8 @@ class Control(ControlPlane):
                 return await self.control(request, send, (compat.EngineDeadError,))
             if self.broken is not None:
                 return await error(503, self.broken)(scope, receive, send)
+            if posts and (path == "/generate" or path in OPENAI_ROUTES):
+                await self.until_admitted(request)
             if path == "/generate" and posts:
                 return await self.sampling.generate(request, self.refusals.watched(send))
             if path in OPENAI_ROUTES and posts:
@@ -306,7 +309,8 @@ class Control(ControlPlane):
             return
         self.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.broken)
-        self.open.set()  # requests that wait get the reason
+        self.admits.set()  # requests that wait get the reason
+        self.open.set()
         grace = LEAVE_GRACE if exit_code is None else ANSWER_GRACE
         threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()
         if exit_code is None:  # vLLM may shut down in order, but exits with a code of its own

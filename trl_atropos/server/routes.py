@@ -99,6 +99,8 @@ class ControlPlane:
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
         self.open = asyncio.Event()  # set: requests for samples go through
+        self.admits = asyncio.Event()  # set: so do those of others than the trainer
+        self.admits.set()
         self.broken: str | None = None  # why nothing can be served any more
         self.lease = asyncio.Lock()
         self.changing = asyncio.Lock()
@@ -106,6 +108,15 @@ class ControlPlane:
     @property
     def paused(self) -> bool:
         return not self.open.is_set()
+
+    async def hold(self, body: dict) -> None:
+        """Lets requests for samples wait that come from now on, or lets them in. Those in flight go on, and so do the
+        trainer's own."""
+        (self.admits.clear if body["held"] else self.admits.set)()
+
+    async def until_admitted(self, request: Request) -> None:
+        if not self.has_token(request):
+            await self.admits.wait()
 
     async def until_open(self) -> None:
         while self.paused:  # it may be paused again between the event and this task's turn
@@ -161,6 +172,7 @@ class ControlPlane:
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
+            self.admits.set()
             try:
                 await self.trainer_left()
             finally:
