@@ -89,7 +89,7 @@ def publish_first(trainer: AtroposGRPOTrainer) -> Weights:
 
 
 def publish_next(trainer: AtroposGRPOTrainer, point: str, act: Act) -> None:
-    """Publishes the next version, with `act` at `point`."""
+    """Publishes the next version, with `act` at `point`, and has the probe judged."""
     publisher = trainer.policy_publisher
     (client,) = publisher.servers.clients
     if point == "sending":
@@ -106,6 +106,7 @@ def publish_next(trainer: AtroposGRPOTrainer, point: str, act: Act) -> None:
         disturb(trainer.model, 0.3 if HAS_ADAPTER[type(publisher.transfer).__name__] else 0.02)
 
     publish(trainer, step)
+    publisher.before_backward()
 
 
 # -------------------------------------------------------------------------------------------- the server's processes

@@ -149,6 +149,31 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     assert probe(trainer) <= allowed(trainer)
 
 
+def test_a_probe_is_judged_before_the_next_publish_and_takes_no_time_until_then(make_trainer):
+    trainer = make_trainer()
+    publisher = trainer.policy_publisher
+    assert probe(trainer) <= allowed(trainer)
+    (client,) = publisher.servers.clients
+    scored = []
+    handle = trainer.model.register_forward_pre_hook(lambda *_: scored.append(publisher.policy_version))
+    try:
+        publisher._probe.begin(publisher.policy_version)
+        assert publisher._probe.begun and not scored
+        publisher._publish(lambda: None)  # of no step: neither weights nor version change
+        assert scored and not publisher._probe.begun
+        publisher.pop_metrics()
+
+        publisher._probe.begin(publisher.policy_version)
+        publisher._probe._samples.result(60)
+        with torch.no_grad():  # the weights of another version, which the samples are not of
+            disturb(trainer)
+        with pytest.raises(ProbeError, match="does not sample from the weights"):
+            publisher._publish(lambda: pytest.fail("the step was taken"))
+        assert not client.info().paused
+    finally:
+        handle.remove()
+
+
 class Wrong:
     """
     Lets the trainer be wrong by about `size` nats about the tokens `positions` of the first of the sampled rows, in

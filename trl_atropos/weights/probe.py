@@ -19,6 +19,8 @@ import logging
 import math
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ NUM_SAMPLES = 4  # per probe, at the same time
 TAIL = 16  # prompt tokens after the first full KV block
 LONG_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of it would take four times the memory
 LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
-MAX_SHARE = 0.02  # of a run's time on a GPU that probes may take, where the configuration does not say how often
+# Of a run's time on a GPU that probes may take, and publishes between two, where the configuration does not say.
+MAX_SHARE, LEAST_APART = 0.02, 4
 RARE = 0.1  # share of the probes with outliers that rounding explains
 SOME = 3  # probes with outliers before the run is told that they are not rare
 NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
@@ -93,7 +96,8 @@ class Schedule:
     every: int | None  # publishes; 0: no probe at all; None: all on the CPU, and on a GPU as `MAX_SHARE` allows
     device: str = "cpu"  # of the servers, or "cuda"
     publishes: int = 0
-    seconds: float = 0.0  # that the last probe took
+    probed: int = 0  # of these, the last that was probed
+    seconds: float = 0.0  # of the trainer's time that its probe took
     ended: float = -math.inf  # when it ended, in seconds
 
     def due(self, now: float, last: bool) -> bool:
@@ -102,11 +106,13 @@ class Schedule:
         if self.every == 0 or last or self.publishes == 1:
             return self.every != 0
         if self.every is None and self.device != "cpu":
-            return now - self.ended >= self.seconds / MAX_SHARE
+            rested = now - self.ended >= self.seconds / MAX_SHARE
+            return rested and self.publishes - self.probed >= LEAST_APART
         return (self.publishes - 1) % (self.every or 1) == 0
 
-    def ran(self, began: float, ended: float) -> None:
-        self.seconds, self.ended = ended - began, ended
+    def ran(self, seconds: float, ended: float) -> None:
+        """The probe that was due has taken some seconds of the trainer's time."""
+        self.probed, self.seconds, self.ended = self.publishes, seconds, ended
 
 
 def num_positions(config: PreTrainedConfig) -> float:
@@ -135,6 +141,8 @@ class Probe:
         self._first: ProbeResult | None = None
         self._runs = self._outliers = 0  # probes, and probes with outliers
         self._outliers_are_common = self._compared_longest = False
+        self._thread = ThreadPoolExecutor(1, "trl_atropos-probe")
+        self._samples: Future | None = None  # of the probe that has begun
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
 
@@ -143,12 +151,34 @@ class Probe:
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
     def run(self, policy_version: int) -> ProbeResult:
-        """Compares, on every rank. Raises `ProbeError` if a server is beyond the tolerance (with single tokens: twice
-        in a row) or samples from another policy version."""
+        """As `begin` and `judge`."""
+        self.begin(policy_version)
+        return self.judge()
+
+    def begin(self, policy_version: int) -> None:
+        """Lets the servers sample from this version. Returns at once."""
         self.policy_version = policy_version
-        self.servers.each(self._check_version)
+
+        def sample(client: ServerClient) -> list[tuple[list[int], list[float]]]:
+            self._check_version(client)
+            return self._sample(client, self.prompt_ids)
+
+        self._samples = self._thread.submit(self.servers.each_here, sample)
+
+    @property
+    def begun(self) -> bool:
+        return self._samples is not None
+
+    def forget(self) -> None:
+        """Of a probe that has begun, and of when probes were due: another training begins."""
+        self._samples, self.schedule.publishes, self.schedule.probed = None, 0, 0
+
+    def judge(self) -> ProbeResult:
+        """Compares what the servers have sampled since `begin`, on every rank. Raises `ProbeError` if a server is
+        beyond the tolerance (with single tokens: twice in a row) or samples from another policy version."""
+        samples, self._samples = self._samples, None
         self._runs += 1
-        outlier, result = self._compare_twice(self.prompt_ids, self.tolerance)
+        outlier, result = self._compare_twice(self.prompt_ids, self.tolerance, samples=samples.result)
         if outlier is not None:
             self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
@@ -234,24 +264,37 @@ class Probe:
             return f"{error}."
         return None
 
-    def _compare_twice(self, *args: Any) -> tuple[ProbeResult | None, ProbeResult]:
-        """Compares, and once more after an outlier. Returns (the outlier if there was one, the last result)."""
-        try:
-            return None, self._compare(*args)
-        except Outlier as outlier:  # on every rank, where it is raised on any
-            return outlier.result, self._compare(*args)
-
-    def _compare(
+    def _compare_twice(
         self,
         prompt_ids: list[int],
         tolerance: Tolerance,
         num_samples: int = NUM_SAMPLES,
         num_tokens: int = NUM_SAMPLED,
-    ) -> ProbeResult:
-        """Lets every server continue the prompt, and returns the largest differences. Raises `ProbeError`."""
-        samples = self.servers.each(
-            lambda client: client.sample(prompt_ids, num_tokens, self._trainer.args.temperature, num_samples)
-        )
+        samples: Callable[[], list] | None = None,
+    ) -> tuple[ProbeResult | None, ProbeResult]:
+        """Compares `samples`, or new ones, and once more after an outlier. Returns (the outlier if there was one, the
+        last result)."""
+
+        def sample() -> list:
+            return self.servers.each_here(lambda client: self._sample(client, prompt_ids, num_tokens, num_samples))
+
+        try:
+            return None, self._compare(prompt_ids, tolerance, samples or sample)
+        except Outlier as outlier:  # on every rank, where it is raised on any
+            return outlier.result, self._compare(prompt_ids, tolerance, sample)
+
+    def _sample(
+        self,
+        client: ServerClient,
+        prompt_ids: list[int],
+        num_tokens: int = NUM_SAMPLED,
+        num_samples: int = NUM_SAMPLES,
+    ) -> list[tuple[list[int], list[float]]]:
+        return client.sample(prompt_ids, num_tokens, self._trainer.args.temperature, num_samples)
+
+    def _compare(self, prompt_ids: list[int], tolerance: Tolerance, sample: Callable[[], list]) -> ProbeResult:
+        """The largest differences to the trainer of what each server of this rank has sampled. Raises `ProbeError`."""
+        samples = together(sample)
         if not self.servers.one_per_rank:
             samples = on_main(lambda: samples)
         # These and `scored` have the shape (num_servers, num_samples, num_tokens).
@@ -311,7 +354,8 @@ class Probe:
         training = model.training
         model.eval()  # dropout would differ from the server
         try:
-            with self._trainer.accelerator.autocast():
+            # Compiled layers would be compiled anew for a batch of this shape.
+            with self._trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
                 logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
         finally:
             model.train(training)

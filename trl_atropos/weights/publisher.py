@@ -1,6 +1,6 @@
 """How a new policy reaches the servers that sample from it: the life of a publish, written once for every mode.
 
-    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> probe]*
+    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> (probe begins)]*
 
 The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built, `hold`, `begin` and
 `close` around training. `begin` wraps `optimizer.step` itself: callbacks and torch's step hooks are skipped when it
@@ -84,6 +84,9 @@ class PolicyPublisher:
 
     def computing(self) -> None:
         """Called when the trainer has a batch and needs no samples before the next publish."""
+
+    def before_backward(self) -> None:
+        """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
 
     def close(self) -> None:
         """Called on every way out, also after an error; may be called twice."""
@@ -219,7 +222,7 @@ class ServerPublisher(PolicyPublisher):
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._steps = policy_version
         if self._probe is not None:
-            self._probe.schedule.publishes = 0
+            self._probe.forget()
         self._publish(lambda: None)
         if self._probe is not None:
             self._probe.run_longest()
@@ -238,11 +241,17 @@ class ServerPublisher(PolicyPublisher):
         """The trainer will compute until the next publish: the server may sleep."""
         if self.sleep_level and not self._asleep:
             with deferred(), self.stopwatch.part(PUBLISH):
+                self._judge_probe()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
                 self._asleep = True
 
+    def before_backward(self) -> None:
+        with self.stopwatch.part(PUBLISH):
+            self._judge_probe()
+
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
+        self.before_backward()
         # Ctrl-C must not leave weights half written, nor a server paused, which would take its weights for torn.
         with deferred():
             if self.transfer.steps_in_place:
@@ -301,20 +310,33 @@ class ServerPublisher(PolicyPublisher):
 
     def probe(self) -> float:
         """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
-        difference = self._probe.run(self.policy_version).max_abs_diff
-        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
-        return difference
+        self._probe.begin(self.policy_version)
+        return self._judge_probe()
 
     def _run_probe(self) -> None:
+        """Begins a probe if one is due. It is judged before the next publish, and at once where none will come."""
         if self._probe is None:
             return
         schedule, state = self._probe.schedule, self._trainer.state
         last = state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
-        if on_main(lambda: schedule.due(time.perf_counter(), last)):
-            began = time.perf_counter()
-            self._metrics["policy/probe_max_abs_diff"].append(self.probe())
-            schedule.ran(began, time.perf_counter())
-            self._metrics["time/probe"].append(schedule.seconds)
+        # Rank 0 decides: the others' clocks differ, and their schedules do not count.
+        due, at_once = on_main(lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1))
+        if due:
+            self._probe.begin(self.policy_version)
+            if at_once:
+                self._judge_probe()
+
+    def _judge_probe(self) -> float | None:
+        if self._probe is None or not self._probe.begun:
+            return None
+        began = time.perf_counter()
+        difference = self._probe.judge().max_abs_diff
+        ended = time.perf_counter()
+        self._probe.schedule.ran(ended - began, ended)
+        self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
+        self._metrics["policy/probe_max_abs_diff"].append(difference)
+        self._metrics["time/probe"].append(ended - began)
+        return difference
 
 
 def _synchronize() -> None:
