@@ -11,7 +11,7 @@ from pathlib import Path
 BENCHMARKS = {  # one module each
     "weights": "how long new weights take to reach the server, for every mode, model size and adapter rank",
     "ingest": "how long a batch of rollouts takes from the socket to the tensors that are trained on",
-    "loop": "whether sampling and training overlap, with sampling that takes up to twice as long as training",
+    "loop": "whether sampling and training overlap; with `--against trl`, the whole loop beside TRL's own",
     "step": "how many useful tokens a training step works off, beside TRL's own trainer on the same rows",
 }
 

@@ -35,6 +35,14 @@ long as training.
   strict     the same with `max_staleness: 0`, where a batch is sampled only when its policy is there: one after the
              other
   ratio      strict / (sampling + train)
+
+With `--against trl`, the whole loop with real sampling instead, beside TRL's own GRPOTrainer with vLLM in its process
+(which needs a GPU: on the CPU, TRL samples by Transformers):
+
+  side       ours: the recipe for one GPU as shipped, `max_staleness: 1`; strict: `max_staleness: 0`; trl: its defaults
+  sampled/s  tokens of completions per second; trained/s counts prompts, too
+  publish    median; waits and computing are means
+  memory     most that was taken of the GPU, by all processes
 """
 LIMIT = 1.1  # of both ratios
 TIMEOUT = 1800.0  # seconds for the trainer
@@ -59,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=positive, default=64, help="median length of a completion (default: %(default)s)")
     add("--steps", type=positive, default=4, help="optimizer steps measured at each latency (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the rollouts (default: %(default)s)")
+    add("--against", choices=["trl"], help="measure the whole loop beside that of TRL")
+    add("--sides", default="trl,strict,ours", metavar="LIST", help="of --against (default: %(default)s)")
+    add("--timeout", type=positive, default=1800, metavar="SECONDS", help="of a side (default: %(default)s)")
     add("--check", action="store_true", help=f"exit with code 1 if a ratio is above {LIMIT}")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
@@ -94,6 +105,14 @@ def main(argv: list[str] | None = None) -> None:
         size = getattr(options, name)
         if options.sequences % size:
             parser.error(f"--sequences {options.sequences} is not a multiple of --{name} {size}")
+    if options.against:
+        from benchmarks import against_trl
+
+        options.sides = options.sides.split(",")
+        if not set(options.sides) <= set(against_trl.SIDES):
+            parser.error(f"--sides {','.join(options.sides)}: there are {', '.join(against_trl.SIDES)}")
+        give_result(against_trl.run, options, against_trl.table)
+        return
     result = give_result(run, options, table)
     slow = [row["latency"] for row in result["rows"] if max(row["ratio"], row["strict_ratio"]) > LIMIT]
     if options.check and slow:

@@ -9,6 +9,16 @@ from pathlib import Path
 SMALLEST = 500_000  # parameters: below, whole layers do not come close enough to what was asked for
 LAYERS = 16  # about, so that sizes differ in the size of their tensors rather than in their number
 PRESETS = {
+    "0.44B": {  # the layers of 0.6B over bytes
+        "vocab_size": 258,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
     "0.6B": {
         "vocab_size": 151936,
         "hidden_size": 1024,

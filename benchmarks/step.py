@@ -27,6 +27,7 @@ second is measured, and the first one's loss is compared. Times are medians of t
   padding     tokens that the training pass works on, for each useful one
   tokens/s    useful ones; one counts once, however many passes it goes through
   speed-up    over TRL on that shape
+  kernels     started on the GPU, for each useful token
   loss        of the first step; all trainers must have the same (the plain loop has none)
   pass ms     of the step: the forward and backward that train, without the passes before and the optimizer
   TFLOP/s     of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
@@ -35,7 +36,6 @@ second is measured, and the first one's loss is compared. Times are medians of t
 A second table is computed, not timed: over 1,000 batches on several ranks, by how much the tokens of the slowest rank
 exceed the mean.
 """
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16, from the data sheets of the SXM parts
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,14 +93,17 @@ def main(argv: list[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> dict:
     """Measures. Returns `header`, `rows` (one per shape and trainer) and `ranks`."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    import torch
+
     from benchmarks.step_trainers import device_name, measure_balance, measure_shape
+    from trl_atropos.metrics.timing import peak_flops
 
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as folder:
         rows = [row for shape in options.shapes for row in measure_shape(shape, Path(folder), options)]
     device = device_name()
-    peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
+    peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for row in rows:
-        row["mfu"] = row["tflops_per_s"] / peak if peak else None
+        row["mfu"] = row["tflops_per_s"] * 1e12 / peak if peak else None
         row["speedup"] = _speedup(row, rows)
     packages = ("torch", "trl", "transformers")
     return {
@@ -131,11 +134,14 @@ def table(result: dict) -> str:
         return "-" if value is None else format(value, form)
 
     lines = [" ".join(f"{name}={value}" for name, value in result["header"].items()), ""]
-    lines.append("shape   trainer     padding  step ms  tokens/s  speed-up        loss  pass ms  TFLOP/s   MFU")
+    lines.append(
+        "shape   trainer     padding  step ms  tokens/s  speed-up  kernels        loss  pass ms  TFLOP/s   MFU"
+    )
     for row in result["rows"]:
         lines.append(
             f"{row['shape']:<7} {row['trainer']:<11} {row['padding']:7.2f} {row['step_ms']:8.0f} "
-            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} {shown(row['loss'], '.6f'):>11} "
+            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} "
+            f"{shown(row['kernels_per_token'], '.2f'):>8} {shown(row['loss'], '.6f'):>11} "
             f"{row['pass_ms']:8.0f} {row['tflops_per_s']:8.3f} {shown(row['mfu'], '.1%'):>5}"
         )
     lines += ["", f"tokens of the slowest of {result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches"]

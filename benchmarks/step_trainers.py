@@ -4,12 +4,16 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
@@ -25,6 +29,7 @@ from trl_atropos.rollouts.wire import read_group
 from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks
+STEPS = 2  # that each trainer takes; the last is measured
 GROUP_SIZE = 2
 PACKED_LOOP = "packed_loop"  # is no trainer
 VOCABULARY = 256
@@ -36,6 +41,7 @@ class StepTime(TrainerCallback):
         step (`float`): Seconds of the last optimizer step, forward passes before it included.
         training_pass (`float`): Of these, from the first forward with gradients to the optimizer.
         tokens (`int`): That the training pass works on, padding included.
+        kernels (`int`): That a step starts on a GPU.
     """
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -48,15 +54,37 @@ class StepTime(TrainerCallback):
             self._pass_began = _now()
         self.tokens += options["input_ids"].numel()
 
-    def on_step_begin(self, *args, **kwargs):
+    kernels = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
         self.tokens = 0
+        if state.global_step == STEPS:  # one more, which is not timed
+            self._counted = ExitStack()
+            self._count = self._counted.enter_context(kernels())
         self._began = _now()
 
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.training_pass = _now() - self._pass_began
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step < STEPS:
+            self.training_pass = _now() - self._pass_began
 
-    def on_step_end(self, *args, **kwargs):
-        self.step = _now() - self._began
+    def on_step_end(self, args, state, control, **kwargs):
+        seconds = _now() - self._began
+        if state.global_step <= STEPS:
+            self.step = seconds
+        else:
+            self._counted.close()
+            self.kernels = self._count()
+
+
+@contextmanager
+def kernels() -> Iterator[Callable[[], int]]:
+    """Counts what is started on the GPU. Yields what says, after the context, how many that were."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        yield lambda: sum(
+            event.device_type() == DeviceType.CUDA for event in profiler.profiler.kineto_results.events()
+        )
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class InStep(TrainerCallback):
@@ -141,7 +169,8 @@ def _settings(folder: Path, name: str, rows: list[Rollout], options: argparse.Na
     cuda = torch.cuda.is_available()
     return {
         "output_dir": str(folder / name),
-        "max_steps": 2,  # the first warms up: kernels, memory, the optimizer's state
+        # The first warms up: kernels, memory, the optimizer's state.
+        "max_steps": STEPS + cuda,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulate,
         "gradient_checkpointing": options.gradient_checkpointing,
@@ -219,7 +248,7 @@ def _run_loop(
 ) -> tuple[StepTime, None, int]:
     """As `_run_trainer`. The loop has no loss to compare."""
     loop, clock = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing), StepTime()
-    for _ in range(2):
+    for _ in range(STEPS):
         began = _now()
         scored = loop.score()
         pass_began = _now()
@@ -227,6 +256,11 @@ def _run_loop(
         clock.training_pass = _now() - pass_began
         loop.step()
         clock.step = _now() - began
+    if torch.cuda.is_available():
+        with kernels() as count:
+            loop.train(loop.score())
+            loop.step()
+        clock.kernels = count()
     clock.tokens = sum(row.ids.numel() for row in loop.rows)
     return clock, None, sum(parameter.numel() for parameter in loop.model.parameters())
 
@@ -248,6 +282,7 @@ def _result(
         "step_ms": step * 1e3,
         "pass_ms": training_pass * 1e3,
         "tokens_per_s": useful / step,
+        "kernels_per_token": clocks[0].kernels / useful if clocks[0].kernels else None,
         "loss": loss,
         "tflops_per_s": 6 * size * useful / training_pass / 1e12,
     }

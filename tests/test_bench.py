@@ -89,6 +89,24 @@ def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_pat
     assert f"nccl_lora at 0.5M failed: {rows[0]['error']}" in table({"header": {"link_gb_per_s": {}}, "rows": named})
 
 
+@pytest.mark.slow(100)
+@pytest.mark.server
+def test_the_whole_loop_runs_beside_that_of_trl(tmp_path_factory):
+    """Our side with a real server, API and environment; TRL's samples by Transformers, for want of a GPU."""
+    folder = tmp_path_factory.mktemp("loop")
+    size = ["--params", "0.5M", "--sequences", "16", "--tokens", "8", "--steps", "2", "--micro_batch", "8"]
+    done = bench("loop", "--against", "trl", "--sides", "trl,strict", *size, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs, strict = json.loads(done.stdout)["rows"]
+    assert (theirs["side"], strict["side"]) == ("trl", "strict")
+    assert strict["staleness"] == 0
+    assert strict["speedup"] == strict["sampled_per_s"] / theirs["sampled_per_s"]
+    for row in (theirs, strict):
+        assert row["trained_per_s"] - row["sampled_per_s"] == pytest.approx(4 * 16 / row["step_s"])  # the prompts
+    assert 0 < strict["publish_ms"] < 1e3 * strict["step_s"]
+    assert not list(folder.glob("trl_atropos_bench_*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -196,6 +214,7 @@ def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--against", "trl", "--sides", "ours,theirs"], "--sides ours,theirs: there are ours, strict, trl"),
         (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
         (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),
         (["--params", "20X"], "'20X' is no model size: write it like 20M"),
