@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.rollout_factory import make_group, make_trainer, step_logs, uniform_batch
-from trl_atropos.batches.micro_batches import plan, trim, without_padding
+from trl_atropos.batches.micro_batches import FIRST, MOST, lengths_of, plan, tokens_that_fit, trim, without_padding
 from trl_atropos.config import LOSS_TYPES
 
 ADDS_UP = [name for name in LOSS_TYPES if name != "bnpo"]
@@ -100,6 +100,22 @@ def test_a_further_micro_batch_must_save_more_padding_than_it_costs():
     assert plan([400, 10, 10, 10], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
 
 
+def test_rollouts_without_padding_fill_a_micro_batch():
+    """Padded, nothing fits beside one of 300 tokens; packed, whatever adds up to the bound."""
+    lengths = [300, 100, 100, 100, 100, 100]
+    assert plan(lengths, 1, 1, 1, max_tokens=400).sizes in ([[1, 4, 1]], [[1, 1, 4]])
+    assert plan(lengths, 1, 1, 1, max_tokens=400, packed=True).sizes == [[2, 4]]
+    assert plan([500, 10, 10], 1, 1, 1, max_tokens=400, packed=True).sizes == [[1, 2]]
+
+
+def test_a_gpus_micro_batches_are_as_large_as_its_memory_allows():
+    gib = 1 << 30
+    assert tokens_that_fit(10 * gib, per_token=1 << 20) == 8192  # 80 % of it
+    assert tokens_that_fit(10 * gib, per_token=1 << 10) == MOST
+    assert tokens_that_fit(gib, per_token=1 << 20) == FIRST  # that have been seen to fit
+    assert tokens_that_fit(10 * gib, per_token=0.0) == FIRST  # too few micro-batches to measure one
+
+
 def test_eight_ranks_have_as_many_tokens_each():
     generator = np.random.default_rng(0)
     excess = {"ours": [], "trl": []}
@@ -139,16 +155,17 @@ def test_trimming_takes_away_only_what_is_padding_in_all_rows():
     whole = padded_batch([5, 2, 3], [4, 9, 1])
     rows = torch.tensor([1, 2])
     batch = {name: value[rows] if value.ndim else value for name, value in whole.items()}
-    trimmed = trim(batch)
+    trimmed = trim(batch, lengths_of(batch))
     assert {name: tuple(value.shape) for name, value in trimmed.items()} == {
         "prompt_ids": (2, 3), "prompt_mask": (2, 3), "completion_ids": (2, 9), "completion_mask": (2, 9),
         "advantages": (2,), "importance_sampling_ratio": (2, 1), "distill_ids": (2, 9, 3), "num_items_in_batch": (),
     }  # fmt: skip
     for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
         assert torch.equal(trimmed[ids][trimmed[mask].bool()], batch[ids][batch[mask].bool()])
-    assert trim(batch, multiple=4)["prompt_ids"].shape == (2, 4)
-    assert trim(batch, multiple=8)["prompt_ids"].shape == (2, 5)  # no wider than it was
-    nothing = trim({**batch, "completion_mask": torch.zeros_like(batch["completion_mask"])})
+    assert trim(batch, lengths_of(batch), multiple=4)["prompt_ids"].shape == (2, 4)
+    assert trim(batch, lengths_of(batch), multiple=8)["prompt_ids"].shape == (2, 5)  # no wider than it was
+    masked = {**batch, "completion_mask": torch.zeros_like(batch["completion_mask"])}
+    nothing = trim(masked, lengths_of(masked))
     assert nothing["completion_ids"].shape == (2, 1)
 
 
@@ -209,17 +226,26 @@ def train(model, folder, **settings) -> tuple[list[tuple[float, float]], list]:
 @pytest.mark.parametrize("loss_type", ADDS_UP)
 def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_type):
     settings = {"loss_type": loss_type, "beta": 0.05, "per_device_train_batch_size": 16}
-    expected, whole = train(tiny_model, tmp_path / "whole", group_by_length=False, **settings)
-    steps, parts = train(tiny_model, tmp_path / "parts", max_tokens_per_micro_batch=64, **settings)
+    padded = settings | {"padding_free": False}
+    expected, whole = train(tiny_model, tmp_path / "whole", group_by_length=False, **padded)
+    steps, parts = train(tiny_model, tmp_path / "parts", max_tokens_per_micro_batch=64, **padded)
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
     assert [rows for rows, _ in whole] == [16] * 3
     assert len(parts) > 6
     assert all(rows * width <= 64 or rows == 1 for rows, width in parts)
     assert sum(rows for rows, _ in parts) == 48
 
+    steps, packed = train(tiny_model, tmp_path / "packed", max_tokens_per_micro_batch=64, **settings)
+    assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
+    assert {rows for rows, _ in packed} == {1}
+    assert len(packed) < len(parts)
+    useful = sum(width for _, width in packed)
+    assert useful < sum(rows * width for rows, width in parts)
+    assert useful / 64 <= len(packed)
+
 
 def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_path):
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "padding_free": False}
     expected, drawn = train(tiny_model, tmp_path / "drawn", group_by_length=False, **settings)
     steps, grouped = train(tiny_model, tmp_path / "grouped", **settings)
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]

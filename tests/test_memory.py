@@ -291,7 +291,7 @@ def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path
 
 
 def test_a_run_that_does_not_fit_is_told_what_to_change_and_what_each_change_saves(large, tmp_path):
-    settings = {"gradient_checkpointing": False, "per_device_train_batch_size": 16}
+    settings = {"gradient_checkpointing": False, "per_device_train_batch_size": 16, "group_by_length": False}
     found = on_gpus(tmp_path, large, 12, **settings)
     [text] = map(str, findings(found))
     assert f"The run takes {found.total / GIB:.2f} GiB" in text and "12.00" in text
@@ -305,6 +305,14 @@ def test_a_run_that_does_not_fit_is_told_what_to_change_and_what_each_change_sav
     assert f"`gradient_checkpointing: true` (saves {(found.total - checkpointing.total) / GIB:.2f})" in text
 
 
+def test_where_the_run_chooses_how_large_micro_batches_are_it_is_told_to_choose_smaller_ones(large, tmp_path):
+    settings = {"per_device_train_batch_size": 16, "max_sequence_length": 1024, "optim": "adamw_bnb_8bit"}
+    found = on_gpus(tmp_path, large, 1, **settings, offload_master_weights=True)
+    assert "micro-batches of 4 x 1024 tokens" in found.table()[0]
+    [*_, text] = map(str, findings(found))
+    assert "`max_tokens_per_micro_batch: 2048` (saves" in text
+
+
 def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     settings = {"gradient_checkpointing": True, "per_device_train_batch_size": 1, "optim": "adamw_bnb_8bit"}
     settings |= {"gradient_accumulation_steps": 2}
@@ -314,12 +322,13 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
 
 
 def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
-    found = on_gpus(tmp_path, large, 40, **ADAPTER)
+    by_number = ADAPTER | {"group_by_length": False}
+    found = on_gpus(tmp_path, large, 40, **by_number)
     [text] = map(str, findings(found))
     share = text.split("`--gpu-memory-utilization ")[1][:4]
     assert text.count("saves") == 1
     arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
-    assert list(findings(on_gpus(tmp_path, large, 40, **ADAPTER, vllm_args=arguments))) == []
+    assert list(findings(on_gpus(tmp_path, large, 40, **by_number, vllm_args=arguments))) == []
 
 
 def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import TrainerCallback
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
+from tests.rollout_factory import arguments, load_policy, make_trainer, record, step_logs, uniform_batch
 from tests.rollouts.conftest import Api, restartable_api  # noqa: F401 - a fixture
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
@@ -184,6 +185,47 @@ def assert_steps_are(trainer: AtroposGRPOTrainer, **seconds: float) -> None:
     assert len(steps) == STEPS - 1
     for step in steps:
         assert {name: step[name] for name in wanted} == pytest.approx(wanted)
+
+
+# ----------------------------------------------------------------------------------------------------------- the speed
+
+
+def test_a_steps_tokens_are_counted_once_each(tiny_model, tmp_path):
+    """Of two optimizer steps on each batch, in two rounds: a token is sampled once and trained on twice."""
+    numbers = [
+        [(len(row), sum(m != -100 for m in mask)) for g in batch for row, mask in zip(g["tokens"], g["masks"])]
+        for batch in batches(tiny_model, 1, 4)
+    ]
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    trainer = make_trainer(tiny_model, tmp_path, *batches(tiny_model, 1, 4), num_iterations=2, max_steps=4, **settings)
+    trainer._times.most_tokens_per_second = 1e6
+    trainer.train()
+    whole = sum(length for length, _ in numbers[0])
+    prompts = sum(len(rollout.prompt_ids) for rollout in trainer._rollouts)
+    for log in step_logs(trainer):
+        worked_off = {
+            name: log[f"speed/{name}_tokens_per_second"] * log["time/step"] for name in ("sampled", "trained")
+        }
+        assert worked_off["trained"] == pytest.approx(whole / 2)
+        assert worked_off["sampled"] == pytest.approx((whole - prompts) / 4)
+        assert log["speed/mfu"] == pytest.approx(log["speed/trained_tokens_per_second"] / 1e6)
+
+
+def test_the_operations_of_a_token_are_those_of_the_weights(tiny_model, tmp_path):
+    model = load_policy(tiny_model)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    assert timing.flops_per_token(model) == 6 * number
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    try:
+        assert timing.flops_per_token(model) == 6 * number - 2 * frozen.numel()
+    finally:
+        frozen.requires_grad_(True)
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32))
+    assert timing.flops_per_token(experts) is None  # a token passes only some
+    assert timing.peak_flops(torch.device("cpu")) is None
 
 
 # ------------------------------------------------------------------------------------------------------- the stopwatch

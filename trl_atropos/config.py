@@ -192,7 +192,15 @@ class AtroposGRPOConfig(GRPOConfig):
             or the load-balancing loss of a mixture of experts.
         max_tokens_per_micro_batch (`int`, *optional*):
             Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
-            `per_device_train_batch_size` is the number of rollouts of one process in an optimizer step.
+            `per_device_train_batch_size` is the number of rollouts of one process in an optimizer step. By default,
+            with `gradient_accumulation_steps: 1` on a GPU, as many as fit into the memory that is free after the first
+            step, up to 16384.
+        padding_free (`bool`, *optional*, defaults to `True`):
+            Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is computed on padding.
+            A model for which that does not work is padded, with a warning that says why.
+        compile_layers (`bool`, *optional*):
+            Whether to compile each decoder layer (`torch.compile`). By default, on GPUs for dense models of at least
+            50 million parameters that are not sharded.
 
         > Warnings
 
@@ -231,6 +239,8 @@ class AtroposGRPOConfig(GRPOConfig):
     distillation_coef: float = 0.0
     group_by_length: bool = True
     max_tokens_per_micro_batch: int | None = None
+    padding_free: bool = True
+    compile_layers: bool | None = None
     warning_thresholds: dict | str | None = None
     stop_on_warnings: list[str] | None = None
 
@@ -412,6 +422,12 @@ class AtroposGRPOConfig(GRPOConfig):
         """Whether the gradient depends on which rollouts share a micro-batch, because means over each are taken."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
+
+    @property
+    def chooses_token_budget(self) -> bool:
+        """Whether a GPU's micro-batches are as large as its memory allows."""
+        divisible = self.group_by_length and not self.loss_depends_on_micro_batches
+        return self.max_tokens_per_micro_batch is None and self.gradient_accumulation_steps == 1 and divisible
 
     @property
     def unused_settings(self) -> list[str]:

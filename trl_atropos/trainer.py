@@ -6,6 +6,7 @@ their scores through a reward function. Only the advantages are set here, becaus
 own. `tests/test_trl_seam.py` fails when a private name of TRL or Transformers that is used here moves.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftModel
@@ -24,12 +26,23 @@ from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
 from trl_atropos.batches import inputs as batch_inputs
-from trl_atropos.batches import micro_batches
-from trl_atropos.batches.micro_batches import Batch, join, take, trim, without_padding
+from trl_atropos.batches import micro_batches, packing
+from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
-from trl_atropos.metrics.timing import COMPUTE, INGEST, OPTIMIZER, SAVE, WAIT, StepTimes, Stopwatch, settle
+from trl_atropos.metrics.timing import (
+    COMPUTE,
+    INGEST,
+    OPTIMIZER,
+    SAVE,
+    WAIT,
+    StepTimes,
+    Stopwatch,
+    flops_per_token,
+    peak_flops,
+    settle,
+)
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import complete_card, model_only, repository_made, show_lines
@@ -44,6 +57,8 @@ from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.masters import accumulate_gradients, exact_gradients, use_masters
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
+
+logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
@@ -126,6 +141,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._rollouts: list[Rollout] = []  # this rank's share of the current generation batch
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
+        self._packs: packing.How | None = None  # None where rollouts are padded
+        self._layout: packing.Layout | None = None  # of the micro-batch that is trained on
+        self._budget: micro_batches.TokenBudget | None = None  # None where the configuration says how large they are
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
@@ -141,6 +159,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             for computed in (self.model, self.ref_model):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
+                    packing.use_packed_attention(base_model(computed))
             if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
                 kind = base_model(self.model).config.model_type
                 raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
@@ -167,7 +186,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = self.state.global_step
         show_lines(self.callback_handler)
         self.run_log = RunLog(args.output_dir)
-        for callback in (self.run_log, _rollout_state(self), StepTimes(self.stopwatch, self._metrics["train"])):
+        self._times = StepTimes(self.stopwatch, self._metrics["train"])
+        for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
 
     def train(self, *args: Any, **kwargs: Any):
@@ -186,6 +206,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
         self.policy_publisher.begin(optimizer, self.state.global_step)
+        self._packs = self._how_packed()
+        device, trained = self.accelerator.device, [p for p in self.model.parameters() if p.requires_grad]
+        if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
+            gradients = sum(4 * parameter.numel() for parameter in trained)  # with masters, they are float32
+            self._budget = micro_batches.TokenBudget(device, gradients)
+        peak, flops = peak_flops(self.accelerator.device), flops_per_token(self.model)
+        if peak is not None and flops is not None:
+            self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
         source, unfinished_rows = source_state(self.state.stateful_callbacks)
         if not self.state.global_step:  # nothing is resumed, or a checkpoint from before the first step
             source = {} if self.args.resume_from_checkpoint else None
@@ -214,6 +242,25 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._source_started = True
         ranks.on_main(lambda: self.rollout_source.start(run))
         self.stopwatch.start()
+
+    def _how_packed(self) -> packing.How | None:
+        """How rollouts are packed; `None` if they are padded. Compiles the layers if that is to be."""
+        args, policy = self.args, base_model(self.model)
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        worth = not sharded and packing.worth_compiling(policy, self.accelerator.device)
+        if worth if args.compile_layers is None else args.compile_layers:
+            for computed in (self.model, self.ref_model):
+                if computed is not None:
+                    packing.compile_layers(base_model(computed))
+        if not args.padding_free:
+            return None
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        how = packing.How.of(policy, self.accelerator.device, autocast, self.pad_to_multiple_of or 1)
+        why = "of its load-balancing loss" if self.aux_loss_enabled else None
+        why = why or packing.why_padded(super()._get_per_token_logps_and_entropies, self.model, policy, how)
+        if why and self.accelerator.is_main_process:
+            logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
+        return None if why else how
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is
@@ -304,7 +351,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._plan = None
         if self._regroups:
             seed = self.args.seed * NUM_SEEDS + self.state.global_step
-            self._plan = micro_batches.plan_rollouts(rollouts, self.args, self.accelerator.num_processes, seed)
+            budget = self.args.max_tokens_per_micro_batch
+            if self._budget is not None:
+                budget = self._budget.of_next_batch(self.accelerator.gather)
+            packed = self._packs is not None
+            self._plan = micro_batches.plan_rollouts(
+                rollouts, self.args, self.accelerator.num_processes, seed, packed, budget
+            )
             rollouts = [rollouts[index] for index in self._plan.order]
         local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
@@ -326,6 +379,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.args.distillation_coef:
             output |= batch_inputs.distillation_inputs(rollouts, here, output, self.accelerator)
         self._check_health(rollouts, output, self._correct_logs(rollouts))
+        self._count_tokens(rollouts)
         if "old_per_token_logps" in output:
             self._logprobs.keep(rollouts, output, self.accelerator)
         if self._plan is not None:
@@ -342,27 +396,40 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _planned(self, batches: list[Batch]) -> list[Batch]:
-        multiple = self.pad_to_multiple_of or 1
         if self._plan is None:
-            return [trim(batch, multiple) for batch in batches]
+            return [self._trimmed(batch, lengths_of(batch)) for batch in batches]
         batch = join(batches)
         batch = take(batch, batch.pop("row_index").argsort())
-        steps = self._plan.micro_batches()
-        divided = [[trim(take(batch, micro_batch), multiple) for micro_batch in step] for step in steps]
+        lengths, steps = lengths_of(batch), self._plan.micro_batches()
+        divided = [[self._trimmed(take(batch, part), lengths[part]) for part in step] for step in steps]
         return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
+
+    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray) -> Batch:
+        micro_batch = trim(micro_batch, lengths, self.pad_to_multiple_of or 1)
+        if self._packs is not None:
+            widths = micro_batch["prompt_ids"].size(1), micro_batch["completion_ids"].size(1)
+            micro_batch["layout"] = packing.Layout.of(*lengths.T, *widths, self._packs)
+        return micro_batch
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         """As in TRL, in the micro-batches that are trained, and without their padding."""
-        forward = super()._get_per_token_logps_and_entropies
+        forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
+        if self._layout is not None:
+            return packing.score_packed(forward, model, input_ids, logits_to_keep, self._layout)
         size = batch_size or len(input_ids)
         parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
         if batch_size is not None and self._plan is not None:
             parts = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
         with self.stopwatch.part(COMPUTE):
-            score, multiple = partial(forward, model, **kwargs), self.pad_to_multiple_of or 1
-            scored = without_padding(score, input_ids, attention_mask, logits_to_keep, parts, multiple)
+            if self._packs is not None:
+                scored = packing.score_all(
+                    forward, model, input_ids, attention_mask, logits_to_keep, parts, self._packs
+                )
+            else:
+                score, multiple = partial(forward, model), self.pad_to_multiple_of or 1
+                scored = without_padding(score, input_ids, attention_mask, logits_to_keep, parts, multiple)
             if not torch.is_grad_enabled():  # before training: TRL reads values of the batch next
                 settle(self.accelerator.device)
         return scored
@@ -380,6 +447,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             # Rank 0 waits for rollouts in `_poll`, and computes for the rest of the time. The others wait for rank 0.
             with self.stopwatch.part(INGEST if self.accelerator.is_main_process else WAIT):
                 rollouts = ranks.on_main(lambda: self._poll(time.monotonic() - started))
+        self.policy_publisher.before_backward()  # here too, for the logs of this step
         self.policy_publisher.computing()
         return rollouts
 
@@ -422,6 +490,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         for name, value in values.items():
             self._metrics["train"][name].append(value)
 
+    def _count_tokens(self, rollouts: list[Rollout]) -> None:
+        """What an optimizer step takes of this batch."""
+        sampled = sum(len(rollout.completion_ids) for rollout in rollouts)
+        trained = sampled + sum(len(rollout.prompt_ids) for rollout in rollouts)
+        accumulated = self.args.gradient_accumulation_steps
+        self._times.tokens = {
+            "sampled": sampled * accumulated / self._steps_per_batch,
+            "trained": trained * accumulated / self.args.steps_per_generation,
+        }
+
     def _check_health(self, rollouts: list[Rollout], output: Batch, own: dict[str, float]) -> None:
         """Logs the health of the batch. Warns where it does not look right, or stops all ranks together."""
         metrics = self._metrics["train"]
@@ -448,14 +526,24 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """The loss of a training step. Backward is done here for all its micro-batches but the last."""
         if return_outputs:
             raise ValueError("GRPO's loss has no outputs to return")
+        self.policy_publisher.before_backward()
         *others, last = inputs.get("micro_batches", [inputs])
         losses, divergences = [], []
-        for micro_batch in others:
+
+        def train_on(micro_batch: Batch) -> None:
             with accumulate_gradients(self.accelerator, model) as backward:
                 loss, divergence = self._micro_batch_loss(model, micro_batch)
                 backward(loss)
             losses.append(loss.detach())
             divergences.append(divergence)
+
+        for micro_batch in others:
+            if losses and self._budget is not None and self._budget.measures:
+                size = micro_batch["prompt_ids"].numel() + micro_batch["completion_ids"].numel()
+                size = size if self._packs is None else micro_batch["layout"].tokens.numel()
+                self._budget.measure(size, partial(train_on, micro_batch))
+            else:
+                train_on(micro_batch)
         loss, divergence = self._micro_batch_loss(model, last)
         if divergence is not None:
             self._metrics["train"]["distillation/kl"].append(divergence + sum(divergences))
@@ -463,7 +551,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
         """The loss, and the divergence from the teacher if there is one."""
-        loss = super().compute_loss(model, inputs) * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
+        self._layout = inputs.get("layout")
+        try:
+            loss = super().compute_loss(model, inputs)
+        finally:
+            self._layout = None
+        loss = loss * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
         term, divergence = batch_inputs.distillation_loss(

@@ -1,4 +1,4 @@
-"""Micro-batches: which rollouts share one, on which rank, and how padding is left out.
+"""Micro-batches: which rollouts share one, on which rank, and how padding is left out of those that are padded.
 
 TRL pads a generation batch to its longest rollout and splits it afterwards, so that most of the computation is on
 padding. Here rollouts of similar length share a micro-batch, wherever that does not change the gradient of the
@@ -24,6 +24,52 @@ if TYPE_CHECKING:
 
 # What one more micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16
+
+
+# Where the configuration sets no bound, a GPU's micro-batches have `FIRST` tokens in the first step, and from then on
+# as many as fit into `SHARE` of the free memory, up to `MOST`, above which nothing is won.
+FIRST, MOST, SHARE = 4096, 16384, 0.8
+
+
+class TokenBudget:
+    """
+    Most tokens of a micro-batch, where each generation batch is for whole optimizer steps.
+
+    Args:
+        device: of this rank.
+        gradients: bytes of all gradients, which are not there between two steps.
+    """
+
+    def __init__(self, device: torch.device, gradients: int):
+        self.measures = False  # now: in the first generation batch
+        self._tokens: int | None = None
+        self._device, self._gradients = device, gradients
+        self._per_token = 0.0  # bytes
+
+    def measure(self, tokens: int, forward_and_backward: Callable[[], None]) -> None:
+        """Calls that, for a micro-batch of so many tokens, when gradients are there already."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        forward_and_backward()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._per_token = max(self._per_token, (peak - before) / tokens)
+
+    def of_next_batch(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        """Called on every rank between two steps. All take what the one with the least memory can."""
+        if self._tokens is None and not self.measures:
+            self.measures = True
+            return FIRST
+        if self.measures:
+            free, _total = torch.cuda.mem_get_info(self._device)
+            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            tokens = tokens_that_fit(free + unused - self._gradients, self._per_token)
+            self._tokens, self.measures = int(gather(torch.tensor([tokens], device=self._device)).min()), False
+        return self._tokens
+
+
+def tokens_that_fit(free: int, per_token: float) -> int:
+    """How many tokens a micro-batch gets where so many bytes are free, and each takes so many (0: not known)."""
+    return min(MOST, max(FIRST, int(SHARE * free / per_token))) if per_token else FIRST
 
 
 @dataclass(frozen=True)
@@ -56,15 +102,28 @@ def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:
     return 1.0 if adds_up else num_rollouts / args.per_device_train_batch_size
 
 
-def plan_rollouts(rollouts: Sequence[Rollout], args: "AtroposGRPOConfig", ranks: int, seed: int) -> Plan:
+def plan_rollouts(
+    rollouts: Sequence[Rollout],
+    args: "AtroposGRPOConfig",
+    ranks: int,
+    seed: int,
+    packed: bool,
+    max_tokens: int | None,
+) -> Plan:
     """The plan for a generation batch, from the settings of the run; see `plan`."""
     lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
     together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-    return plan(lengths, ranks, args.steps_per_generation, together, args.max_tokens_per_micro_batch, seed)
+    return plan(lengths, ranks, args.steps_per_generation, together, max_tokens, seed, packed)
 
 
 def plan(
-    lengths: Sequence[int], ranks: int, steps: int, together: int, max_tokens: int | None = None, seed: int = 0
+    lengths: Sequence[int],
+    ranks: int,
+    steps: int,
+    together: int,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    packed: bool = False,
 ) -> Plan:
     """
     Args:
@@ -72,8 +131,9 @@ def plan(
         steps: training steps (forward and backward) that the batch is for.
         together: number of consecutive training steps that always belong to one optimizer step. Rollouts are moved
             within these only: which optimizer step trains on a rollout is drawn at random, as in TRL.
-        max_tokens: padded tokens that a micro-batch may have; a longer rollout has a micro-batch of its own. None
+        max_tokens: that a micro-batch may have, padding included; a longer rollout has a micro-batch of its own. None
             makes each training step one micro-batch.
+        packed: whether a micro-batch has no padding (`packing.py`).
     """
     indices = np.arange(len(lengths))
     if steps > together:
@@ -87,7 +147,7 @@ def plan(
         for hands in _deal(longest_first.reshape(together, -1), sizes_of, ranks):
             # All ranks cut at the same positions, because TRL gathers a value per rollout in every micro-batch.
             longest = np.max([sizes_of[hand] for hand in hands], axis=0)
-            sizes.append([per_step] if max_tokens is None else _cut(longest, max_tokens))
+            sizes.append([per_step] if max_tokens is None else _cut(longest, max_tokens, packed))
             for rank in range(ranks):
                 order[rank] += hands[rank]
     return Plan([int(index) for rank in order for index in rank], sizes)
@@ -112,17 +172,18 @@ def _deal(blocks: np.ndarray, lengths: np.ndarray, ranks: int) -> list[list[list
     return dealt
 
 
-def _cut(lengths: np.ndarray, max_tokens: int) -> list[int]:
+def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
     """
-    Cuts rollouts, longest first, into micro-batches of at most `max_tokens` padded tokens, at the least total cost:
-    the padded tokens and the overhead of every micro-batch.
+    Cuts rollouts, longest first, into micro-batches of at most `max_tokens` tokens, at the least total cost: the
+    tokens, padding included, and the overhead of every micro-batch.
     """
     number = len(lengths)
     cost, begin = np.zeros(number + 1), np.zeros(number + 1, dtype=int)
     for end in range(1, number + 1):
-        padded = (end - np.arange(end)) * lengths[:end]  # of the micro-batch from each earlier rollout to `end`
-        padded = np.where(padded <= max(max_tokens, lengths[end - 1]), padded, np.inf)
-        total = cost[:end] + padded + max_tokens * MICRO_BATCH_OVERHEAD
+        # Of the micro-batch from each earlier rollout to `end`.
+        tokens = lengths[:end][::-1].cumsum()[::-1] if packed else (end - np.arange(end)) * lengths[:end]
+        tokens = np.where(tokens <= max(max_tokens, lengths[end - 1]), tokens, np.inf)
+        total = cost[:end] + tokens + max_tokens * MICRO_BATCH_OVERHEAD
         begin[end] = total.argmin()
         cost[end] = total[begin[end]]
     sizes, end = [], number
@@ -148,16 +209,20 @@ def join(batches: Sequence[Batch]) -> Batch:
     return {name: torch.cat([each[name] for each in batches]) if first[name].ndim else first[name] for name in first}
 
 
-def trim(batch: Batch, multiple: int = 1) -> Batch:
+def lengths_of(batch: Batch) -> np.ndarray:
+    """(B, 2): tokens of each prompt and of each completion. Waits for the device."""
+    return torch.stack([batch["prompt_mask"].sum(1), batch["completion_mask"].sum(1)], dim=1).cpu().numpy()
+
+
+def trim(batch: Batch, lengths: np.ndarray, multiple: int = 1) -> Batch:
     """
-    A micro-batch without the columns that are padding in all of its rollouts. Widths stay multiples of `multiple`.
-    Tensors have shapes (B,), (B, 1), (B, C), (B, C, ...), or, if their name begins with `prompt_`, (B, P).
+    A micro-batch without the columns that are padding in all of its rollouts, whose `lengths_of` are given. Widths
+    stay multiples of `multiple`. Tensors have shapes (B,), (B, 1), (B, C), (B, C, ...), or, if their name begins with
+    `prompt_`, (B, P).
     """
-    prompts, completions = batch["prompt_mask"], batch["completion_mask"]
-    P, C = prompts.size(1), completions.size(1)
-    longest = torch.stack([prompts.sum(1).max(), completions.sum(1).max()]).tolist()
+    P, C = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
     prompt, completion = (
-        min(width, max(1, -(-length // multiple) * multiple)) for width, length in zip((P, C), longest)
+        min(width, max(1, -(-int(length) // multiple) * multiple)) for width, length in zip((P, C), lengths.max(0))
     )
 
     def cut(name: str, value: torch.Tensor) -> torch.Tensor:

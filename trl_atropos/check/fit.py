@@ -131,6 +131,8 @@ def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
         yield {"gradient_checkpointing": True}
     if args.max_tokens_per_micro_batch is not None and case.rollouts > 1:
         yield {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch // 2}
+    elif case.chooses_token_budget and case.rollouts > 1:
+        yield {"max_tokens_per_micro_batch": case.rollouts // 2 * case.length}
     elif case.rollouts > 1:
         # A divisor, so that as many rollouts as before make an optimizer step.
         size = max(size for size in range(1, case.rollouts // 2 + 1) if case.rollouts % size == 0)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
+from trl_atropos.batches.micro_batches import FIRST
 from trl_atropos.check.launch import GIB, UTILIZATION, Plan
 from trl_atropos.check.trace import GRADIENTS, Sizes, shadow_model, trace
 from trl_atropos.protocol import server_flags
@@ -105,9 +106,15 @@ class Case:
         return self.training.max_sequence_length or self.max_model_len
 
     @property
+    def chooses_token_budget(self) -> bool:
+        return self.plan.device == "cuda" and self.training.chooses_token_budget
+
+    @property
     def rollouts(self) -> int:
         """How many the largest micro-batch has."""
         rollouts, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
+        if self.chooses_token_budget:
+            tokens = FIRST
         return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
 
     @property

@@ -1,4 +1,6 @@
-"""Where the time of an optimizer step goes: every moment on this process belongs to exactly one part of the step.
+"""Where the time of an optimizer step goes, and how many tokens it works off.
+
+Every moment on this process belongs to exactly one part of the step.
 
 `AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another interrupts it. A step
 lasts from the end of one optimizer step to the end of the next. Work that is queued on a GPU counts where it was
@@ -22,6 +24,7 @@ OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
 DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16, from the data sheets of the SXM parts
 
 
 class Stopwatch:
@@ -67,15 +70,42 @@ class Stopwatch:
 
 
 class StepTimes(TrainerCallback):
-    """Ends a step of the stopwatch with each optimizer step, and adds its parts to `metrics` as `time/NAME`."""
+    """
+    Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as `time/NAME`, and as
+    `speed/NAME` what `tokens` says of the batch at hand: how many tokens a step takes that were sampled, and how many
+    it trains on, prompts included.
+    """
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
         self._stopwatch = stopwatch
         self._metrics = metrics
+        self.tokens: dict[str, float] = {}
+        self.most_tokens_per_second: float | None = None  # by all GPUs' peak in bfloat16, where it is known
 
     def on_step_end(self, args, state, control, **kwargs):
-        for name, seconds in self._stopwatch.lap().items():
+        times = self._stopwatch.lap()
+        for name, seconds in times.items():
             self._metrics[f"time/{name}"].append(seconds)
+        for name, tokens in self.tokens.items():
+            self._metrics[f"speed/{name}_tokens_per_second"].append(tokens / times["step"])
+        if self.tokens and self.most_tokens_per_second is not None:
+            self._metrics["speed/mfu"].append(self.tokens["trained"] / times["step"] / self.most_tokens_per_second)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations per second of one device in bfloat16, if they are known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * value for known, value in PEAK_TFLOPS.items() if known in name), None)
+
+
+def flops_per_token(model: torch.nn.Module) -> float | None:
+    """Of a forward and a backward pass through the weights: 6 per parameter, 4 if it is not trained. `None` for a
+    mixture of experts, of which a token passes only some."""
+    if any("expert" in name for name, _ in model.named_modules()):
+        return None
+    # DeepSpeed's shards know the size of the whole.
+    sizes = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in model.parameters()]
+    return float(sum(number * (6 if trained else 4) for number, trained in sizes))
 
 
 def settle(device: torch.device) -> None:

@@ -104,6 +104,8 @@ COLUMNS = {
     "time/wait_for_rollouts": ("wait", "{:.2f}s"),
     "time/publish": ("publish", "{:.3f}s"),
     "policy/probe_max_abs_diff": ("probe", "{:.1e}"),
+    "speed/trained_tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "speed/mfu": ("MFU", "{:.1%}"),
 }
 SHOWN_ABOVE_ZERO = ("health/dropped",)
 IN_BAR = ("reward", "rollouts/staleness_mean")

@@ -1,0 +1,215 @@
+"""Rollouts in one row are scored as each of them alone, for every family of models, or the family is padded."""
+
+import contextlib
+import math
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.rollout_factory import make_trainer, step_logs, uniform_batch
+from tests.weights.architectures import FAMILIES, make_model
+from trl_atropos.batches import packing
+from trl_atropos.batches.micro_batches import without_padding
+from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+
+CPU = torch.device("cpu")
+# Tokens. Two rollouts side by side are as long; the longest are longer than the window of `Ministral`.
+PROMPTS, COMPLETIONS = [7, 3, 3, 1, 6], [40, 12, 12, 25, 1]
+P, C = max(PROMPTS), max(COMPLETIONS)
+PADDED = {  # families that cannot be packed, and why
+    **dict.fromkeys(("Gemma 2", "GPT-J", "GPT-OSS", "BLOOM", "Mamba", "Mamba 2"), "computed by `eager`"),
+    "Falcon": "computed by `sdpa`",  # its own, which cannot be told another
+    **dict.fromkeys(("StableLM", "Nemotron"), "carry something from one rollout"),  # they do not pass the borders on
+    **dict.fromkeys(("Qwen3-Next", "Granite 4 (hybrid)", "Granite 4 (hybrid, experts)"), "layers of linear_attention"),
+    **dict.fromkeys(("Nemotron-H", "Zamba 2", "Falcon-H1", "LFM2-MoE"), "it has layers of"),
+    "Llama 4": "layers of chunked_attention",
+}
+
+
+class NoTrainer:
+    class accelerator:
+        autocast = staticmethod(contextlib.nullcontext)
+
+
+# TRL's own scoring, of which only autocast needs a trainer.
+FORWARD = partial(GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__, NoTrainer(), compute_entropy=True)
+
+
+def load(folder) -> torch.nn.Module:
+    """As the trainer has it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    keep_soft_cap(model)
+    prepare_model(model, warn=False)
+    packing.use_packed_attention(model)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return load(tiny_model)
+
+
+def padded(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of rollouts as TRL pads them, (5, P + C)."""
+    ids = torch.randint(vocabulary, (len(PROMPTS), P + C), generator=torch.Generator().manual_seed(0))
+    columns = torch.arange(P + C)
+    prompts, completions = torch.tensor(PROMPTS)[:, None], torch.tensor(COMPLETIONS)[:, None]
+    mask = ((columns >= P - prompts) & (columns < P + completions)).long()
+    return ids * mask, mask
+
+
+def how_of(model, multiple: int = 1) -> packing.How:
+    return packing.How.of(model, CPU, None, multiple)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_scored_alike_or_padded(name, tmp_path):
+    make_model(FAMILIES[name], tmp_path, "float32")
+    model = load(tmp_path)
+    why = packing.why_padded(FORWARD, model, model, how_of(model))
+    assert (why is None) == (name not in PADDED), why
+    if why is not None:
+        assert PADDED[name] in why
+        return
+    ids, mask = padded(model.config.get_text_config().vocab_size - 1)
+    parts = [slice(0, 4), slice(4, 5)]
+    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, how_of(model))
+    apart = without_padding(partial(FORWARD, model), ids, mask, C, parts)
+    for mine, other in zip(packed[:2], apart[:2], strict=True):
+        assert (mine - other).abs().max() <= 1e-5
+    packed[0].sum().backward()
+    mine = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    apart[0].sum().backward()
+    for one, parameter in zip(mine, model.parameters(), strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy, multiple):
+    ids, mask = padded(250)
+    seen = []
+
+    def model(**inputs):
+        seen.append(inputs)
+
+    def forward(model, row, scored, keep):
+        model(input_ids=row, attention_mask=scored)
+        scores = (row * scored)[:, 1:].float()  # of a token where the one before it stands
+        return scores, -scores, None
+
+    layout = packing.Layout.of(PROMPTS, COMPLETIONS, P, C, how_of(policy, multiple))
+    scores, entropies, auxiliary = packing.score_packed(forward, model, ids, C, layout)
+    assert torch.equal(scores, (ids * mask)[:, P:].float())
+    assert torch.equal(entropies, -scores)
+    assert auxiliary is None
+    (inputs,) = seen
+    lengths = [p + c for p, c in zip(PROMPTS, COMPLETIONS)]
+    useful = sum(lengths)
+    assert inputs["input_ids"].shape == (1, math.ceil(useful / multiple) * multiple)
+    assert torch.equal(inputs["input_ids"][0, :useful], ids[mask.bool()])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert torch.equal(inputs["position_ids"][0, :useful], positions)
+    assert int(inputs["rollout_lengths"].sum()) == inputs["input_ids"].size(1)
+
+
+def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):
+    ids, mask = padded(250)
+    mask[1:3, P:] = 0
+    scores = packing.score_all(FORWARD, policy, ids, mask, C, [slice(0, 5)], how_of(policy))[0]
+    apart = without_padding(partial(FORWARD, policy), ids, mask, C, [slice(0, 5)])[0]
+    assert (scores - apart).abs().max() <= 1e-5
+    assert not scores[1:3].any()
+    none = packing.score_all(FORWARD, policy, ids[1:3], mask[1:3], C, [slice(0, 2)], how_of(policy))[0]
+    assert none.shape == (2, C)
+    assert not none.any()
+
+
+def test_models_on_gpus_in_16_bits_get_the_borders_of_one_kernel(policy):
+    """What `varlen_attn` takes: the CPU has no such kernel."""
+    inputs = (
+        how_of(policy)
+        ._replace(attention="flash_attention_2")
+        .inputs(torch.arange(3)[None], torch.tensor([2, 1]).numpy())
+    )
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 2, 3]
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 2
+    assert inputs["attention_mask"] is None
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+
+
+def test_a_model_that_must_be_padded_is_and_the_run_says_why(tiny_model, tmp_path, caplog):
+    batch = uniform_batch(tiny_model, 4, 4, 0)
+    settings = {"per_device_train_batch_size": 16, "max_steps": 1}
+    steps = []
+    for attention in ("eager", "sdpa"):
+        init = {"dtype": "float32", "attn_implementation": attention}
+        trainer = make_trainer(tiny_model, tmp_path / attention, batch, model_init_kwargs=init, **settings)
+        trainer.train()
+        assert (trainer._packs is None) == (attention == "eager")
+        steps.append(step_logs(trainer)[0])
+    said = [record.getMessage() for record in caplog.records if "padding_free" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith("because of this model: its attention is computed by `eager`.")
+    assert steps[0]["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4, abs=1e-6)
+    assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=1e-4)
+
+
+def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
+    from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 250, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        large = Qwen3ForCausalLM(Qwen3Config(**sizes, hidden_size=2048, intermediate_size=6144))
+        small = Qwen3ForCausalLM(Qwen3Config(**sizes, hidden_size=64, intermediate_size=64))
+        experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, hidden_size=2048, intermediate_size=6144))
+    gpu = torch.device("cuda")
+    assert packing.worth_compiling(large, gpu)
+    assert not packing.worth_compiling(large, CPU)
+    assert not packing.worth_compiling(small, gpu)
+    assert not packing.worth_compiling(experts, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Llama", "Ministral", "GPT-2"])
+def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, tmp_path):
+    make_model(FAMILIES[name], tmp_path, "float32")
+    alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
+    how = packing.How.of(packed, torch.device("cuda"), None, 1)
+    assert packing.why_padded(FORWARD, packed, packed, how) is None
+    if compiled:
+        packing.compile_layers(packed)
+    ids, mask = (tensor.cuda() for tensor in padded(250))
+    parts = [slice(0, 4), slice(4, 5)]
+    scores = packing.score_all(FORWARD, packed, ids, mask, C, parts, how)[0]
+    apart = without_padding(partial(FORWARD, alone), ids, mask, C, parts)[0]
+    rounding = 0.05 if dtype == torch.bfloat16 else 5e-3  # of the embeddings' 250 tokens; TF32
+    assert (scores - apart).abs().max() <= rounding
+    for each in (scores, apart):
+        each.sum().backward()
+    for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            scale = other.grad.norm()
+            assert (one.grad.float() - other.grad).norm() <= 0.1 * scale
+
+
+@pytest.mark.slow
+def test_compiled_layers_take_the_same_steps(tiny_model, tmp_path):
+    batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
+    settings = {"per_device_train_batch_size": 16, "max_steps": 3, "max_tokens_per_micro_batch": 128}
+    found = []
+    for compiled in (False, True):
+        trainer = make_trainer(tiny_model, tmp_path / str(compiled), *batches, compile_layers=compiled, **settings)
+        trainer.train()
+        assert all((layer._compiled_call_impl is not None) == compiled for layer in trainer.model.model.layers)
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
+    assert found[1] == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in found[0]]

@@ -1,0 +1,260 @@
+"""Rollouts end to end in one row, so that nothing is computed on padding.
+
+A micro-batch of TRL's, (B, P + C) with padding on both sides, becomes one row of T tokens whose positions begin anew
+with every rollout, and the scores go back to their columns. Attention stops at the borders between rollouts: on GPUs
+in one kernel for variable lengths (16 bits), elsewhere by torch's own attention, rollout by rollout.
+
+Not every model can be packed: layers that carry a state from token to token run across borders. So a model is tried
+before the first batch (`why_padded`), and padded as before (`micro_batches.without_padding`) if it fails.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_atropos.batches.micro_batches import Scores
+
+ATTENTION = "sdpa_packed"  # `attn_implementation` of a model that is packed; as `sdpa` for any other input
+FLASH = ("flash_attention_2", "flash_attention_3")  # these find the borders by themselves
+VARLEN = frozenset(inspect.signature(varlen_attn).parameters)  # torch's versions differ in them
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has won back the time of compiling
+TRIED = (24, 17)  # tokens of the two rollouts that a model is tried with
+# Nats that a rollout's log-probabilities may differ by in another row: by what stands before it, and from a row of
+# its own, which other kernels may compute.
+LEAK, ALONE = {"float32": 1e-3, "16 bits": 5e-2}, {"float32": 2e-2, "16 bits": 0.6}
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a padded micro-batch stand in its row. Indices are int64 on the model's device."""
+
+    tokens: torch.Tensor  # (1, T), into the flattened (B, P + C)
+    scored: torch.Tensor  # (1, T): 1 where a token of a completion stands
+    predicts: torch.Tensor  # (N,), into the row: the token before each token of a completion
+    columns: torch.Tensor  # (N,), into the flattened (B, C)
+    inputs: dict[str, Any]  # what the model gets beside the row
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[int], completions: Sequence[int], prompt_width: int, width: int, how: "How"
+    ) -> "Layout":
+        """
+        Args:
+            prompts: tokens of each prompt, at least 1; `completions`: of each completion.
+            prompt_width: P; `width`: C.
+        """
+        prompts = np.asarray(prompts)
+        lengths = prompts + completions
+        ends = lengths.cumsum()
+        rollout = np.repeat(np.arange(len(ends)), lengths)
+        position = np.arange(ends[-1]) - (ends - lengths)[rollout]
+        column = position - prompts[rollout]  # of the completion; below 0 in the prompt
+        tokens = rollout * (prompt_width + width) + prompt_width + column
+        scored = np.flatnonzero(column >= 0)
+        columns = (rollout * width + column)[scored]
+        tail = -len(tokens) % how.multiple  # tokens of no rollout, which fill the row
+        if tail:
+            tokens, position = (np.append(array, np.arange(tail)) for array in (tokens, position))
+            lengths = np.append(lengths, tail)
+        row = np.zeros(len(tokens), dtype=np.int64)
+        row[scored] = 1
+        # One copy to the device: each would have the device wait for the host.
+        parts = torch.from_numpy(np.concatenate([tokens, row, position, scored - 1, columns])).to(how.device)
+        tokens, row, position, predicts, columns = parts.split([len(row)] * 3 + [len(scored)] * 2)
+        return cls(tokens[None], row[None], predicts, columns, how.inputs(position[None], lengths))
+
+
+class How(NamedTuple):
+    """What a packed row is computed with."""
+
+    attention: str  # `attn_implementation`
+    device: torch.device
+    dtype: torch.dtype
+    multiple: int = 1  # of the row's length
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None, multiple: int) -> "How":
+        dtype = autocast or next(parameter.dtype for parameter in model.parameters())
+        return cls(model.config._attn_implementation, device, dtype, multiple)
+
+    def inputs(self, positions: torch.Tensor, lengths: np.ndarray) -> dict[str, Any]:
+        """What the model gets beside the row: names of Transformers' own for rows of several sequences."""
+        inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
+        lengths = torch.from_numpy(lengths.astype(np.int32))
+        borders = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(self.device)
+        longest = int(lengths.max())
+        if self.attention == ATTENTION:
+            # A mask of four dimensions is taken as it is: none is made, which would wait for the device.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
+                return inputs | {"rollout_lengths": lengths}
+            longest = 1 << (longest - 1).bit_length()  # few different numbers, each of which may be compiled anew
+        both = {"cu_seq_lens_{}": borders, "max_length_{}": longest}
+        return inputs | {name.format(side): value for name, value in both.items() for side in "qk"}
+
+
+def score_packed(forward: Callable[..., Scores], model: Any, ids: torch.Tensor, keep: int, layout: Layout) -> Scores:
+    """
+    Scores a padded micro-batch as one row.
+
+    Args:
+        forward: TRL's `_get_per_token_logps_and_entropies`.
+        ids: (B, P + C).
+        keep: C.
+
+    Returns:
+        Log-probabilities and entropies, (B, C) each, 0 on padding, and no auxiliary loss.
+    """
+
+    def packed(input_ids, attention_mask, **options):
+        return model(input_ids=input_ids, **layout.inputs, **options)
+
+    row = ids.flatten()[layout.tokens]
+    # TRL scores what its mask leaves, which here the model does not see.
+    logprobs, entropies, _ = forward(packed, row, layout.scored, row.size(1) - 1)
+
+    def back(values: torch.Tensor | None) -> torch.Tensor | None:
+        if values is None:
+            return None
+        padded = values.new_zeros(len(ids) * keep).index_copy(0, layout.columns, values[0, layout.predicts])
+        return padded.view(len(ids), keep)
+
+    return back(logprobs), back(entropies), None
+
+
+def score_all(
+    forward: Callable[..., Scores],
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    keep: int,
+    micro_batches: Sequence[slice],
+    how: How,
+) -> Scores:
+    """As `score_packed`, for each micro-batch of a batch whose attention mask (B, P + C) is given."""
+    widths = ids.size(1) - keep, keep
+    lengths = torch.stack([part.sum(1) for part in mask.split(widths, dim=1)]).cpu().numpy()
+    scored = [
+        score_packed(forward, model, ids[part], keep, Layout.of(*lengths[:, part], *widths, how))
+        for part in micro_batches
+    ]
+    logprobs, entropies, _ = zip(*scored)
+    return torch.cat(logprobs), torch.cat(entropies) if entropies[0] is not None else None, None
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Has a model that computes torch's attention stop at the borders of packed rollouts."""
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(ATTENTION, _attend)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ATTENTION)
+
+
+def _attend(module, query, key, value, attention_mask, rollout_lengths=None, cu_seq_lens_q=None, **options):
+    """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
+    if rollout_lengths is not None:
+        return _each_rollout(module, query, key, value, rollout_lengths, **options), None
+    if cu_seq_lens_q is not None:
+        return _varlen(query, key, value, cu_seq_lens_q, **options), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+@torch.compiler.disable
+def _each_rollout(module, query, key, value, lengths, sliding_window=None, **options) -> torch.Tensor:
+    """Rollouts of the same length that stand side by side are a batch."""
+    runs = [(length, len(list(same))) for length, same in groupby(lengths.tolist())]
+    parts = zip(*(tensor.split([length * number for length, number in runs], dim=2) for tensor in (query, key, value)))
+    attended = []
+    for (length, number), part in zip(runs, parts, strict=True):
+        batch = (tensor[0].unflatten(1, (number, length)).transpose(0, 1) for tensor in part)
+        mask = _window(length, sliding_window, query.device)
+        attended.append(sdpa_attention_forward(module, *batch, mask, **options)[0].flatten(0, 1))
+    return (attended[0] if len(attended) == 1 else torch.cat(attended))[None]
+
+
+def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return ((distance >= 0) & (distance < sliding_window))[None, None]
+
+
+def _varlen(query, key, value, borders, max_length_q, scaling=None, sliding_window=None, **_) -> torch.Tensor:
+    options: dict[str, Any] = {"scale": scaling}
+    if "window_size" in VARLEN:
+        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
+    elif sliding_window is None:
+        options["is_causal"] = True
+    else:
+        raise NotImplementedError("torch's attention for variable lengths has no window in this version")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" in VARLEN:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    return varlen_attn(query, key, value, borders, borders, max_length_q, max_length_q, **options)[None]
+
+
+# ----------------------------------------------------------------------------------------------------- what can be had
+
+
+@torch.no_grad()
+def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> str | None:
+    """Why rollouts of this model cannot share a row; `None` if they can. `policy` is `model` without wrappers."""
+    if how.attention not in (ATTENTION, *FLASH):
+        return f"its attention is computed by `{how.attention}`"
+    if other := set(getattr(policy.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES:
+        return f"it has layers of {', '.join(sorted(other))}"
+    first, second = TRIED
+    ids = torch.arange(first + second, device=how.device) * 7919 % (policy.config.get_text_config().vocab_size - 1)
+    pad = ids.new_zeros(first - second)
+
+    def scores(before: torch.Tensor | None) -> torch.Tensor:
+        """Of the second rollout, behind another one in its row or alone. Its prompt is its first token."""
+        rows, completions = [torch.cat([ids[first:], pad])], [second - 1]
+        if before is not None:
+            rows, completions = [before, *rows], [first - 1, *completions]
+        layout = Layout.of([1] * len(rows), completions, 1, first - 1, how)
+        logprobs, _, _ = score_packed(forward, model, torch.stack(rows), first - 1, layout)
+        return logprobs[-1, : second - 1].double()
+
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            behind, behind_another, alone = (scores(row) for row in (ids[:first], ids[:first].flip(0), None))
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
+        return f"packed, it fails ({type(error).__name__}: {error})"
+    kind = "float32" if how.dtype in (torch.float32, torch.float64) else "16 bits"
+    if not (behind - behind_another).abs().max() <= LEAK[kind]:
+        return "its layers carry something from one rollout of a row to the next"
+    if not (behind - alone).abs().max() <= ALONE[kind]:
+        return "a rollout in a row of several is not computed as in one of its own"
+    return None
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Each decoder layer becomes a few kernels, when it is first used: of norms, rotary embedding and activations."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+
+
+def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
+    """Measured on GPUs, for dense models of 0.3 M to 8 B parameters."""
+    experts = any("expert" in name for name, _ in model.named_modules())
+    return device.type == "cuda" and not experts and model.num_parameters() >= WORTH_COMPILING
