@@ -60,6 +60,18 @@ def test_n_completions_come_back_in_every_list(server):
     assert all(int(next(iter(e[0]))) == t for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True))
 
 
+def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_told(server, reference, tolerance):
+    reply = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=12, temperature=2.0, logprobs=3).json()
+    expected = logps(reference, PROMPT, reply["token_ids"][0], 2.0)
+    assert torch.allclose(torch.tensor(sampled(reply)[0]), expected, atol=tolerance)
+
+
+def test_vllms_own_route_tells_the_texts_of_log_probabilities(server):
+    body = {"model": "any", "prompt": "abc=", "max_tokens": 2, "logprobs": 0, "logit_bias": {"65": 100}}
+    (choice,) = requests.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert choice["logprobs"]["tokens"] == list(choice["text"]) and len(choice["text"]) == 2
+
+
 def test_a_stop_string_ends_a_completion_and_length_ends_the_others(server):
     reply = server.generate(prompt="abc=", n=32, max_tokens=40, stop=["a"], temperature=2.0).json()
     assert set(reply["finish_reasons"]) == {"stop", "length"}

@@ -11,12 +11,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 import trl_atropos
 from trl_atropos.server import compat
@@ -66,6 +70,16 @@ def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():
         assert pool.reset_prefix_cache()
     finally:
         BlockPool.reset_prefix_cache = walked
+
+
+def test_only_log_probabilities_that_are_asked_for_flat_lose_the_text_of_their_tokens(monkeypatch):
+    monkeypatch.setattr(LogprobsProcessor, "from_new_request", LogprobsProcessor.__dict__["from_new_request"])
+    compat.leave_logprobs_without_text()
+    for flat in (False, True):
+        params = SamplingParams(logprobs=0, flat_logprobs=flat)
+        found = LogprobsProcessor.from_new_request("tokenizer", SimpleNamespace(sampling_params=params))
+        assert found.tokenizer == (None if flat else "tokenizer")
+        assert isinstance(found.logprobs, FlatLogprobs) == flat
 
 
 def what_moved(place: str, name: str) -> str | None:

@@ -46,6 +46,9 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
     "vllm.config:CacheConfig": ("block_size",),
+    "vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",),
+    "vllm.sampling_params:SamplingParams": ("flat_logprobs",),
+    "vllm.logprobs:FlatLogprobs": ("start_indices", "logprobs"),
     "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
     "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
@@ -124,6 +127,21 @@ def reset_only_cached_blocks() -> None:
             self.blocks = blocks
 
     BlockPool.reset_prefix_cache = reset_prefix_cache
+
+
+def leave_logprobs_without_text() -> None:
+    """In this process, the log-probabilities of requests with `flat_logprobs`, which vLLM's own routes never set, come
+    without the text of their tokens. Decoding them one by one takes longer than all else that the API server does with
+    a token, and bounded sampling at 10,000 tokens per second."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    from_new_request = LogprobsProcessor.from_new_request.__func__
+
+    def without_text(cls, tokenizer, request):
+        params = request.sampling_params
+        return from_new_request(cls, None if params is not None and params.flat_logprobs else tokenizer, request)
+
+    LogprobsProcessor.from_new_request = classmethod(without_text)
 
 
 async def mark_tokens(engine, publishes: int) -> None:

@@ -26,6 +26,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -45,6 +46,8 @@ STRUCTURED_FIELDS = {field.name for field in dataclasses.fields(StructuredOutput
 
 # The engine's reason to end a completion, and one of the two that the environments' client knows.
 FINISHED = {"stop": "stop", "length": "length", "repetition": "stop"}
+
+compat.leave_logprobs_without_text()
 
 
 class Sampling:
@@ -102,7 +105,7 @@ class Sampling:
             ]
         if params.prompt_logprobs is not None:
             reply["prompt_logprobs"] = [
-                entry if entry is None else {str(token): _finite(value.logprob) for token, value in entry.items()}
+                {str(token): _finite(value.logprob) for token, value in entry.items()} if entry else None
                 for entry in result.prompt_logprobs
             ]
         versions = f"{min(first for first, _ in spans)}-{max(last for _, last in spans)}"
@@ -172,6 +175,9 @@ def _settings(*values) -> SamplingSettings:
 
 def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
     """The log-probability of each sampled token, in nats."""
+    if isinstance(completion.logprobs, FlatLogprobs):  # the sampled token is the first of each position
+        values = completion.logprobs.logprobs
+        return [_finite(values[start]) for start in completion.logprobs.start_indices]
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return [_finite(entry[token].logprob) for token, entry in pairs]
 
@@ -214,7 +220,7 @@ def parse(body: bytes) -> tuple[dict, SamplingParams]:
             msgspec.msgpack.encode(value)  # as it goes to the engine
         except (OverflowError, RecursionError) as problem:
             raise Refused(f"`{name}` is {value!r:.100}: {problem}", 400) from problem
-    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
     return prompt, params
 
 
