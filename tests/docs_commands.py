@@ -67,6 +67,11 @@ ELSEWHERE = [
         "atroposlib.cli.run_api",
     ),
     (
+        r"trl-atropos eval",
+        "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
+        '"eval"',
+    ),
+    (
         r"trl-atropos serve",
         "tests/server/test_control.py::test_only_a_paused_server_is_resumed",
         "trl_atropos.server.launch",

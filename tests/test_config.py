@@ -28,9 +28,12 @@ OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig
 REFUSED = {
     "no length": ({"max_steps": -1}, r"`max_steps` is -1.*Set `max_steps` to the number of optimizer steps"),
     "no steps": ({"max_steps": 0}, r"`max_steps` is 0.*Set `max_steps`"),
-    "evaluation": ({"eval_strategy": "steps", "eval_steps": 5}, r"Remove `eval_strategy`.*evaluate in the env"),
-    "evaluation at the start": ({"eval_on_start": True}, r"Remove `eval_strategy` and `eval_on_start`"),
-    "best model": ({"load_best_model_at_end": True}, r"`load_best_model_at_end` needs evaluation.*Remove it"),
+    "evaluation by epochs": ({"eval_strategy": "epoch"}, r"have no epochs.*Set `eval_strategy: steps`"),
+    "no time to evaluate": ({"eval_timeout": 0}, r"`eval_timeout` is 0. Set it to a number of seconds above 0"),
+    "best model of a moving policy": (
+        {"eval_strategy": "steps", "metric_for_best_model": "eval_x_pass@1", "eval_hold": False},
+        r"`metric_for_best_model` must be known before .*Leave `eval_hold` out",
+    ),
     "mode": ({"vllm_mode": "banana"}, r"`vllm_mode` is 'banana'. Set it to one of: colocate"),
     "transport": ({"weight_transport": "rdma"}, r"`weight_transport` is 'rdma'. Set it to one of: auto, nccl, gloo"),
     "sleep level": ({"vllm_sleep_level": 3}, r"`vllm_sleep_level` is 3. Set it to one of: 1, 2"),

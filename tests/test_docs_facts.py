@@ -21,7 +21,7 @@ from tests.docs_pages import PAGES, ROOT, Block, Page
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.metrics.health import SIGNALS
 from trl_atropos.metrics.timing import PARTS as TIMES
-from trl_atropos.recipe import PARTS, EnvironmentSpec, parse
+from trl_atropos.recipe import PARTS, EnvironmentSpec, EvaluationSpec, parse
 
 PACKAGE = ROOT / "trl_atropos"
 PLACEHOLDER = re.compile(r"%(?:\.\d)?[sdgf]")
@@ -29,7 +29,13 @@ FRAGMENT = 8  # letters from which on a part of a quoted message is looked for
 METRIC = re.compile(r"^(rollouts|health|sampling|policy|services|completions|clip_ratio|distillation)/[a-z_/]+$")
 # Keys that are written like those of a recipe and belong to environments, rollouts or accelerate.
 OTHER_KEYS = {"ensure_scores_are_not_same", "server_type", "total_steps", "max_batches_offpolicy", "sft", "use_wandb"}
-OTHER_KEYS |= {"set_advantage_to_zero", "fsdp_version", "cpu_ram_efficient_loading", *EnvironmentSpec.model_fields}
+OTHER_KEYS |= {
+    "set_advantage_to_zero",
+    "evaluation",
+    "fsdp_version",
+    "cpu_ram_efficient_loading",
+    *EvaluationSpec.model_fields,
+}
 YAML_BLOCKS = [block for name in PAGES for block in Page(name).blocks_of("yaml")]
 
 

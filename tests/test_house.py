@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
-MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 15_450, 11, 79
+MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 16_250, 11, 79
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
 # `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
@@ -23,13 +23,13 @@ MAY_IMPORT = {
     "train": {"recipe", "services", "trainer", "config", "distributed", "report", "weights"},
     "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},
     "recipe": {"config", "distributed", "rollouts", "services", "weights"},
-    "report": {"config", "metrics", "rollouts"},
+    "report": {"config", "metrics", "rollouts", "services"},
     "weights": {"config", "distributed", "metrics", "server_client", "services", "tensors"},
     "front": {"server", "services"},
     "server": {"tensors"},
     "config": {"metrics"},
     "metrics": {"batches", "rollouts"},
-    "services": {"rollouts"},
+    "services": {"metrics", "rollouts", "server_client"},
     "batches": {"rollouts"},
     "rollouts": {"server_client"},
     "server_client": {"distributed"},

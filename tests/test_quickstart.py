@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -13,10 +15,11 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, make_model
+from tests.launching import ROOT, Run, free_urls, make_model
 from tests.report.browser import Browser, find_browser
 from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
+from trl_atropos.services.evaluations import read_result
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(200)]
 QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())
@@ -96,11 +99,32 @@ def test_its_report_shows_every_rollout_and_its_step(learned, tmp_path):
     browser.close()
 
 
+def evaluate_alone(folder: Path, checkpoint: Path) -> Path:
+    """Runs `trl-atropos eval` on a checkpoint. Returns the folder of its results."""
+    atropos, vllm = free_urls(2)
+    # fmt: off
+    command = [
+        sys.executable, "-m", "trl_atropos.cli", "eval", "--config", str(folder / "recipe.yaml"),
+        "--checkpoint", str(checkpoint), "--model_name_or_path", str(folder / "model"),
+        "--output_dir", str(folder / "alone"), "--atropos_url", atropos, "--vllm_server_base_url", vllm,
+    ]
+    # fmt: on
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        env = os.environ | FORKED_ENGINES | {"TMPDIR": short}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{checkpoint}: letters: pass@1" in done.stdout
+    return folder / "alone/eval" / checkpoint.name / "evaluations/letters"
+
+
 def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped(tmp_path):
-    """Two turns, so that masks have holes, in groups of four and of eight from two environments."""
+    """Two turns, so that masks have holes, in groups of four and of eight from two environments; and evaluations,
+    greedy ones, which equal those of the saved checkpoints."""
     environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
     settings = {"environments": environments, "per_device_train_batch_size": 16, "max_completion_length": 64}
     settings |= {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+    asked = {"path": "recipes/quickstart/environment.py", "name": "letters", "problems": 6, "samples": 2}
+    settings["evaluations"] = [asked | {"temperature": 0.0, "passes_above": 0.0, "every": 6}]
     train(tmp_path, max_steps=4, **settings)
     run = tmp_path / "run"
     (run / "checkpoint-6").mkdir()  # of a run that was killed while it saved
@@ -120,6 +144,15 @@ def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stoppe
     assert set(Counter(rollout.group for rollout in rollouts).values()) == {4, 8}
     turns = {re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask.tolist())) for one in rollouts}
     assert turns == {"T.T"}
+    found = {e["step"]: e for e in state["log_history"] if "eval_letters_pass@1" in e}
+    assert list(found) == [0, 4, 6, 12]  # 4 was the last step of the first run
+    assert all(e["eval_letters_oldest_version"] == step for step, e in found.items())
+    assert found[0]["eval_letters_newest_version"] == 0 and found[12]["eval_letters_newest_version"] == 12
+    assert len([e for e in state["log_history"] if "eval_letters_pass@1" in e]) == len(found)
+    assert output.count("Evaluated letters") >= 2
+    alone = read_result(evaluate_alone(tmp_path, run / "checkpoint-12") / "step-000012")
+    trained = read_result(run / "evaluations/letters/step-000012")
+    assert alone.scores == trained.scores
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 12
     assert 0 < summary["probe_max_abs_diff"] <= 1e-4

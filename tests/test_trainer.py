@@ -34,7 +34,7 @@ FIXES = {
     "reward_funcs": "score them in the environment",
     "reward_processing_classes": "score them in the environment",
     "train_dataset": "pass a `rollout_source`",
-    "eval_dataset": "evaluate in the environment",
+    "eval_dataset": "list `evaluations` in the recipe",
     "rollout_func": "pass a `rollout_source`",
     "environment_factory": "processes of their own",
     "tools": "called by the environment",
@@ -444,10 +444,10 @@ def test_the_configuration_of_trl_is_refused_with_the_fix(tiny_model, tmp_path):
         AtroposGRPOTrainer(str(tiny_model), args=config)
 
 
-def test_evaluation_is_refused_with_the_fix(tiny_model, tmp_path):
+def test_prediction_is_refused(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0))
     trainer.model.eval()
-    with pytest.raises(RuntimeError, match="evaluate in the environment"):
+    with pytest.raises(RuntimeError, match="none to predict with"):
         trainer._generate_and_score_completions([{"prompt": ""}])
 
 

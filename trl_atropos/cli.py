@@ -7,6 +7,7 @@ from pathlib import Path
 from trl_atropos import __version__
 
 USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--json]
+       trl-atropos eval --config recipe.yaml [--checkpoint FOLDER] [--any_field value]
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
        trl-atropos report RUN_DIR [--output FILE] [--max_rollouts N]
        trl-atropos bench NAME [options]
@@ -14,6 +15,7 @@ USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--
 
 commands:
   check   find what is wrong with a recipe and its environments before a run, and what to do about it; starts nothing
+  eval    make a recipe's evaluations of a checkpoint, or of the model it begins with
   serve   start the vLLM server that environments sample from and a trainer keeps in step with
   report  write one HTML file about a run: curves, warnings, settings, and its rollouts token by token
   bench   measure this machine, in a checkout; `trl-atropos bench --help` lists what
@@ -46,6 +48,8 @@ def _run(words: list[str]) -> None:
         from trl_atropos.train import apply_recipe_environment
 
         apply_recipe_environment(arguments)
+    elif command == "eval":
+        from trl_atropos.train import evaluate_main as run
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":

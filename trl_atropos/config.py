@@ -37,6 +37,7 @@ CHOICES = {
 LEAST = {
     "rollout_timeout": (math.ulp(0), "a number of seconds above 0"),
     "publish_timeout": (math.ulp(0), "a number of seconds above 0"),
+    "eval_timeout": (math.ulp(0), "a number of seconds above 0"),
     "max_spool_gb": (math.ulp(0), "a number of gigabytes above 0"),
     "probe_every_n_steps": (0, "0 (off) or more"),
     "distillation_coef": (0, "0 (off) or more"),
@@ -202,6 +203,14 @@ class AtroposGRPOConfig(GRPOConfig):
             Whether to compile each decoder layer (`torch.compile`). By default, on GPUs for dense models of at least
             50 million parameters that are not sharded.
 
+        > Evaluation
+
+        eval_hold (`bool`, *optional*):
+            Whether training waits while an evaluation samples, so that all of its answers are of one policy version.
+            By default, it does with `metric_for_best_model`. It always does before the first step and after the last.
+        eval_timeout (`float`, *optional*, defaults to `3600.0`):
+            Seconds that an evaluation may take. One that takes longer is ended, with a warning.
+
         > Warnings
 
         warning_thresholds (`dict[str, float]` or `str`, *optional*):
@@ -241,6 +250,8 @@ class AtroposGRPOConfig(GRPOConfig):
     max_tokens_per_micro_batch: int | None = None
     padding_free: bool = True
     compile_layers: bool | None = None
+    eval_hold: bool | None = None
+    eval_timeout: float = 3600.0
     warning_thresholds: dict | str | None = None
     stop_on_warnings: list[str] | None = None
 
@@ -262,14 +273,19 @@ class AtroposGRPOConfig(GRPOConfig):
         self._check_sharding()
         # TRL groups by a fixed `num_generations`. Atropos groups have sizes of their own, so that only TRL's smallest
         # value passes its checks for every batch.
-        asked, self.num_generations = self.num_generations, 2
+        asked = self.num_generations, self.num_generations_eval
+        self.num_generations, self.num_generations_eval = 2, 1
         super().__post_init__()
-        self.num_generations = asked
+        self.num_generations, self.num_generations_eval = asked
         # What follows reads what TRL has filled in: the steps of a generation batch, settings written as JSON.
         self._check_sleep()
         self._check_token_budget()
         self._check_warnings()
         self._check_correction()
+        if self.eval_hold is False and self.metric_for_best_model is not None:
+            what = "`metric_for_best_model` must be known before a checkpoint is written, but `eval_hold` is false"
+            raise self._wrong(what, "Leave `eval_hold` out.")
+        self.eval_hold = self.metric_for_best_model is not None if self.eval_hold is None else self.eval_hold
 
     def _wrong(self, what: str, fix: str, code: str = "setting") -> RecipeError:
         """The error about the settings that `what` and `fix` name."""
@@ -281,14 +297,9 @@ class AtroposGRPOConfig(GRPOConfig):
         if self.max_steps <= 0:
             what = f"`max_steps` is {self.max_steps}, but rollouts from environments have no end"
             raise self._wrong(what, "Set `max_steps` to the number of optimizer steps.")
-        if self.eval_strategy != "no" or self.eval_on_start:
-            raise self._wrong(
-                "Evaluation inside the trainer is not supported: it would take training batches from the environments",
-                "Remove `eval_strategy` and `eval_on_start`; evaluate in the environment (`steps_per_eval`) or on the "
-                "saved checkpoints.",
-            )
-        if self.load_best_model_at_end:
-            raise self._wrong("`load_best_model_at_end` needs evaluation, which is not supported", "Remove it.")
+        if self.eval_strategy == "epoch":
+            what = "`eval_strategy` is 'epoch', but rollouts from environments have no epochs"
+            raise self._wrong(what, "Set `eval_strategy: steps` and `eval_steps`.")
 
     def _check_values(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)

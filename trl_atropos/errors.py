@@ -65,5 +65,9 @@ class GatherError(AtroposTrainingError):
     """The trainer's weights cannot be put together for a server."""
 
 
+class EvaluationError(AtroposTrainingError):
+    """An evaluation failed, or is wrongly set up."""
+
+
 class SaveError(AtroposTrainingError):
     """A checkpoint could not be written to disk."""

@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `--max-lora-rank` takes
+EVALUATION_KEY = "evaluation-"  # how the API keys begin by which servers know the requests of evaluations
 ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatever its version
 
 
@@ -178,6 +179,19 @@ class RefusalsReply(Strict):
 
     total: int
     latest: list[Refusal]  # by reason, the latest first
+
+
+class EvaluationReply(Strict):
+    """Answer of `POST /trl_atropos/evaluation`: the policy versions that sampled under one API key, if any did."""
+
+    oldest: int | None
+    newest: int | None
+
+
+def evaluation_key(authorization: str) -> str | None:
+    """The API key in the header of a request, if it is an evaluation's."""
+    key = authorization.removeprefix("Bearer ")
+    return key if key.startswith(EVALUATION_KEY) else None
 
 
 def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:

@@ -8,6 +8,7 @@ The run writes what a recipe does not say of an environment into the file that A
 """
 
 import difflib
+import math
 import os
 import re
 import shlex
@@ -15,18 +16,21 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import ValidationError
+from transformers.trainer_utils import IntervalStrategy
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, environment_token, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
-from trl_atropos.services.environments import EnvironmentSpec
+from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
+from trl_atropos.services.evaluations import GROUPS
 
 
 @dataclass
@@ -48,6 +52,11 @@ class ServicesConfig:
             Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
             `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. A command
             may have {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
+        evaluations (`list[dict]`, *optional*):
+            Environments to evaluate the policy with, beside the training (in the recipe file only): entries like those
+            of `environments` with a `path`, and optionally `problems` (how many are asked; without, the environment's
+            own `evaluate` runs), `samples` of each, `temperature`, `passes_above` (a score) and `every` (optimizer
+            steps; by default `eval_steps`).
         restart_environments (`int`, *optional*, defaults to `3`):
             How often within an hour an environment that ends, or the Atropos API of the run, is started again. One
             that ends within 30 seconds of its start ends the run. `0` ends the run at the first end.
@@ -59,6 +68,7 @@ class ServicesConfig:
     start_vllm: bool = False
     vllm_args: list[str] | None = None
     environments: list[dict] | None = None
+    evaluations: list[dict] | None = None
     restart_environments: int = 3
     service_timeout: float = 300.0
 
@@ -66,11 +76,12 @@ class ServicesConfig:
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
 ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
-NOT_IN_OVERLAYS = {"env", "environments"}  # one overlay is for many recipes, which differ in these
+NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}  # one overlay is for many recipes, which differ in these
 QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
 HOW_TO_QUOTE = f"Flags of the server are a list in a recipe, and one quoted text on the command line: {QUOTED}."
-ENTRY_KEYS = ", ".join(f"`{name}`" for name in EnvironmentSpec.model_fields)
-HOW_TO_ENTER = f"An entry is the path of a script, or has `path` or `command`. It may have: {ENTRY_KEYS}."
+HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
+NO_KEY = "none"  # servers of the run ask for no API key
+EVALUATION_SEED = 0  # of the environments of evaluations, whatever that of the run: the same problems for all runs
 HELP = "See `python -m trl_atropos.train --help`."
 
 
@@ -80,6 +91,7 @@ class Recipe:
     training: AtroposGRPOConfig
     model: ModelConfig
     environments: list[EnvironmentSpec]
+    evaluations: list[EvaluationSpec]
 
     def vllm_flags(self) -> list[str]:
         """Flags of the vLLM server: those of the recipe, and those that the run's adapter needs."""
@@ -117,7 +129,7 @@ class Recipe:
         """
         if spec.path is None and spec.servers is None:
             return None
-        usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": "none"}
+        usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": NO_KEY}
         stated = spec.servers or [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
         servers = [usual | server for server in stated]
         for server in servers:
@@ -142,6 +154,24 @@ class Recipe:
             "wandb_name": spec.name,  # under which the environment registers
         }
         return {"env": {**known, **spec.config}, "openai": servers, "slurm": False}
+
+    def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
+        """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose requests have `key`
+        as their API key."""
+        content, samples = self.environment_file(spec), spec.problems is not None
+        for server in content["openai"]:
+            server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
+        fixed: dict[str, Any] = {"seed": EVALUATION_SEED, "data_dir_to_save_evals": str(folder)}
+        if samples:
+            fixed = {"seed": EVALUATION_SEED, "total_steps": spec.problems, "group_size": spec.samples}
+            fixed |= {"temperature": self.training.temperature if spec.temperature is None else spec.temperature}
+            fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
+        content["env"] = {**content["env"], **fixed, **spec.config}
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        python, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
+        kind = "process" if samples else "evaluate"
+        return [python, f"{SITE}/groups.py", script, kind, "--config", str(path)]
 
     def write_environment_file(self, spec: EnvironmentSpec) -> None:
         content, path = self.environment_file(spec), self._file_of(spec)
@@ -203,8 +233,11 @@ def parse(argv: list[str]) -> Recipe:
         hint = HOW_TO_QUOTE if "--vllm_args" in argv else _suggest(rest[0].lstrip("-").split("=")[0], known)
         raise RecipeError(f"Unknown arguments: {' '.join(rest)}", seen=" ".join(rest), fix=hint, code="unknown-flag")
     services.vllm_args = _vllm_args(services.vllm_args)
-    recipe = Recipe(services, training, model, _environments(services))
+    environments = _entries("environments", services.environments, EnvironmentSpec)
+    evaluations = _entries("evaluations", services.evaluations, EvaluationSpec)
+    recipe = Recipe(services, training, model, environments, evaluations)
     _check(recipe)
+    _schedule(recipe)
     return recipe
 
 
@@ -291,21 +324,26 @@ def _suggest(key: str, known: set[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else HELP
 
 
-def _environments(services: ServicesConfig) -> list[EnvironmentSpec]:
-    entries, parsed, code = services.environments or [], [], "environment-entry"
+Entry = TypeVar("Entry", bound=EnvironmentSpec)
+
+
+def _entries(setting: str, entries: Any, kind: type[Entry]) -> list[Entry]:
+    """The entries of `environments` or `evaluations`."""
+    entries, parsed, code = entries or [], [], f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict):
-        what, fix = "`environments` is one mapping, not a list", "Begin each entry with `- path: ...`."
+        what, fix = f"`{setting}` is one mapping, not a list", "Begin each entry with `- path: ...`."
         raise RecipeError(what, str(entries), fix, code)
     for number, entry in enumerate(entries, start=1):
         try:
-            parsed.append(EnvironmentSpec.model_validate(entry))
+            parsed.append(kind.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
             wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
-            raise RecipeError(f"`environments` entry {number}: {wrong}", str(entry), HOW_TO_ENTER, code) from error
+            fix = HOW_TO_ENTER.format(", ".join(f"`{name}`" for name in kind.model_fields))
+            raise RecipeError(f"`{setting}` entry {number}: {wrong}", str(entry), fix, code) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
-        what = f"`environments` names must differ, but they are: {', '.join(names)}"
+        what = f"`{setting}` names must differ, but they are: {', '.join(names)}"
         raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
     return parsed
 
@@ -336,6 +374,36 @@ def _check(recipe: Recipe) -> None:
     for spec in recipe.environments:
         _check_program(recipe, spec)
         _check_environment(recipe, spec)
+    for spec in recipe.evaluations:
+        _check_program(recipe, spec)
+
+
+def _schedule(recipe: Recipe) -> None:
+    """Sets when Transformers asks for evaluations: as often as any of them is due."""
+    training, specs = recipe.training, recipe.evaluations
+    asked = training.eval_strategy == "steps"
+    if not specs:
+        if asked or training.eval_on_start or training.metric_for_best_model is not None:
+            fix = "List `evaluations` in the recipe, each with the `path` of an environment."
+            raise RecipeError("There is nothing to evaluate", f"eval_strategy: {training.eval_strategy}", fix)
+        return
+    if training.replay_paths is not None:
+        what = "`evaluations` need a server, and a run on recorded rollouts (`replay_paths`) has none"
+        raise RecipeError(what, "evaluations, replay_paths", "Leave one out.")
+    usual = training.eval_steps if asked else None
+    usual = math.ceil(usual * training.max_steps) if usual is not None and usual < 1 else usual  # as Transformers
+    for spec in specs:
+        spec.every = spec.every or usual
+    training.eval_strategy, training.eval_on_start = IntervalStrategy.STEPS, True
+    training.eval_steps = math.gcd(*(spec.every for spec in specs if spec.every)) or training.max_steps
+    best = training.metric_for_best_model
+    if best is not None and best.removeprefix("eval_").removesuffix("loss") == "":
+        what, names = f"`metric_for_best_model` is {best!r}", ", ".join(f"eval_{spec.name}_pass@1" for spec in specs)
+        raise RecipeError(what, f"metric_for_best_model: {best}", f"Name one of an evaluation, such as {names}.")
+    late = [spec.name for spec in specs if best is not None and spec.every != training.eval_steps]
+    if late:
+        what = f"`metric_for_best_model` is needed every {training.eval_steps} steps, but {late[0]!r} is not made then"
+        raise RecipeError(what, f"eval_steps: {training.eval_steps}", "Give all evaluations the same `every`.")
 
 
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:

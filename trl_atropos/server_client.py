@@ -21,6 +21,7 @@ from trl_atropos.protocol import (
     ROUTE_PREFIX,
     TOKEN_VARIABLE,
     Attachment,
+    EvaluationReply,
     Note,
     ParameterSpec,
     RefusalsReply,
@@ -85,6 +86,11 @@ class ServerClient:
         body = VersionsQuery(keys=[key.hex() for key in keys]).model_dump()
         reply = self._call("/versions", "asking which versions sampled rollouts", body)
         return VersionsReply.model_validate(reply).notes()
+
+    def evaluation(self, key: str) -> EvaluationReply:
+        """What was sampled under an API key that begins with `protocol.EVALUATION_KEY`."""
+        reply = self._call("/evaluation", "asking which versions sampled an evaluation", {"key": key})
+        return EvaluationReply.model_validate(reply)
 
     def refusals(self, timeout: float) -> RefusalsReply:
         reply = self._call("/refusals", "asking what it has refused", timeout=timeout)

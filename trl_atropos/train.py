@@ -55,6 +55,14 @@ exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C, 143 a
 """
 
 
+EVAL_USAGE = """\
+usage: trl-atropos eval --config RECIPE [--checkpoint FOLDER] [--overlay FILE] [--SETTING VALUE ...]
+
+Makes the `evaluations` of a recipe, without training: of a checkpoint, or of the model that the recipe begins with.
+With `start_vllm: true`, it starts the inference server for it; otherwise it evaluates what the running one serves.
+"""
+
+
 def main() -> None:
     die_with_launcher()
     install_handlers()
@@ -226,28 +234,16 @@ def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
 
 def start_services(recipe: "Recipe", services: "Services") -> None:
     """Starts the API, the server and the environments, and waits until the first two are healthy."""
-    import secrets
-
-    from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+    from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.services.environments import variables_of_environment
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
-    training, config = recipe.training, recipe.services
-    atropos, servers, again = training.atropos_url, training.vllm_server_urls, config.restart_environments
+    config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
     _require_room(recipe)
     if config.start_atropos:
         command = _module("atroposlib.cli.run_api", atropos)
         services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again, scratch=True)
-    names = ["vllm"] if len(servers) == 1 else [f"vllm-{index}" for index in range(len(servers))]
-    if config.start_vllm:
-        os.environ[TOKEN_VARIABLE] = environment_token() or secrets.token_urlsafe(24)
-        flags = ["--vllm_mode", training.vllm_mode, "--seed", str(training.seed), *recipe.vllm_flags()]
-        for index, (name, url) in enumerate(zip(names, servers, strict=True)):
-            command = [*_module("trl_atropos.server.launch", url, recipe.model.model_name_or_path), *flags]
-            # With `colocate`, each process trains on its own device, and its server is there.
-            shares = training.vllm_mode == "colocate" and len(servers) > 1
-            env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
-            services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
+    names = _start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
@@ -256,8 +252,29 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
         recipe.write_environment_file(spec)
         command = recipe.environment_command(spec)
         services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again, scratch=True)
-    for name in names if config.start_vllm else []:
+    for name in names:
         services.wait_healthy(name, config.service_timeout)
+
+
+def _start_servers(recipe: "Recipe", services: "Services", mode: str, model: str) -> list[str]:
+    """Starts the inference servers of a recipe that starts any. Returns the names of the services."""
+    import secrets
+
+    from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+
+    if not recipe.services.start_vllm:
+        return []
+    training, urls = recipe.training, recipe.training.vllm_server_urls
+    names = ["vllm"] if len(urls) == 1 else [f"vllm-{index}" for index in range(len(urls))]
+    os.environ[TOKEN_VARIABLE] = environment_token() or secrets.token_urlsafe(24)
+    flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
+    for index, (name, url) in enumerate(zip(names, urls, strict=True)):
+        command = [*_module("trl_atropos.server.launch", url, model), *flags]
+        # With `colocate`, each process trains on its own device, and its server is there.
+        shares = training.vllm_mode == "colocate" and len(urls) > 1
+        env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
+        services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
+    return names
 
 
 def _require_room(recipe: "Recipe") -> None:
@@ -307,6 +324,7 @@ def train(recipe: "Recipe", services: "Services") -> None:
         model=model.model_name_or_path,
         args=training,
         rollout_source=source_of(training, Supervisor(services, interrupt_main_with)),
+        evaluator=evaluator_of(recipe, services, training.output_dir),
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
@@ -327,20 +345,89 @@ def train(recipe: "Recipe", services: "Services") -> None:
     trainer.accelerator.end_training()
 
 
+def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str) -> Any:
+    """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`."""
+    from trl_atropos.services.evaluations import FOLDER, Evaluator
+
+    training, folder = recipe.training, os.path.join(output_dir, FOLDER)
+    needed = training.metric_for_best_model is not None
+    how = recipe.evaluation_command, folder, training.vllm_server_urls, training.eval_timeout, needed
+    return Evaluator(recipe.evaluations, services, *how) if recipe.evaluations else None
+
+
+def evaluate_main(argv: list[str]) -> None:
+    """`trl-atropos eval --config RECIPE [--checkpoint FOLDER]`: the evaluations of a recipe, without training."""
+    install_handlers()
+    apply_recipe_environment(argv)
+    if not argv or {"-h", "--help"} & set(argv):
+        sys.stdout.write(EVAL_USAGE)
+        return
+    with without_vllm():
+        from trl_atropos.protocol import values_of
+        from trl_atropos.recipe import parse
+    from trl_atropos.errors import AtroposTrainingError
+
+    checkpoints, argv = values_of("--checkpoint", argv)
+    try:
+        _evaluate(parse(argv), checkpoints[-1] if checkpoints else None)
+    except AtroposTrainingError as error:
+        _print_error(str(error))
+        sys.exit(1)
+
+
+def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
+    """Evaluates a checkpoint, or the model that the recipe begins with, by servers of its own or those that run."""
+    import tempfile
+    from dataclasses import replace
+
+    from trl_atropos.errors import EvaluationError
+    from trl_atropos.services.evaluations import results_of
+    from trl_atropos.services.manager import Services
+    from trl_atropos.weights.checkpoint import merged_model, step_of
+
+    training, config = recipe.training, recipe.services
+    _set_up_logging(training)
+    if not recipe.evaluations:
+        raise EvaluationError("The recipe has no `evaluations`", fix="List some: docs/evaluation.md shows how.")
+    if checkpoint is not None and not config.start_vllm:
+        what = "`--checkpoint` needs a server that this command starts, and the recipe has `start_vllm: false`"
+        raise EvaluationError(what, f"checkpoint: {checkpoint}", "Start a server on it, and leave `--checkpoint` out.")
+    model, step = checkpoint or recipe.model.model_name_or_path, step_of(checkpoint)
+    folder = os.path.join(training.output_dir, "eval", os.path.basename(model.rstrip("/")))
+    with tempfile.TemporaryDirectory() as scratch, Services(os.path.join(folder, "logs")) as services:
+        _require_room(recipe)
+        mode = "server" if training.vllm_mode == "restart" else training.vllm_mode
+        names = _start_servers(recipe, services, mode, merged_model(model, scratch))
+        evaluator = evaluator_of(recipe, services, folder)
+        evaluator.start(0)
+        for name in names:
+            services.wait_healthy(name, config.service_timeout)
+        evaluator.results = [result for result in results_of(training.output_dir) if step and result.step == 0]
+        evaluator.begin(step, first=True, last=True)
+        while evaluator.busy():
+            services.check()
+            for result in evaluator.poll():
+                result = replace(result, versions=(step, step)) if names else result
+                sys.stdout.write(f"{model}: {result.line()}\n")
+                sys.stdout.flush()
+            time.sleep(0.1)
+    sys.stdout.write(f"Answers and results: {folder}\n")
+
+
 def _summarise(trainer: Any) -> None:
     """Writes the run's summary, draws its rewards, and prints its end, on rank 0."""
     from trl_atropos.report.summary import CURVE, closing_lines, draw_reward_curve, write_summary
 
     if not trainer.accelerator.is_main_process:
         return
-    folder, log = trainer.args.output_dir, trainer.run_log
+    folder, log, evaluations = trainer.args.output_dir, trainer.run_log, trainer.evaluations
     seconds, probed = time.monotonic() - STARTED, trainer.policy_publisher.probe_max_abs_diff
-    summary = write_summary(folder, log, trainer.state.global_step, probed, seconds)
+    summary = write_summary(folder, log, trainer.state.global_step, probed, seconds, evaluations)
     if log.rewards:
         if sum("reward" in entry for entry in trainer.state.log_history) < 2:  # of which the card draws none
             draw_reward_curve(folder, log.rewards)
         replayed, curve = trainer.args.replay_paths is not None, os.path.join(folder, CURVE)
-        lines = closing_lines(summary, log, trainer.processing_class.decode, curve, replayed)
+        lines = closing_lines(summary, log, trainer.processing_class.decode, curve, replayed, evaluations)
         lines.append(f"All of it on one page: trl-atropos report {folder}")
         sys.stdout.write("\n".join(lines) + "\n")
 

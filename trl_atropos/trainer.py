@@ -33,6 +33,7 @@ from trl_atropos.errors import RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
 from trl_atropos.metrics.timing import (
     COMPUTE,
+    EVALUATE,
     INGEST,
     OPTIMIZER,
     SAVE,
@@ -51,6 +52,7 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.rollouts.versions import VersionBook
+from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import checkpoint as checkpoints
 from trl_atropos.weights.gather import base_model
@@ -61,13 +63,14 @@ from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
+EVALUATION_POLL = 0.1  # seconds
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
 NOT_SUPPORTED = {
     "reward_funcs": "rewards come with the rollouts: score them in the environment",
     "reward_processing_classes": "rewards come with the rollouts: score them in the environment",
     "train_dataset": "prompts come with the rollouts: pass a `rollout_source`, or nothing to use `args.atropos_url`",
-    "eval_dataset": "evaluation inside the trainer is not supported: evaluate in the environment",
+    "eval_dataset": "prompts come with the rollouts: list `evaluations` in the recipe, or pass an `evaluator`",
     "rollout_func": "pass a `rollout_source` instead",
     "environment_factory": "Atropos environments run in processes of their own",
     "tools": "tools are called by the environment",
@@ -112,6 +115,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             Where rollouts come from. Defaults to the Atropos API at `args.atropos_url`, or to `args.replay_paths`.
         policy_publisher ([`PolicyPublisher`], *optional*):
             How new weights reach the sampler. Defaults to what `args.vllm_mode` names.
+        evaluator ([`Evaluator`], *optional*):
+            What `args.eval_strategy` evaluates with.
         kwargs:
             Anything else that [`~trl.GRPOTrainer`] takes, such as `callbacks`, `optimizers` or `peft_config`, but no
             `train_dataset` and no `reward_funcs`: prompts and rewards come with the rollouts.
@@ -127,6 +132,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         *,
         rollout_source: RolloutSource | None = None,
         policy_publisher: PolicyPublisher | None = None,
+        evaluator: Evaluator | None = None,
         **kwargs: Any,
     ):
         for name, reason in NOT_SUPPORTED.items():
@@ -135,6 +141,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if not isinstance(args, AtroposGRPOConfig):
             right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
             raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
+        if args.eval_strategy != "no" and evaluator is None:
+            raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+        self.evaluator = evaluator
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
@@ -154,6 +163,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 reward_funcs=[atropos_score],
                 args=args,
                 train_dataset=Dataset.from_dict({"prompt": [""]}),
+                eval_dataset=None if evaluator is None else Dataset.from_dict({"prompt": [""]}),
                 **kwargs,
             )
             for computed in (self.model, self.ref_model):
@@ -241,6 +251,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         )
         self._source_started = True
         ranks.on_main(lambda: self.rollout_source.start(run))
+        if self.evaluator is not None:
+            ranks.on_main(lambda: self.evaluator.start(self.state.global_step))
         self.stopwatch.start()
 
     def _how_packed(self) -> packing.How | None:
@@ -300,6 +312,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
+        self._await_evaluations(before=self.state.global_step)  # a run that resumes here cannot make them any more
         with self.stopwatch.part(SAVE):
             checkpoints.save_whole(self, lambda: write(model, trial))
 
@@ -346,7 +359,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
-            raise RuntimeError("evaluation inside the trainer is not supported: evaluate in the environment")
+            raise RuntimeError("prompts come with the rollouts: the trainer has none to predict with")
         rollouts = self._next_batch()
         self._plan = None
         if self._regroups:
@@ -453,6 +466,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _poll(self, waited: float) -> list[Rollout] | None:
         """The next generation batch, or `None` if it is not complete yet."""
+        self._poll_evaluations()
         with self.stopwatch.part(WAIT):
             rollouts = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rollouts is not None:
@@ -564,6 +578,69 @@ class AtroposGRPOTrainer(GRPOTrainer):
         )
         return loss + self.args.distillation_coef * term, divergence
 
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """
+        Begins the evaluations that are due. Returns the metrics that are known of this step: all of them if training
+        waits for them (`eval_hold`, before the first step and after the last); the others are logged when they come.
+        """
+        if not self._source_started:
+            raise RuntimeError("the servers have the policy only within `train`: use `trl-atropos eval` elsewhere")
+        step = self.state.global_step
+        first, last = step == 0, step >= self.state.max_steps or self.control.should_training_stop
+        self._await_evaluations()
+        with self.stopwatch.part(EVALUATE):
+            results = ranks.on_main(lambda: self.evaluator.begin(step, first, last))
+        if first or last or self.args.eval_hold:
+            results += self._await_evaluations()
+        metrics = {name: value for result in results for name, value in result.logs().items()}
+        if self.accelerator.is_main_process:
+            logged = {name for entry in self.state.log_history if entry["step"] == step for name in entry}
+            for result in results:  # of a run that was resumed
+                if logged.isdisjoint(result.logs()):
+                    self._log_evaluation(result)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @property
+    def evaluations(self) -> list[Result]:
+        """What the evaluations of the run have found so far, on rank 0."""
+        return [] if self.evaluator is None else self.evaluator.results
+
+    def _await_evaluations(self, before: float = math.inf) -> list[Result]:
+        """Waits for the evaluations of steps before `before`, on all ranks. Returns what they found."""
+        ended: list[Result] = []
+        with self.stopwatch.part(EVALUATE):
+            busy = self.evaluator is not None
+            while busy:
+                found, busy = ranks.on_main(lambda: self._poll_evaluations(POLL_SECONDS, before))
+                ended += found
+        return ended
+
+    def _poll_evaluations(self, timeout: float = 0.0, before: float = math.inf) -> tuple[list[Result], bool]:
+        """On rank 0: the evaluations that have ended, which are logged, and whether one of a step before `before` goes
+        on. Waits for it, `timeout` seconds at most."""
+        if self.evaluator is None:
+            return [], False
+        deadline, ended = time.monotonic() + timeout, self.evaluator.poll()
+        while self.evaluator.busy(before) and time.monotonic() < deadline:
+            time.sleep(EVALUATION_POLL)
+            ended += self.evaluator.poll()
+        for result in ended:
+            self._log_evaluation(result)
+        return ended, self.evaluator.busy(before)
+
+    def _log_evaluation(self, result: Result) -> None:
+        """Logs what was found at the step of the weights, which may be a while ago."""
+        logger.info("Evaluated %s", result.line())
+        self.run_log.evaluation(result)
+        now, self.state.global_step = self.state.global_step, result.step
+        try:
+            super(GRPOTrainer, self).log(result.logs())  # GRPO's own would log the metrics of half a step with it
+        finally:
+            self.state.global_step = now
+
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """As in TRL, with the reward, environments, settings and versions of the run."""
         model_name = model_name or Path(self.hub_model_id or self.args.output_dir).name
@@ -574,7 +651,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
         # An upload that is under way would fail if the picture changed.
         draw = self.hub_model_id is None or self.push_in_progress is None or self.push_in_progress.is_done()
-        complete_card(self.args, self.state, model.config.name_or_path, adapters, self.environment_commands, draw)
+        own = self.environment_commands, self.evaluations
+        complete_card(self.args, self.state, model.config.name_or_path, adapters, *own, draw)
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """As in [`~transformers.Trainer`]. Raises `PushError` for errors of the network or the Hub."""
@@ -602,6 +680,10 @@ def _rollout_state(trainer: AtroposGRPOTrainer) -> TrainerCallback:
             trainer._begin(optimizer)
             # A checkpoint of another source has no such entry, and without one, nothing is saved.
             state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if trainer.evaluator is not None and (state.global_step >= args.max_steps or control.should_training_stop):
+                control.should_evaluate = True
 
         def state(self) -> dict[str, Any]:
             """Asked when `trainer_state.json` is written, so that both are of one moment."""

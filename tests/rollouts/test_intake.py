@@ -6,6 +6,7 @@ import pytest
 
 from tests.rollouts.conftest import DATA, admitted, make_group
 from trl_atropos.errors import RolloutError
+from trl_atropos.metrics.health import share_dropped
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, parse_group
@@ -46,6 +47,18 @@ def test_a_masked_gap_between_turns_stays_in_the_completion_as_context_without_l
     assert row.mask.tolist() == trained[first : last + 1]
     assert not row.mask.all()
     assert is_unknown(row.logprobs) == (~row.mask).tolist()
+
+
+def test_a_group_that_is_marked_as_an_evaluation_is_never_trained_on():
+    """Whatever it holds, such as another temperature, and however large its scores are."""
+    planted = make_group(1000, 500) | {"group_overrides": {"evaluation": True}}
+    planted["generation_params"] = {"temperature": 0.1}
+    intake = Intake(max_sequence_length=64, temperature=1.0, single_row_groups="refuse")
+    rollouts = intake.admit([parse_group(json.dumps(group).encode()) for group in (make_group(0, 1), planted)])
+    assert [rollout.score for rollout in rollouts] == [0, 1]
+    counted = intake.metrics()
+    assert counted["rollouts/dropped_evaluation"] == 2
+    assert share_dropped(counted, 2) == 0.0
 
 
 def test_a_masked_tail_is_cut_off():

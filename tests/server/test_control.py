@@ -197,6 +197,34 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
     client.hold_lease()
 
 
+def sample_for(server: Server, key: str, route: str = "/generate", **body) -> requests.Response:
+    usual = {"prompt": "abc=", "ignore_eos": True} | ({} if route == "/generate" else {"model": "any"})
+    headers = {"authorization": f"Bearer {key}"}
+    return requests.post(server.url + route, json=usual | body, headers=headers, timeout=60)
+
+
+def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
+    version = client.info().policy_version
+    wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")
+    assert client.evaluation("evaluation-a").oldest is None
+    assert sample_for(server, "evaluation-a", max_tokens=2).ok
+    assert sample_for(server, "evaluation-b", "/v1/completions", max_tokens=2).ok
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(sample_for, server, "evaluation-b", n=64, max_tokens=400)
+        wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
+        client.pause()
+        client.resume(version + 1)
+        assert long.result().headers["x-policy-version"] == f"{version}-{version + 1}"
+    client.hold(True)  # which concerns the environments that are trained on
+    try:
+        assert sample_for(server, "evaluation-c", max_tokens=2).ok
+    finally:
+        client.hold(False)
+    sampled = {name: client.evaluation(f"evaluation-{name}") for name in "abc"}
+    spans = {name: (reply.oldest, reply.newest) for name, reply in sampled.items()}
+    assert spans == {"a": (version, version), "b": (version, version + 1), "c": (version + 1, version + 1)}
+
+
 def test_the_server_says_which_version_the_oldest_request_began_with(server, client):
     version = client.info().policy_version
     wait_for(lambda: server.metric("num_requests_running") == 0, "the requests of other tests to end")

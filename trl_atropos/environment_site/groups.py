@@ -1,13 +1,16 @@
 """Takes an Atropos environment through exactly its first N problems, by its own code and without an Atropos API.
 
-    python groups.py SCRIPT process --config FILE
+    python groups.py SCRIPT process|evaluate --config FILE
 
-N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers` problems are asked side by side.
-Atropos' own `process` asks one after the other, and takes further problems in place of those that fail: what it finds
-would be slow to come, and better than it is. Of each problem, one line is written to `data_path_to_save_groups`:
+With `process`, N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers` problems are asked
+side by side. Atropos' own `process` asks one after the other, and takes further problems in place of those that fail:
+what it finds would be slow to come, and too good. Of each problem, one line is written to `data_path_to_save_groups`:
 
     {"item": 0, "groups": [...]}    what the environment would have sent to the API, empty if nothing
     {"item": 0, "error": "KeyError: 'weight'", "place": "FILE:LINE in FUNCTION", "traceback": "..."}
+
+With `evaluate`, the environment's own `evaluate` runs. If the variable `TRL_ATROPOS_GO` names a file, either begins
+once that exists. Before, imports and `setup` are done, which take long, and `FILE.awaited` is made.
 
 Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one.
 """
@@ -20,6 +23,8 @@ import sys
 import traceback
 
 from sitecustomize import describe, place_of
+
+GO = os.environ.get("TRL_ATROPOS_GO")
 
 
 async def ask(env, item):
@@ -41,6 +46,21 @@ def explain(error):
     return {"error": describe(error), "place": place_of(error), "traceback": text}
 
 
+async def told():
+    """Waits until the run says that the policy to evaluate is served."""
+    if GO:
+        open(f"{GO}.awaited", "w").close()
+    while GO and not os.path.exists(GO):
+        await asyncio.sleep(0.02)
+
+
+async def run_evaluate(env):
+    """Takes the place of `BaseEnv._run_evaluate`."""
+    await env.setup()
+    await told()
+    await env.evaluate()
+
+
 async def process_manager(env):
     """Takes the place of `BaseEnv.process_manager`."""
     limit, seconds = asyncio.Semaphore(max(1, env.max_num_workers)), env.config.worker_timeout
@@ -54,6 +74,7 @@ async def process_manager(env):
             output.write(json.dumps({"item": index, **found}, default=float) + "\n")  # numbers may be numpy's
 
     await env.setup()
+    await told()
     with open(env.config.data_path_to_save_groups, "w", buffering=1) as output:  # each line is there once it is known
         tasks = []
         for index in range(env.n_groups_to_process):
@@ -71,7 +92,7 @@ async def process_manager(env):
 def main():
     from atroposlib.envs.base import BaseEnv
 
-    BaseEnv.process_manager = process_manager
+    BaseEnv.process_manager, BaseEnv._run_evaluate = process_manager, run_evaluate
     script = os.path.abspath(sys.argv[1])
     sys.argv[:] = [script, *sys.argv[2:]]
     sys.path[0] = os.path.dirname(script)  # as if it were started itself

@@ -37,8 +37,8 @@ from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.protocol import server_flags
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
-from trl_atropos.server.ledger import Ledger
-from trl_atropos.server.routes import ControlPlane, Refused, error, while_connected
+from trl_atropos.server.ledger import Evaluations, Ledger
+from trl_atropos.server.routes import EVALUATION, ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
 from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
 from trl_atropos.services.signals import install_handlers
@@ -132,12 +132,14 @@ class Front(ControlPlane):
         self.policy_version = 0  # the requests that go through now are sampled from it
         self.model = options.model  # what `policy_version` stands for
         self.ledger = Ledger()  # what earlier engines sampled: an engine forgets it, and knows no versions
+        self.evaluations = Evaluations()
         self.in_flight = 0  # requests that have been passed on and not answered yet
         self.ended = asyncio.get_running_loop().create_future()  # when `broken` is known
         self.server = _Server(self, options.host, options.port)
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
+            ("POST", "/evaluation"): self.evaluations.answer,
             ("GET", "/refusals"): self.refusals,
         }
         self.changes = {
@@ -328,6 +330,8 @@ class Front(ControlPlane):
                 async for chunk in reply.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if (evaluation := EVALUATION.get()) is not None and reply.status == 200:
+                    self.evaluations.note(evaluation, (self.policy_version, self.policy_version))
         finally:
             self.in_flight -= 1
 

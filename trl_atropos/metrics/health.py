@@ -194,6 +194,7 @@ def _largest_advantage(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards)
 def share_dropped(metrics: Mapping[str, float], trained: int) -> float:
     """The share of rollouts that a source dropped, by its metrics, when it handed out `trained` rollouts."""
     dropped = sum(value for name, value in metrics.items() if name.startswith("rollouts/dropped_"))
+    dropped -= metrics.get("rollouts/dropped_evaluation", 0.0)  # which were not meant to be trained on
     return dropped / (dropped + trained)
 
 

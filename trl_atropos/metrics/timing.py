@@ -19,7 +19,8 @@ INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantage
 COMPUTE = "forward_backward"  # also of the old and of the reference policy
 OPTIMIZER = "optimizer"  # clipping included
 PUBLISH = "publish"  # pause, transfer, resume, probe
-SAVE = "save"  # of a checkpoint; a part of `other`, and logged by itself
+SAVE = "save"  # of a checkpoint; this and the next are parts of `other`, and logged by themselves
+EVALUATE = "evaluate"  # begin an evaluation, and wait for it
 OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
@@ -37,7 +38,7 @@ class Stopwatch:
         """The first step begins now."""
         self.rest = OTHER
         self._inside: list[str] = []
-        self._spent = dict.fromkeys((*PARTS, SAVE), 0.0)
+        self._spent = dict.fromkeys((*PARTS, SAVE, EVALUATE), 0.0)
         self._began = self._since = time.perf_counter()
 
     @contextlib.contextmanager
@@ -56,12 +57,12 @@ class Stopwatch:
         self.rest = name
 
     def lap(self) -> dict[str, float]:
-        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, and `save`."""
+        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and `evaluate`."""
         self._attribute()
         spent, step = self._spent, self._since - self._began
         self._spent = dict.fromkeys(spent, 0.0)
         self.rest, self._began = OTHER, self._since
-        return spent | {OTHER: spent[OTHER] + spent[SAVE], "step": step}
+        return spent | {OTHER: spent[OTHER] + spent[SAVE] + spent[EVALUATE], "step": step}
 
     def _attribute(self) -> None:
         now = time.perf_counter()

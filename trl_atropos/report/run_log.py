@@ -7,6 +7,7 @@
     logs     what the trainer logged at `step`
     batch    [first, last] optimizer step that a generation batch is taken for; `rows` are [first, end) of the indices
              that its rollouts have in the spool of that name, `version` and `lineage` are those it is trained at
+    evaluation  what an evaluation found: its name, the `step`, its `metrics`, and the policy `versions` that sampled
     warning  what the package's logger warned of, after `step` optimizer steps
     end      optimizer steps done when training was over
 """
@@ -30,6 +31,7 @@ from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.run_folder import LOG
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.services.evaluations import Result
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,10 @@ class RunLog(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.write(logs=logs, step=state.global_step)
+
+    def evaluation(self, result: Result) -> None:
+        told = {"metrics": result.metrics, "versions": result.versions, "seconds": result.seconds}
+        self.write(evaluation=result.name, step=result.step, **told)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.write(end=state.global_step)

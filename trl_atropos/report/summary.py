@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import PushError
 from trl_atropos.metrics.timing import bottleneck
 from trl_atropos.report.run_log import SECRET, RunLog, changed, portable, portable_value, versions
+from trl_atropos.services.evaluations import Result
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,14 @@ WINDOW = 10  # batches whose mean is the reward at the start and at the end
 CURVE = "reward_curve.png"
 
 
-def write_summary(output_dir: str, log: RunLog, steps: int, probe_max_abs_diff: float | None, wall_s: float) -> dict:
+def write_summary(
+    output_dir: str,
+    log: RunLog,
+    steps: int,
+    probe_max_abs_diff: float | None,
+    wall_s: float,
+    evaluations: Sequence[Result],
+) -> dict:
     """Writes `summary.json` into `output_dir`. Returns what it holds."""
     rewards = log.rewards
     summary = {
@@ -40,6 +49,7 @@ def write_summary(output_dir: str, log: RunLog, steps: int, probe_max_abs_diff: 
         "reward_last": _mean(rewards[-WINDOW:]),
         "probe_max_abs_diff": probe_max_abs_diff,
         "wall_s": round(wall_s, 2),
+        "evaluations": [{"name": one.name, "step": one.step, **one.metrics} for one in evaluations],
         "rewards": [round(reward, 6) for reward in rewards],
     }
     with open(os.path.join(output_dir, "summary.json"), "w", encoding="utf-8") as file:
@@ -69,7 +79,17 @@ def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence
     figure.savefig(os.path.join(output_dir, CURVE), dpi=130)
 
 
-def closing_lines(summary: dict, log: RunLog, decode, curve: str, replayed: bool) -> list[str]:
+def first_and_last(evaluations: Sequence[Result]) -> dict[str, list[Result]]:
+    """The first and the last result of each evaluation, in which order they are in."""
+    found: dict[str, list[Result]] = {}
+    for result in sorted(evaluations, key=lambda one: one.step):
+        found[result.name] = [*found.get(result.name, [])[:1], result]
+    return found
+
+
+def closing_lines(
+    summary: dict, log: RunLog, decode, curve: str, replayed: bool, evaluations: Sequence[Result]
+) -> list[str]:
     """
     What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
     another policy, so they show nothing of this training.
@@ -85,6 +105,8 @@ def closing_lines(summary: dict, log: RunLog, decode, curve: str, replayed: bool
         f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
         f"last {WINDOW} batches {summary['reward_last']:.3f}"
     )
+    for results in first_and_last(evaluations).values():
+        lines += [f"Evaluated {result.line()}" for result in results]
     if (probe := summary["probe_max_abs_diff"]) is not None:  # between the log-probabilities of server and trainer
         lines.append(f"Largest probe difference: {probe:.1e} nats")
     return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
@@ -161,7 +183,13 @@ LEFT_OUT = re.compile(r"output_dir|logging_dir|atropos_url|vllm_server_(base_url
 
 
 def complete_card(
-    args: AtroposGRPOConfig, state: TrainerState, base: str, adapters: list, commands: Mapping[str, str], draw: bool
+    args: AtroposGRPOConfig,
+    state: TrainerState,
+    base: str,
+    adapters: list,
+    commands: Mapping[str, str],
+    evaluations: Sequence[Result],
+    draw: bool,
 ) -> None:
     """
     Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it. `base` is the
@@ -186,6 +214,11 @@ def complete_card(
         parts.append(f"Mean reward at the first log: {rewards[0]:.3f}, at the last: {rewards[-1]:.3f}.")
     if len(rewards) > 1 and (folder / CURVE).exists():
         parts.append(f"![Mean reward by optimizer step]({CURVE})")
+    if evaluations:
+        parts += [
+            "### Evaluation",
+            "\n".join(f"- {one.line()}" for one in chain(*first_and_last(evaluations).values())),
+        ]
     parts += ["### Environments"] * bool(commands)
     for name, command in commands.items():
         parts.append(f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```")
@@ -216,7 +249,10 @@ def _differing(settings: Any) -> dict[str, Any]:
 
 # `ignore_patterns` of `HfApi.upload_folder`. The card says what `training_args.bin` does. `runs` are TensorBoard's,
 # which hold every setting as it was, and are written to during an upload.
-KEPT_HERE = [f"{folder}/*" for folder in ("rollouts", "completions", "logs", "environments", "adapters", "policies")]
+KEPT_HERE = [
+    f"{folder}/*"
+    for folder in ("rollouts", "completions", "logs", "environments", "evaluations", "eval", "adapters", "policies")
+]
 KEPT_HERE += ["runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
 KEPT_HERE += ["training_args.bin"]
 

@@ -27,8 +27,9 @@ TEMPERATURE_TOLERANCE = 1e-6
 LAST_GROUPS = 32  # of an environment; if most of them have unknown tokens, its tokenizer is not the model's
 ENOUGH_GROUPS = 8  # fewer say nothing
 UNKNOWN_TOKENS = "unknown tokens"
-REJECTED, TOO_LONG, UNTRAINED = REASONS = "rejected", "too_long", "untrained"
-"""Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on."""
+REJECTED, TOO_LONG, UNTRAINED, EVALUATION = REASONS = "rejected", "too_long", "untrained", "evaluation"
+"""Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on, or the
+environment marked its group as an evaluation."""
 
 
 @dataclass(eq=False)
@@ -76,6 +77,9 @@ class Intake:
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
+                if group.group_overrides.evaluation:
+                    self._counts[EVALUATION] += group.size
+                    continue
                 rollouts += self._admit_group(group, label, names.get(group.env_id))
             except RejectedGroup as rejection:
                 kind, reason = rejection.kind, str(rejection)
@@ -152,9 +156,9 @@ class Intake:
 
     def metrics(self) -> dict[str, float]:
         """
-        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`, `_too_long`
-        and `_untrained`; and `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
-        environment did not send (left out when no token came in).
+        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`, `_too_long`,
+        `_untrained` and `_evaluation`; and `rollouts/unknown_logprobs`, the share of trained tokens whose
+        log-probability the environment did not send (left out when no token came in).
         """
         counts = self._counts.copy()
         new, self._reported = counts - self._reported, counts

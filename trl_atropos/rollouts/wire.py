@@ -43,6 +43,7 @@ class Overrides(Sampling):
 
     set_advantage_to_zero: bool | None = None
     sft: bool | None = None
+    evaluation: bool | None = None
 
 
 class Group(Struct):

@@ -63,6 +63,7 @@ class Control(ControlPlane):
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
+            ("POST", "/evaluation"): lambda body: self.sampling.evaluations.answer(body),
             ("GET", "/versions"): lambda body: {"keys": self.sampling.ledger.keys()},  # for the front
             ("GET", "/refusals"): lambda body: self.refusals.answer(),
         }

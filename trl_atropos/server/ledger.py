@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-from trl_atropos.protocol import Note, Refusal, RefusalsReply, reason_in
+from trl_atropos.protocol import EvaluationReply, Note, Refusal, RefusalsReply, Span, reason_in
 
 MAX_REASONS = 20  # the latest reasons of errors are kept
 MAX_MESSAGE = 400  # characters
@@ -41,6 +41,26 @@ class Ledger:
     def keys(self) -> list[str]:
         """All keys in hexadecimal, in the order in which they were first noted."""
         return [key.hex() for key in self._notes]
+
+
+class Evaluations:
+    """Which policy versions have sampled for each evaluation, by the API key of its requests."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self._known: dict[str, Span] = {}  # the oldest and the newest
+
+    def note(self, key: str, span: Span) -> None:
+        """The versions at the first and last token of a completion."""
+        oldest, newest = self._known.get(key, span)
+        self._known[key] = min(oldest, *span), max(newest, *span)
+        if len(self._known) > self.capacity:
+            del self._known[next(iter(self._known))]
+
+    def answer(self, body: dict) -> dict:
+        """`POST /trl_atropos/evaluation`."""
+        oldest, newest = self._known.get(body["key"], (None, None))
+        return EvaluationReply(oldest=oldest, newest=newest).model_dump()
 
 
 class History:

@@ -13,12 +13,13 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Coroutine
+from contextvars import ContextVar
 
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE
+from trl_atropos.protocol import ROUTE_PREFIX, TOKEN_VARIABLE, evaluation_key
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -26,6 +27,7 @@ LEASE_WAIT = 1.0  # seconds that a new trainer waits for the connection of a for
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
 # Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+EVALUATION: ContextVar[str | None] = ContextVar("evaluation", default=None)  # API key of the request being served
 HELD = (
     "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine is gone "
     "loses the lease after 30 s)"
@@ -111,11 +113,12 @@ class ControlPlane:
 
     async def hold(self, body: dict) -> None:
         """Lets requests for samples wait that come from now on, or lets them in. Those in flight go on, and so do the
-        trainer's own."""
+        trainer's own and those of evaluations."""
         (self.admits.clear if body["held"] else self.admits.set)()
 
     async def until_admitted(self, request: Request) -> None:
-        if not self.has_token(request):
+        EVALUATION.set(evaluation_key(request.headers.get("authorization", "")))
+        if EVALUATION.get() is None and not self.has_token(request):
             await self.admits.wait()
 
     async def until_open(self) -> None:

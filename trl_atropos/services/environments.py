@@ -133,6 +133,36 @@ class EnvironmentSpec(BaseModel):
             raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
 
 
+class EvaluationSpec(EnvironmentSpec):
+    """
+    One entry of `evaluations`: an environment that is run beside the training, of which nothing is trained on.
+
+    Attributes:
+        problems: Of which rollouts are sampled, the first that the environment gives. By default, its own `evaluate`
+            runs instead.
+        samples: Rollouts of each problem, for pass@k.
+        temperature: At which they are sampled; by default that of the run.
+        passes_above: A rollout with a score above this has solved its problem.
+        every: Optimizer steps between two evaluations; by default `eval_steps`. One is made before the first step and
+            one after the last in any case.
+    """
+
+    problems: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    passes_above: float = 0.5
+    every: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_door(self) -> "EvaluationSpec":
+        if self.path is None:
+            raise ValueError("an evaluation needs a `path`")
+        stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
+        if self.problems is None and stated:
+            raise ValueError(f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its `config`")
+        return self
+
+
 def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
     """`own`, and what has its Python load `environment_site/sitecustomize.py`."""
     before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))

@@ -86,6 +86,7 @@ class Service:
     down: bool = False  # it has ended and is about to be started again
     exit_code: int | None = None  # None while it runs
     stopping: bool = False  # expected to exit: not a failure
+    ends: bool = False  # by itself, with an exit code for who asks
 
 
 class Services(contextlib.AbstractContextManager):
@@ -111,12 +112,14 @@ class Services(contextlib.AbstractContextManager):
         restarts: int = 0,
         settled: float = SETTLED,
         scratch: bool = False,
+        ends: bool = False,
     ) -> None:
         """
         Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added to
         the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
         when it ends, `restarts` times within an hour. With `scratch`, it gets a temporary folder, which is removed
-        with it: vLLM leaves sockets and files there. Compiled kernels are kept.
+        with it: vLLM leaves sockets and files there. Compiled kernels are kept. One that `ends` by itself is asked for
+        its `exit_code`; the others are expected to live until they are stopped.
         """
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
@@ -147,7 +150,9 @@ class Services(contextlib.AbstractContextManager):
                 start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
             )
         os.close(report)
-        self._services[name] = Service(name, str(log_path), log_start, health_url, folder, guard, reports)
+        self._services[name] = Service(
+            *(name, str(log_path), log_start, health_url, folder, guard, reports), ends=ends
+        )
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
 
@@ -174,7 +179,7 @@ class Services(contextlib.AbstractContextManager):
         """Raises `ServiceError` if a service has died since it was started."""
         for service in self.running():
             code = self._exit_code(service)
-            if code is None or service.stopping:
+            if code is None or service.stopping or service.ends:
                 continue
             again = f", after {service.restarts} restarts," if service.restarts else ""
             memory, killed = "", killed_for_memory() - service.killed_for_memory
@@ -218,20 +223,33 @@ class Services(contextlib.AbstractContextManager):
         for service in services:
             service.stopping = True
         for service in services:
-            if self._exit_code(service) is None:
-                began = time.monotonic()
-                service.guard.send_signal(signal.SIGTERM)
-                try:
-                    service.guard.wait(GRACE + KILL_DEADLINE + 2.0)
-                except subprocess.TimeoutExpired:
-                    logger.warning("The guard of %s does not end; killing it and its service", service.name)
-                    service.guard.kill()
-                    service.guard.wait()
-                self._exit_code(service)
-                logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
-            with self._reaping:
-                os.close(self._services.pop(service.name).reports)
+            self._stop(service)
         self._nothing_left.set()
+
+    def exit_code(self, name: str) -> int | None:
+        """Of a service that ends by itself; `None` while it runs."""
+        return self._exit_code(self._services[name])
+
+    def end(self, name: str) -> str:
+        """Stops a service that ends by itself, if it has not ended, and forgets it. Returns the path of its log."""
+        self._services[name].stopping = True
+        return self._stop(self._services[name])
+
+    def _stop(self, service: Service) -> str:
+        if self._exit_code(service) is None:
+            began = time.monotonic()
+            service.guard.send_signal(signal.SIGTERM)
+            try:
+                service.guard.wait(GRACE + KILL_DEADLINE + 2.0)
+            except subprocess.TimeoutExpired:
+                logger.warning("The guard of %s does not end; killing it and its service", service.name)
+                service.guard.kill()
+                service.guard.wait()
+            self._exit_code(service)
+            logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
+        with self._reaping:
+            os.close(self._services.pop(service.name).reports)
+        return service.log_path
 
     def _exit_code(self, service: Service) -> int | None:
         """Exit code of a service, `None` while it runs. Ends what a killed guard left behind."""

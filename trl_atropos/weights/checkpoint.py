@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import gather_object
+from peft import AutoPeftModelForCausalLM
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -96,6 +97,23 @@ def has_state(checkpoint: str | Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def step_of(checkpoint: str | None) -> int:
+    """The optimizer steps that made a checkpoint; 0 for a model without a trainer's state."""
+    if checkpoint is None or not has_state(checkpoint):
+        return 0
+    return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+
+
+def merged_model(model: str, folder: str) -> str:
+    """The model, or if it is an adapter's folder, that adapter merged into its base and saved in `folder`."""
+    if not Path(model, ADAPTER_CONFIG_NAME).exists():
+        return model
+    merged = AutoPeftModelForCausalLM.from_pretrained(model, dtype="auto").merge_and_unload()
+    merged.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
 def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:

@@ -1,0 +1,304 @@
+"""Evaluations: what they find, of which policy, and where that goes. Their environments are real processes."""
+
+import itertools
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos.errors import EvaluationError, RecipeError
+from trl_atropos.metrics.evaluation import interval, measures, pass_at
+from trl_atropos.recipe import parse
+from trl_atropos.services.environments import EvaluationSpec
+from trl_atropos.services.evaluations import Evaluator, Result
+from trl_atropos.services.manager import Services
+
+ENVIRONMENT = "tests/evaluated_environment.py"
+WAIT = 120.0  # seconds
+
+# ------------------------------------------------------------------------------------------------------ what is found
+
+
+@pytest.mark.parametrize(("samples", "passed"), [(5, 0), (5, 2), (6, 6), (7, 1)])
+def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(samples, passed):
+    for k in range(1, samples + 1):
+        draws = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
+        assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_the_interval_is_that_of_independent_trials_and_wider_where_samples_repeat_each_other():
+    n, passed = 400, 100
+    low, high = interval([1.0] * passed + [0.0] * (n - passed))
+    p, z = passed / n, 1.96
+    middle = (p + z * z / 2 / n) / (1 + z * z / n)
+    width = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
+    assert (low, high) == pytest.approx((middle - width, middle + width), rel=5e-3)
+    alike = interval([1.0] * 10 + [0.0] * 30)  # ten samples of each of 40 problems, all of one kind
+    assert alike[1] - alike[0] > 3 * (high - low) > 0
+    assert interval([1.0] * 50)[0] < 0.95 and interval([1.0] * 50)[1] == 1.0
+
+
+def test_the_gain_is_of_pairs():
+    first = {f"{i}": [float(i % 2), 0.0] for i in range(40)}
+    later = {problem: [1.0, score[1]] for problem, score in first.items()}
+    found = measures(later, 0.5, first)
+    gains = [0.5 * (1 - i % 2) for i in range(40)]
+    error = 1.96 * statistics.stdev(gains) / math.sqrt(40)
+    assert (found["gain"], found["gain_high"]) == pytest.approx((0.25, 0.25 + error))
+    assert (found["pass@1"], found["pass@2"], found["avg@2"]) == pytest.approx((0.5, 1.0, 0.5))
+    assert "gain" not in measures(later, 0.5, {"other": [1.0]})
+
+
+# ---------------------------------------------------------------------------------------------- processes of their own
+
+
+def evaluator(tmp_path: Path, tiny_model: Path, services: Services, *entries: dict, **options) -> Evaluator:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        json.dumps(
+            {
+                "model_name_or_path": str(tiny_model),
+                "output_dir": str(tmp_path / "run"),
+                "max_steps": 100,
+                "use_cpu": True,
+                "evaluations": [{"path": ENVIRONMENT, **entry} for entry in entries],
+            }
+        )
+    )
+    parsed = parse(["--config", str(recipe)])
+    usual = {"folder": tmp_path / "evaluations", "urls": [], "timeout": WAIT}
+    return Evaluator(parsed.evaluations, services, parsed.evaluation_command, **usual | options)
+
+
+def results(evaluator: Evaluator) -> dict[str, Result]:
+    deadline, found = time.monotonic() + WAIT, []
+    while evaluator.busy():
+        found += evaluator.poll()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return {result.name: result for result in found}
+
+
+def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved(tiny_model, tmp_path, caplog):
+    faulty = {"config": {"faults": {1: "weight"}, "max_num_workers": 3}, "problems": 5, "samples": 3}
+    entries = [
+        {"name": "good", "problems": 20, "samples": 4, "config": {"solved": [1, 0], "seconds": 0.05}},
+        {"name": "faulty", **faulty},
+        {"name": "short", "problems": 5, "config": {"faults": {1: "nothing", 3: "no more"}}},
+        {"name": "own"},
+    ]
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, *entries)
+        made.start(0)
+        assert made.begin(0, first=True, last=True) == []
+        first = results(made)
+        services.check()  # that they have ended is no failure of a service
+    good = first["good"]
+    assert sorted(int(problem.partition(".")[0]) for problem in good.scores) == list(range(20))
+    assert (good.metrics["pass@1"], good.metrics["pass@4"], good.metrics["mean_length"]) == (0.5, 1.0, 2.0)
+    assert first["faulty"].metrics["pass@1"] == pytest.approx(4 / 5)
+    assert first["faulty"].metrics["failed"] == 1
+    assert "KeyError: 'weight'" in caplog.text and "evaluated_environment.py:" in caplog.text
+    assert (first["short"].metrics["problems"], first["short"].metrics["pass@1"]) == (2, 1.0)
+    assert "has 2 of 5 problems" in caplog.text
+    own = first["own"].metrics
+    assert (own["percent_correct"], own["seed"]) == (0.25, 0)
+    assert [path.name for path in (tmp_path / "evaluations" / "good").iterdir()] == ["step-000000"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_later(tiny_model, tmp_path, caplog):
+    broken = {"name": "broken", "problems": 3, "config": {"faults": dict.fromkeys(range(3), "weight")}}
+    unset = {"name": "unset", "config": {"faults": {-1: "no data"}}}
+    slow = {"name": "slow", "problems": 1, "config": {"seconds": 600}}
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=5.0)
+        made.start(3)
+        made.begin(3, first=False, last=True)
+        assert results(made) == {}
+    assert "'broken' at step 3 failed: none of 3 problems gave a rollout: KeyError: 'weight'" in caplog.text
+    assert "'unset' at step 3 failed: it ended with exit code 1" in caplog.text
+    assert "'slow' at step 3 failed: it did not end within 5 s (`eval_timeout`)" in caplog.text
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, broken)
+        made.start(0)
+        made.begin(0, first=True, last=True)
+        with pytest.raises(EvaluationError, match=r"Evaluation 'broken' at step 0 failed: .*logs/evaluation-broken"):
+            results(made)
+
+
+def test_a_resumed_run_has_what_it_found_before_and_nothing_of_later_steps(tiny_model, tmp_path):
+    for step in (0, 10, 20):
+        folder = tmp_path / "evaluations" / "own" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(vars(scripted("own", step, 0.1))))
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, {"name": "own", "every": 10})
+        made.start(10)
+        assert made.begin(10, first=False, last=False) == [scripted("own", 10, 0.1)]
+        assert made.begin(15, first=False, last=False) == []  # nothing is due
+        assert not made.busy()
+        left = sorted(path.name for path in (tmp_path / "evaluations" / "own").glob("step*"))
+        assert left == ["step-000000", "step-000010"]
+        made.begin(20, first=False, last=False)
+        assert made.busy(before=21) and not made.busy(before=20)
+
+
+# ------------------------------------------------------------------------------------------------------- in a training
+
+
+def scripted(name: str, step: int, value: float) -> Result:
+    return Result(name, step, {"pass@1": value, "pass@1_low": 0.0, "pass@1_high": 1.0}, (step, step), 1.0)
+
+
+class Scripted(Evaluator):
+    """Finds `values` by step, each after it was asked `patience` times."""
+
+    def __init__(self, values: dict[int, float], patience: int = 1):
+        super().__init__([EvaluationSpec(path=ENVIRONMENT, name="task", every=2)], None, None, "", [], 1.0)
+        self.values, self.patience, self.begun = values, patience, []
+        self.left: dict[int, int] = {}
+
+    def start(self, step):
+        self.begun.append(f"start {step}")
+
+    def begin(self, step, first, last):
+        self.begun.append(step)
+        self.left[step] = self.patience
+        return []
+
+    def poll(self):
+        self.left = {step: left - 1 for step, left in self.left.items()}
+        ended = [scripted("task", step, self.values[step]) for step, left in self.left.items() if left <= 0]
+        self.left = {step: left for step, left in self.left.items() if left > 0}
+        return ended
+
+    def busy(self, before=math.inf):
+        return any(step < before for step in self.left)
+
+
+def trainer_of(tiny_model, tmp_path, evaluator: Evaluator, **settings) -> AtroposGRPOTrainer:
+    recording = record(tmp_path / "rollouts.jsonl", *(uniform_batch(tiny_model, 4, 2, seed) for seed in range(6)))
+    usual = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=[recording], **usual | settings))
+    return AtroposGRPOTrainer(str(tiny_model), args=config, evaluator=evaluator)
+
+
+def logged(trainer: AtroposGRPOTrainer) -> dict[int, float]:
+    return {e["step"]: e["eval_task_pass@1"] for e in trainer.state.log_history if "eval_task_pass@1" in e}
+
+
+VALUES = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.2}
+
+
+def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(tiny_model, tmp_path):
+    made = Scripted(VALUES, patience=3)
+    trainer = trainer_of(tiny_model, tmp_path, made)
+    trainer.train()
+    assert made.begun == ["start 0", 0, 2, 4, 6]
+    assert logged(trainer) == VALUES
+    steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert steps == list(range(1, 7))  # training has logged what it always does
+    lines = [json.loads(line) for line in (tmp_path / "run" / "run_log.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["metrics"]["pass@1"] for line in lines if "evaluation" in line} == VALUES
+
+
+def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    trainer = trainer_of(
+        *(tiny_model, tmp_path, Scripted(VALUES, 3)), metric_for_best_model="eval_task_pass@1", **settings
+    )
+    assert trainer.args.eval_hold
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
+    last = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
+    now = trainer.model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in best.items())
+    assert any(not torch.equal(now[name], value) for name, value in last.items())
+
+
+def test_a_checkpoint_waits_for_the_evaluations_of_earlier_steps(tiny_model, tmp_path):
+    """A run that resumes there has other weights than theirs."""
+    made = Scripted(VALUES, patience=10**9)
+    trainer = trainer_of(tiny_model, tmp_path, made, save_strategy="steps", save_steps=3, max_steps=4)
+    poll, seen = made.poll, []
+
+    def watched():
+        if made.busy():
+            seen.append((trainer.state.global_step, dict(made.left)))
+            made.left = dict.fromkeys(made.left, 0 if len(seen) > 3 else 9)
+        return poll()
+
+    made.poll = watched
+    trainer.train()
+    assert logged(trainer) == {step: VALUES[step] for step in (0, 2, 4)}
+    checkpoint = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [e["step"] for e in checkpoint["log_history"] if "eval_task_pass@1" in e] == [0, 2]
+
+
+def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"`eval_strategy` is set: list `evaluations` in the recipe"):
+        make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of(tiny_model, tmp_path, Scripted(VALUES))
+    with pytest.raises(RuntimeError, match="use `trl-atropos eval`"):
+        trainer.evaluate()
+
+
+# ---------------------------------------------------------------------------------------------------------- the recipe
+
+ENTRY = {"path": ENVIRONMENT, "problems": 3}
+WRONG = {
+    "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
+    "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),
+    "no script": ({"path": "nowhere.py"}, {}, "there is no script 'nowhere.py'"),
+    "unknown": ({**ENTRY, "sample": 3}, {}, "sample: Extra inputs"),
+    "nothing": (None, {"eval_strategy": "steps"}, "There is nothing to evaluate.*List `evaluations`"),
+    "epochs": (ENTRY, {"eval_strategy": "epoch"}, "has no epochs|have no epochs"),
+    "the loss": (ENTRY, {"metric_for_best_model": "loss"}, "such as eval_evaluated_environment_pass@1"),
+    "no hold": (ENTRY, {"metric_for_best_model": "eval_x_pass@1", "eval_hold": False}, "Leave `eval_hold` out"),
+    "another step": (
+        {**ENTRY, "every": 4},
+        {"metric_for_best_model": "eval_evaluated_environment_pass@1", "eval_strategy": "steps", "eval_steps": 2},
+        None,
+    ),
+}
+
+
+def parsed(tiny_model: Path, folder: Path, entries: list, **settings):
+    path = folder / "recipe.yaml"
+    usual = {
+        "model_name_or_path": str(tiny_model),
+        "output_dir": str(folder / "run"),
+        "max_steps": 50,
+        "use_cpu": True,
+    }
+    path.write_text(json.dumps(usual | settings | ({"evaluations": entries} if entries else {})))
+    return parse(["--config", str(path)])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_an_evaluation_is_said(wrong, tiny_model, tmp_path):
+    entry, settings, message = WRONG[wrong]
+    if message is None:
+        assert parsed(tiny_model, tmp_path, [entry], **settings).training.eval_steps == 4
+        return
+    with pytest.raises(RecipeError, match=message):
+        parsed(tiny_model, tmp_path, [entry] if entry else [], **settings)
+
+
+def test_transformers_asks_as_often_as_any_evaluation_is_due(tiny_model, tmp_path):
+    entries = [{**ENTRY, "name": "a", "every": 6}, {**ENTRY, "name": "b", "every": 4}, {**ENTRY, "name": "c"}]
+    training = parsed(tiny_model, tmp_path, entries).training
+    assert (training.eval_strategy, training.eval_steps, training.eval_on_start) == ("steps", 2, True)
+    recipe = parsed(tiny_model, tmp_path, entries, eval_strategy="steps", eval_steps=0.2)
+    assert [spec.every for spec in recipe.evaluations] == [6, 4, 10]
+    only_ends = parsed(tiny_model, tmp_path, [ENTRY])
+    assert (only_ends.training.eval_steps, only_ends.evaluations[0].every) == (50, None)

@@ -1,0 +1,286 @@
+"""Evaluations of a run: which are due, the process that makes one, and what it found.
+
+An evaluation is an Atropos environment that is run once, beside the training. With `problems`,
+`environment_site/groups.py` takes it through exactly these, and its rollouts go to a file, never to the Atropos API.
+Without, its own `evaluate` runs, which leaves `metrics.json`. Its process is started ahead and begins when it is told,
+so that the policy which is meant answers. By the API key of its requests, the servers note which versions did.
+
+What it leaves is moved to `<output_dir>/evaluations/NAME/step-000400/` once `result.json` is there, by which a run
+that resumes knows which evaluations it has.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trl_atropos.errors import EvaluationError, ServerError
+from trl_atropos.metrics.evaluation import measures
+from trl_atropos.protocol import EVALUATION_KEY, TOKEN_VARIABLE
+from trl_atropos.server_client import ServerClient
+from trl_atropos.services.environments import EvaluationSpec, variables_of_environment
+from trl_atropos.services.manager import Services
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "evaluations"
+GROUPS, METRICS, RESULT = "groups.jsonl", "metrics.json", "result.json"
+NEXT, GO = "next", "go"  # folder of the evaluation that comes next, and the file that lets it begin
+READY_TIMEOUT, POLL = 600.0, 0.02  # seconds that a process may take to import and set up what it needs
+ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
+
+
+@dataclass
+class Result:
+    """What an evaluation found at an optimizer step. `versions`: the oldest and the newest that sampled for it."""
+
+    name: str
+    step: int
+    metrics: dict[str, float]
+    versions: tuple[int, int] | None
+    seconds: float
+    scores: dict[str, list[float]] = field(default_factory=dict)  # by problem
+
+    @property
+    def policy(self) -> str:
+        """The policy that was evaluated, in words."""
+        if self.versions is None:
+            return "unknown policy versions"
+        oldest, newest = self.versions
+        return f"step {oldest}" if oldest == newest else f"steps {oldest} to {newest}"
+
+    def logs(self) -> dict[str, float]:
+        """The metrics by the names that Transformers knows them by, such as `eval_gsm8k_pass@1`."""
+        versions = {} if self.versions is None else dict(zip(("oldest_version", "newest_version"), self.versions))
+        named = self.metrics | versions | {"seconds": self.seconds}
+        return {f"eval_{self.name}_{metric}": float(value) for metric, value in named.items()}
+
+    def line(self) -> str:
+        """One line for a person."""
+        metrics, told = self.metrics, f"{self.policy}, {self.seconds:.0f} s"
+        if "pass@1" not in metrics:
+            found = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            return f"{self.name}: {found} ({told})"
+        found = f"pass@1 {metrics['pass@1']:.3f} [{metrics['pass@1_low']:.3f}, {metrics['pass@1_high']:.3f}]"
+        if "gain" in metrics:
+            low, high = metrics["gain_low"], metrics["gain_high"]
+            found += f", {metrics['gain']:+.3f} [{low:+.3f}, {high:+.3f}] since step 0"
+        return f"{self.name}: {found} ({told})"
+
+
+@dataclass
+class _Process:
+    """An evaluation that waits or is under way."""
+
+    spec: EvaluationSpec
+    folder: Path
+    key: str
+    step: int | None = None  # None: it waits
+    began: float = 0.0
+
+
+class Evaluator:
+    """
+    Makes the evaluations `specs` of a run, on rank 0. `command_of(spec, folder, key)` writes the configuration of one
+    and returns its command; `urls` are the servers that it samples from; none takes more than `timeout` seconds. One
+    that fails is warned about; the first, and all if they are `needed`, raise `EvaluationError`.
+    """
+
+    def __init__(
+        self,
+        specs: list[EvaluationSpec],
+        services: Services,
+        command_of: Callable[[EvaluationSpec, Path, str], list[str]],
+        folder: str | Path,
+        urls: list[str],
+        timeout: float,
+        needed: bool = False,
+    ):
+        self.specs = specs
+        self.results: list[Result] = []  # of this run, in the order in which they ended
+        self._services, self._command_of = services, command_of
+        self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]
+        self._folder, self._timeout, self._needed = Path(folder), timeout, needed
+        self._processes: dict[str, _Process] = {}
+        self._over = False  # no evaluation comes any more
+
+    def start(self, step: int) -> None:
+        """Training begins after `step` optimizer steps. What was found after more, or by another run, is removed."""
+        self.results, self._over = [], False
+        for spec in self.specs:
+            for folder in sorted((self._folder / spec.name).glob("step-*")):
+                result = read_result(folder)
+                if result is None or result.step > step or step == 0:
+                    shutil.rmtree(folder)
+                else:
+                    self.results.append(result)
+            self._prepare(spec)
+
+    def _prepare(self, spec: EvaluationSpec) -> None:
+        """Starts the process of the next evaluation, which waits."""
+        folder = (self._folder / spec.name / NEXT).absolute()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        key = f"{EVALUATION_KEY}{spec.name}-{uuid.uuid4().hex}"
+        process = self._processes[spec.name] = _Process(spec, folder, key)
+        own = {"TRL_ATROPOS_GO": str(folder / GO), TOKEN_VARIABLE: ""}
+        env = variables_of_environment(own | {name: str(value) for name, value in spec.env.items()})
+        command = self._command_of(spec, folder, process.key)
+        self._services.start(self._service(spec), command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+
+    def begin(self, step: int, first: bool, last: bool) -> list[Result]:
+        """Begins those that are due after `step` optimizer steps, all of them before the `first` and after the `last`.
+        Returns those of this step that a run which was resumed has already."""
+        known = [result for result in self.results if result.step == step]
+        self._over = last
+        for spec in self.specs:
+            due = first or last or (spec.every and step % spec.every == 0)
+            if due and all(result.name != spec.name for result in known):
+                self._begin(self._processes[spec.name], step)
+        return known
+
+    def _begin(self, process: _Process, step: int) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT
+        while not process.folder.joinpath(f"{GO}.awaited").exists() and time.monotonic() < deadline:
+            if self._services.exit_code(self._service(process.spec)) is not None:
+                break  # `poll` says why
+            time.sleep(POLL)
+        process.step, process.began = step, time.monotonic()
+        process.folder.joinpath(GO).touch()
+
+    def poll(self) -> list[Result]:
+        """Those that have ended since the last call."""
+        ended = []
+        for process in [process for process in self._processes.values() if process.step is not None]:
+            code = self._services.exit_code(self._service(process.spec))
+            if code is None and time.monotonic() - process.began < self._timeout:
+                continue
+            log = self._services.end(self._service(process.spec))
+            del self._processes[process.spec.name]
+            try:
+                ended.append(self._read(process, code))
+            except EvaluationError as error:
+                what = f"Evaluation {process.spec.name!r} at step {process.step} failed: {error.what}"
+                error = EvaluationError(what, error.seen, f"{error.fix} Its log: {log}", error.code)
+                if self._needed or process.step == 0:
+                    raise error from None
+                logger.warning("%s", error)
+            if not self._over:
+                self._prepare(process.spec)
+        self.results += ended
+        return ended
+
+    def busy(self, before: float = math.inf) -> bool:
+        """Whether an evaluation of a step before `before` is under way."""
+        return any(process.step is not None and process.step < before for process in self._processes.values())
+
+    def _service(self, spec: EvaluationSpec) -> str:
+        return f"evaluation-{spec.name}"
+
+    def _read(self, process: _Process, code: int | None) -> Result:
+        """Reads what the process left, and moves it to where it stays. `code`: its exit code, `None` if it is late."""
+        spec, seconds = process.spec, time.monotonic() - process.began
+        if code is None:
+            what = f"it did not end within {self._timeout:g} s (`eval_timeout`)"
+            raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
+        if code:
+            raise EvaluationError(f"it ended with exit code {code}", fix="Correct what the end of its log says.")
+        if spec.problems is None:
+            scores, metrics = {}, _own_metrics(process.folder)
+        else:
+            scores, further = self._scores(process)
+            before = [result.scores for result in self.results if result.name == spec.name and result.step == 0]
+            metrics = measures(scores, spec.passes_above, before[0] if before else None) | further
+        result = Result(spec.name, process.step, metrics, self._versions(process.key), round(seconds, 2), scores)
+        (process.folder / RESULT).write_text(json.dumps(asdict(result)))
+        for file in process.folder.glob(f"{GO}*"):
+            file.unlink()
+        folder = process.folder.with_name(f"step-{process.step:06d}")
+        shutil.rmtree(folder, ignore_errors=True)
+        process.folder.rename(folder)
+        return result
+
+    def _scores(self, process: _Process) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """The scores by problem, and what else is known of them. A problem on which the environment failed has not
+        been solved; one for which it returned nothing is left out, since nothing is known of it."""
+        spec, items = process.spec, _lines(process.folder / GROUPS)
+        failed = [item for item in items if "error" in item]
+        silent = sum(item.get("groups") == [] for item in items)
+        scores = {f"{item['item']}": [min(0.0, spec.passes_above)] * spec.samples for item in failed}
+        lengths = []
+        for item in items:
+            for number, group in enumerate(item.get("groups", ())):
+                prompt = list(takewhile(lambda pair: pair[1] == -100, zip(group["tokens"][0], group["masks"][0])))
+                asked = hashlib.blake2b(repr([token for token, _ in prompt]).encode(), digest_size=4).hexdigest()
+                scores[f"{item['item']}.{number}-{asked}"] = [float(score) for score in group["scores"]]
+                lengths += [sum(token != -100 for token in mask) for mask in group["masks"]]
+        where = f"{failed[0]['error']} ({failed[0]['place']})" if failed else ""
+        if not lengths:
+            what = f"none of {len(items)} problems gave a rollout" + (f": {where}" if failed else "")
+            fix = (
+                "Correct it there."
+                if failed
+                else "Have `get_next_item` give problems, and `collect_trajectories` groups."
+            )
+            raise EvaluationError(what, fix=fix)
+        if failed:
+            logger.warning(
+                "Evaluation %r at step %d failed on %d of %d problems, which count as not solved: %s. The tracebacks "
+                "are in %s.",
+                *(spec.name, process.step, len(failed), len(items), where, process.folder / GROUPS),
+            )
+        if silent or len(items) < spec.problems:
+            logger.warning(
+                "Evaluation %r at step %d has %d of %d problems: the environment has no more, or returned nothing for "
+                "some (most return nothing where all scores of a group are alike).",
+                *(spec.name, process.step, len(items) - silent, spec.problems),
+            )
+        return scores, {"problems": len(items) - silent, "failed": len(failed), "mean_length": fmean(lengths)}
+
+    def _versions(self, key: str) -> tuple[int, int] | None:
+        try:
+            replies = [server.evaluation(key) for server in self._servers]
+        except (ServerError, ValueError) as error:
+            logger.warning("Which policy versions sampled an evaluation is unknown: %s", error)
+            return None
+        known = [(reply.oldest, reply.newest) for reply in replies if reply.oldest is not None]
+        return (min(oldest for oldest, _ in known), max(newest for _, newest in known)) if known else None
+
+
+def read_result(folder: Path) -> Result | None:
+    """The result in the folder of an evaluation; `None` if it did not end."""
+    try:
+        content = json.loads((folder / RESULT).read_text())
+    except FileNotFoundError:
+        return None
+    versions = content.pop("versions")
+    return Result(**content, versions=versions and tuple(versions))
+
+
+def results_of(folder: str | Path) -> list[Result]:
+    """All results below the output folder of a run, by name and step."""
+    found = [read_result(path.parent) for path in sorted(Path(folder, FOLDER).glob(f"*/step-*/{RESULT}"))]
+    return [result for result in found if result is not None]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _own_metrics(folder: Path) -> dict[str, float]:
+    """What the environment's own `evaluate` has written by Atropos' `evaluate_log`."""
+    path = folder / METRICS
+    if not path.exists():
+        what = f"its own `evaluate` left no {METRICS}"
+        raise EvaluationError(what, fix="Have it call `evaluate_log`, or set `problems` to evaluate rollouts.")
+    metrics: Iterable[tuple[str, Any]] = json.loads(path.read_text())["results"]["all"].items()
+    return {name.removeprefix("eval/"): value for name, value in metrics if isinstance(value, int | float)}
