@@ -44,7 +44,7 @@ function showTiles(data) {
   const tiles = [
     ["Model", data.model.model_name_or_path || "–"],
     [environments.length > 1 ? "Environments" : "Environment", environments.join(", ") || "–"],
-    ["Trained on", data.devices || "–"],
+    ["Trained on", data.devices ? data.devices.replace(/^1 x /, "") : "–"],
     ["Steps", data.max_steps ? `${data.steps} of ${data.max_steps}` : data.steps,
       data.began_at && data.last_at ? `in ${duration(data.last_at - data.began_at)}` : null],
     ["Tokens per second, trained", trained || "–", sampled && `${sampled} of them sampled`],

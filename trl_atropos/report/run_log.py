@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.run_folder import LOG
 from trl_atropos.rollouts.rollout import Rollout
@@ -65,6 +65,7 @@ class RunLog(TrainerCallback):
         self._steps_per_batch = math.ceil(
             args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         )
+        device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
         ends = []  # a completion that is not truncated has one of them at its end
         if processing_class is not None:
             processing_class.save_pretrained(self._folder)
@@ -77,7 +78,7 @@ class RunLog(TrainerCallback):
             changed=changed(args),
             model=portable_value(self.model or {"model_name_or_path": model.config.name_or_path}),
             versions=versions(),
-            devices=devices(args),
+            devices=f"{args.world_size} x {device}",
             ends=ends,
         )
 
@@ -141,12 +142,6 @@ class RunLog(TrainerCallback):
             version=version,
             **{name: source[name] for name in ("spool", "lineage", "books")},
         )
-
-
-def devices(args: TrainingArguments) -> str:
-    """What the run trains on, such as `8 x NVIDIA H200`."""
-    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
-    return name if args.world_size == 1 else f"{args.world_size} x {name}"
 
 
 def spans(numbers: Sequence[int]) -> list[list[int]]:
