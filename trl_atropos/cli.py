@@ -6,23 +6,36 @@ from pathlib import Path
 
 from trl_atropos import __version__
 
-USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--json]
+USAGE = """usage: trl-atropos train RECIPE [flag of accelerate launch ...] [--SETTING value ...]
+       trl-atropos check RECIPE [--SETTING value ...] [--json]
+       trl-atropos try RECIPE [--SETTING value ...]
+       trl-atropos init NAME
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
        trl-atropos report RUN_DIR [--output FILE] [--max_rollouts N]
+       trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING value ...]
        trl-atropos bench NAME [options]
        trl-atropos --version
 
 commands:
-  check   find what is wrong with a recipe and its environments before a run, and what to do about it; starts nothing
-  serve   start the vLLM server that environments sample from and a trainer keeps in step with
-  report  write one HTML file about a run: curves, warnings, settings, and its rollouts token by token
-  bench   measure this machine, in a checkout; `trl-atropos bench --help` lists what
+  train   train by a recipe: `accelerate launch ... -m trl_atropos.train` in one
+          command
+  check   find what is wrong with a recipe and its environments before a run,
+          and what to do about it; starts nothing
+  try     run one group through environment, server and checks, and show its
+          rollouts, or the traceback of the environment
+  init    write a recipe and an environment to change into a new folder
+  serve   start the vLLM server that environments sample from and a trainer
+          keeps in step with
+  report  write one HTML file about a run: curves, warnings, settings, and its
+          rollouts token by token
+  slurm   write a batch script for a run over several nodes of a SLURM cluster
+  bench   measure this machine, in a checkout; `trl-atropos bench --help` lists
+          what
 
-`trl-atropos COMMAND --help` says more. Training is started with accelerate:
-  accelerate launch --config_file configs/accelerate/cpu.yaml -m trl_atropos.train --config recipes/NAME/X.yaml
-  python -m trl_atropos.train --help
+`trl-atropos COMMAND --help` says more.
 
-Exit codes: 0 when all is well, 1 after an error or when `check` finds one, 2 after wrong use, 130 after Ctrl-C.
+Exit codes: 0 when all is well, 1 after an error or when `check` finds one,
+2 after wrong use, 130 after Ctrl-C.
 """
 
 
@@ -41,15 +54,26 @@ def _run(words: list[str]) -> None:
     if command == "--version":
         sys.stdout.write(f"trl_atropos {__version__}\n")
         return
-    if command == "check":
-        from trl_atropos.check import main as run
+    if command in ("check", "try", "slurm"):
+        from trl_atropos.commands import with_recipe
         from trl_atropos.train import apply_recipe_environment
 
+        arguments = with_recipe(arguments)
         apply_recipe_environment(arguments)
+    if command == "train":
+        from trl_atropos.commands import train as run
+    elif command == "check":
+        from trl_atropos.check import main as run
+    elif command == "try":
+        from trl_atropos.commands.rehearsal import main as run
+    elif command == "init":
+        from trl_atropos.commands import init as run
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":
         from trl_atropos.report.page import main as run
+    elif command == "slurm":
+        from trl_atropos.commands.slurm import main as run
     elif command == "bench":
         run = _benchmarks()
     else:

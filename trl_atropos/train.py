@@ -104,12 +104,12 @@ def apply_recipe_environment(argv: list[str]) -> None:
                 os.environ.update({str(key): str(value) for key, value in content["env"].items()})
 
 
-def print_help() -> None:
+def print_help(usage: str = USAGE) -> None:
     """Prints the settings that this package adds to TRL's, in groups. `--help_all` lists TRL's, too."""
     from trl_atropos.config import AtroposGRPOConfig, described
     from trl_atropos.recipe import ServicesConfig
 
-    texts = {"usage": USAGE, "description": DESCRIPTION, "epilog": EPILOG}
+    texts = {"usage": usage, "description": DESCRIPTION, "epilog": EPILOG}
     parser = argparse.ArgumentParser(**texts, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     for config in (ServicesConfig, AtroposGRPOConfig):
         defaults = {setting.name: setting.default for setting in fields(config)}
