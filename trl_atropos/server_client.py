@@ -134,9 +134,13 @@ class ServerClient:
         self._call("/channel", "opening a channel to the server's workers", specification)
 
     def load_weights(self, tensors: list[ParameterSpec]) -> None:
-        """Lets the server receive one message and load it. Returns when it has."""
+        """Lets the server receive one message and load it. Returns when it has. It knows the message from then on."""
         body = {"tensors": [tensor.model_dump() for tensor in tensors]}
         self._call("/weights/load", "loading weights into the server", body)
+
+    def load_weights_again(self, messages: list[int]) -> None:
+        """The same for messages that it knows, by their numbers. The last one finishes the transfer."""
+        self._call("/weights/again", "loading weights into the server", {"messages": messages})
 
     def finish_weights(self) -> list[str]:
         """Ends a transfer of weights. Returns vLLM's names of the parameters that nothing was loaded into."""

@@ -110,6 +110,7 @@ NEED_A_LEASE = {
 }
 NEED_A_PAUSE = {
     "/weights/load": {"tensors": []},
+    "/weights/again": {"messages": [0]},
     "/weights/finish": {},
     "/adapter/load": {},
     "/wake": {"tags": ["weights"]},

@@ -5,7 +5,7 @@ import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server.extension import unloaded
-from trl_atropos.server.layout import ALIGNMENT, move_to_arena, trace, unique_storages
+from trl_atropos.server.layout import ALIGNMENT, CopyTracer, memory_of, move_to_arena, trace, unique_storages
 from trl_atropos.tensors.shared_memory import allocate_arena
 
 CPU = torch.device("cpu")
@@ -157,6 +157,47 @@ def test_experts_of_which_one_half_is_not_kept_are_refused():
 def test_a_parameter_that_is_no_part_of_the_checkpoint_is_refused():
     model = Model(torch.zeros(4, 4), lambda memory, w: memory.copy_(w))
     assert "computes" in place(model, 4, 4, pieces=[])[1]
+
+
+def write_into_a_list(memory, weight):
+    torch._foreach_mul_([memory], 2.0)
+    memory.copy_(weight)
+
+
+REPEATABLE = {
+    "slices": lambda memory, w: (memory[1:].copy_(w[:3]), memory[:1].copy_(w.view(4, 4)[3:])),
+    "transposed": lambda memory, w: memory.copy_(w.t()),
+    "converted by the copy": lambda memory, w: memory.copy_(w),
+    "padded": lambda memory, w: (memory.fill_(0), memory[:2].copy_(w.narrow(0, 1, 2))),
+    "left out": lambda memory, w: w.chunk(2),
+}
+NOT_REPEATABLE = {
+    "computed": lambda memory, w: memory.copy_(w + 1),
+    "through other memory": lambda memory, w: memory.copy_(torch.empty(4, 4).copy_(w)),
+    "kept elsewhere": lambda memory, w: w.clone(),
+    "looked at": lambda memory, w: memory.copy_(w) if w[0, 0].item() >= 0 else None,
+    "in place": lambda memory, w: memory.copy_(w).neg_(),
+    "into out": lambda memory, w: torch.exp(w, out=memory),
+    "into a list": write_into_a_list,
+}
+
+
+@pytest.mark.parametrize("kind", [*REPEATABLE, *NOT_REPEATABLE])
+def test_copies_are_repeated_only_where_they_are_all_that_a_loader_does(kind):
+    model = Model(torch.ones(4, 4), (REPEATABLE | NOT_REPEATABLE)[kind])
+    message = torch.arange(16.0, dtype=torch.float64 if "converted" in kind else torch.float32).view(4, 4)
+    tracer = CopyTracer(message, memory_of(model), swallows=False)
+    with torch.no_grad(), tracer:
+        model.load_weights([("w", message)])
+    assert bool(tracer.others) == (kind in NOT_REPEATABLE), tracer.others
+    if kind in REPEATABLE:
+        message += 100
+        for target, source in tracer.copies:
+            target.copy_(source)
+        repeated = model.weight.clone()
+        model.load_weights([("w", message)])
+        assert torch.equal(repeated, model.weight)
+        assert kind == "left out" or repeated.max() > 100
 
 
 def test_memory_that_another_process_cannot_open_is_refused():

@@ -96,6 +96,9 @@ class Engine:
     def load_weights(self, tensors: list[ParameterSpec]) -> None:
         self._worker("load_weights", [tensor.model_dump() for tensor in tensors])
 
+    def load_weights_again(self, messages: list[int]) -> None:
+        self._worker("load_weights_again", messages)
+
     def finish_weights(self) -> list[str]:
         return self._worker("finish_weights")
 

@@ -1,7 +1,7 @@
 """Faults in the middle of a publish: where they hit, what they do to which process, and what clients see meanwhile.
 
 A point of a publish is "in /ROUTE" (while the server has that call), "after /ROUTE" (it has answered), "step" (the
-optimizer writes) or "sending" (the server waits for a message of which no byte has been sent).
+optimizer writes), "sending" (no byte of the weights has been sent) or "sending on" (one of two messages has).
 """
 
 import multiprocessing
@@ -92,10 +92,10 @@ def publish_next(trainer: AtroposGRPOTrainer, point: str, act: Act) -> None:
     """Publishes the next version, with `act` at `point`, and has the probe judged."""
     publisher = trainer.policy_publisher
     (client,) = publisher.servers.clients
-    if point == "sending":
+    if point.startswith("sending"):
         channel = publisher.transfer._channel
-        send = channel.send
-        channel.send = lambda buffer: (act(), send(buffer))[1]
+        send, acts = channel.send, iter([act] if point == "sending" else [int, act])
+        channel.send = lambda buffer: (next(acts, int)(), send(buffer))[1]
     elif point != "step":
         client.act = act
         client.when, client.route = point.split(" ")

@@ -39,15 +39,14 @@ LEAVES_WITHIN = 30.0  # seconds
 # The calls of a publish in their order, and what an error in each says.
 CALLS = {
     "colocate": ["/pause", "/resume", "/info", "/generate"],
-    "server over gloo": ["/pause", "/weights/load", "/weights/finish", "/resume", "/info", "/generate"],
+    "server over gloo": ["/pause", "/weights/again", "/resume", "/info", "/generate"],
     "server over memory": ["/pause", "/resume", "/info", "/generate"],
     "nccl_lora": ["/pause", "/adapter/load", "/resume", "/info", "/generate"],
     "lora": ["/pause", "/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/resume", "/info", "/generate"],
 }
 SAYS = {
     "/pause": "while pausing the server",
-    "/weights/load": "while loading weights into the server|transfer of weights to the server at .* broke off",
-    "/weights/finish": "while finishing the server's weights",
+    "/weights/again": "while loading weights into the server|transfer of weights to the server at .* broke off",
     "/adapter/load": "while loading the adapter|transfer of weights to the server at .* broke off",
     "/v1/unload_lora_adapter": "while loading the adapter in",
     "/v1/load_lora_adapter": "while loading the adapter in",
@@ -55,10 +54,10 @@ SAYS = {
     "/info": "while asking the server what it is",
     "/generate": "while sampling the probe",
 }
-REPEATED = {("server over gloo", "/weights/load"), ("lora", "/info")}  # calls that a publish makes several of
+REPEATED = {("lora", "/info")}  # calls that a publish makes several of
 WITHOUT_ENGINE = ("/info", "/v1/unload_lora_adapter")  # answered even if that is dead
 # From which call on the weights are no longer surely those of the version that the server names, until it resumes.
-TORN_FROM = {"colocate": "/pause", "server over memory": "/pause", "server over gloo": "/weights/load"}
+TORN_FROM = {"colocate": "/pause", "server over memory": "/pause", "server over gloo": "/weights/again"}
 WAYS = ["kill api", "kill engine", "freeze both", "freeze engine"]
 # Those that the server survives come first and share one, those that change the base model last.
 COVERING = [
@@ -70,7 +69,7 @@ COVERING = [
     ("lora", "in /v1/load_lora_adapter", "freeze engine"),
     ("lora", "in /resume", "freeze both"),
     ("nccl_lora", "in /adapter/load", "kill api"),
-    ("server over gloo", "after /weights/load", "kill engine"),
+    ("server over gloo", "after /weights/again", "kill engine"),
     ("server over memory", "in /resume", "freeze engine"),
     ("colocate", "step", "kill api"),
 ]
@@ -217,7 +216,7 @@ def expected_ends(mode: str, point: str, way: str) -> list[tuple[str, int | None
         return [new]
     torn_from = TORN_FROM.get(mode)
     before = [gone] if torn_from and calls.index(hit) >= calls.index(torn_from) else [old]
-    if hit == torn_from and not point.startswith("after /weights/load"):
+    if hit == torn_from:
         return [gone, old]  # the thawed server may have seen the end of the lease first, and refused the call
     return [*before, new] if hit == "/resume" else before  # or the call
 
@@ -232,8 +231,8 @@ RESUMES = [
     ("lora", "after /v1/load_lora_adapter"),
 ]
 LEAVES = [
-    ("server over gloo", "after /weights/load"),
-    pytest.param("server over gloo", "after /weights/finish", marks=pytest.mark.full),
+    ("server over gloo", "sending on"),
+    pytest.param("server over gloo", "after /weights/again", marks=pytest.mark.full),
     ("colocate", "step"),
 ]
 
@@ -311,7 +310,7 @@ def test_a_trainer_whose_server_hangs_in_a_transfer_ends_with_an_error(keeper: K
             if mode == "server over gloo":
                 keeper.drop()
     assert server.url in said
-    assert re.search(SAYS["/weights/load"] + "|" + SAYS["/adapter/load"], said)
+    assert re.search(SAYS["/weights/again"] + "|" + SAYS["/adapter/load"], said)
     assert trainer.process.exitcode == 0
     assert ended_after <= TIMEOUT + MARGIN
 

@@ -37,10 +37,10 @@ def _explained(*args, **kwargs):
     elif text.startswith(ALWAYS_SHOWN):  # Atropos logs them at levels that may be hidden
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     elif record.levelno >= logging.ERROR and error is not None:
-        place = _place(error)
+        place = place_of(error)
         sees_successes = logging.getLogger("atroposlib.envs.base").isEnabledFor(logging.DEBUG)
         never = "; no group was collected before" if sees_successes and not _succeeded else ""
-        record.msg = "{} [{}, {}{}]".format(" ".join(record.getMessage().split()), _describe(error), place, never)
+        record.msg = "{} [{}, {}{}]".format(" ".join(record.getMessage().split()), describe(error), place, never)
         record.args = ()
         if place not in _known_places:
             _known_places.add(place)
@@ -48,14 +48,14 @@ def _explained(*args, **kwargs):
     return record
 
 
-def _describe(error):
+def describe(error):
     """Kind and text. Of tenacity's `RetryError`, those of the last try."""
     attempt = getattr(error, "last_attempt", None)
     error = error if attempt is None else attempt.exception() or error
     return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
 
 
-def _place(error):
+def place_of(error):
     """The innermost line that is of no library."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]

@@ -73,6 +73,7 @@ class Control(ControlPlane):
             "/resume": (self.resume, ""),
             "/channel": (self.open_channel, "lease"),
             "/weights/load": (self.load_weights, "lease and pause"),
+            "/weights/again": (self.load_weights_again, "lease and pause"),
             "/weights/finish": (self.finish_weights, "lease and pause"),
             "/adapter/setup": (self.set_up_adapter, "lease"),
             "/adapter/load": (self.load_adapter, "lease and pause"),
@@ -220,6 +221,10 @@ class Control(ControlPlane):
     async def load_weights(self, body: dict) -> None:
         self.torn = True
         await self._workers("load_weights", body["tensors"])
+
+    async def load_weights_again(self, body: dict) -> None:
+        self.torn = True
+        await self._workers("load_weights_again", body["messages"])
 
     async def finish_weights(self, _body: dict) -> dict:
         return {"missing": sorted(set().union(*await self._workers("finish_weights")))}

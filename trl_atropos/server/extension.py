@@ -5,6 +5,9 @@ calls its methods through `collective_rpc`; they take and return plain JSON valu
 registers the loader of `layout.py`, before the model is built.
 """
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
@@ -59,6 +62,9 @@ class WorkerExtension:
             self._trl_atropos_weights = WeightReceiver(model, self.vllm_config, self._trl_atropos_channel)
         self._trl_atropos_weights.load(_parsed(tensors))
 
+    def trl_atropos_load_weights_again(self, messages: list[int]) -> None:
+        self._trl_atropos_weights.load_again(messages)
+
     def trl_atropos_finish_weights(self) -> list[str]:
         return self._trl_atropos_weights.finish()
 
@@ -103,11 +109,31 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+@dataclass
+class Message:
+    """A message of weights that was loaded once. `copies` are what vLLM's loader made of it: into which memory, and
+    from where in the message. `None` if it did more than to copy."""
+
+    tensors: list[ParameterSpec]
+    copies: list[tuple[torch.Tensor, torch.Tensor]] | None
+    buffer: torch.Tensor  # that it came in
+
+    def sources_in(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """What is to be copied, in a buffer with the same message anew."""
+        if buffer.data_ptr() != self.buffer.data_ptr():
+            for number, (target, source) in enumerate(self.copies):
+                place = source.size(), source.stride(), source.storage_offset()
+                self.copies[number] = target, buffer.view(source.dtype).as_strided(*place)
+            self.buffer = buffer
+        return [source for _, source in self.copies]
+
+
 class WeightReceiver:
     """
     Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
-    does the fusing, slicing and padding for this worker. Any number of `load`, then `finish`. Raises `ValueError` if
-    new weights would not reach some layers.
+    does the fusing, slicing and padding for this worker. The first time, any number of `load`, then `finish`. What the
+    loader copies where is noted, and from then on `load_again` makes the same copies, all of a message at once.
+    Raises `ValueError` if new weights would not reach some layers.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
@@ -119,34 +145,61 @@ class WeightReceiver:
         self.reloads = needs_reload(config, channel.device)
         self.loading = False
         self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not name them
+        self.messages: list[Message] = []
 
     def load(self, tensors: list[ParameterSpec]) -> None:
         """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
         if not self.loading:
-            self.loading = True
-            self.loaded = set()
-            if self.reloads:
-                initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
-        values = unpack(self.channel.receive(message_layout(tensors)[1]), tensors)
+            self.messages, self.loaded = [], set()
+        buffer = self.channel.receive(message_layout(tensors)[1])
+        tracer = layout.CopyTracer(buffer, layout.memory_of(self.model), swallows=False)
+        with tracer if not self.reloads else nullcontext():
+            self._load(buffer, tensors)
+        same = layout.memory_of(self.model) == tracer.memory  # else a new parameter took the place of an old one
+        only_copies = same and not self.reloads and not tracer.others
+        self.messages.append(Message(tensors, tracer.copies if only_copies else None, buffer))
+        _synchronize(self.channel.device)
+
+    def load_again(self, numbers: list[int]) -> None:
+        """Receives messages that were loaded before, and loads them. The last of all finishes."""
+        known = [self.messages[number] for number in numbers]
+        buffers = self.channel.messages([message_layout(message.tensors)[1] for message in known])
+        for message, buffer in zip(known, buffers, strict=True):
+            if message.copies is None:
+                self._load(buffer, message.tensors)
+            elif message.copies:
+                with torch.no_grad():
+                    torch._foreach_copy_([target for target, _ in message.copies], message.sources_in(buffer))
+        if numbers[-1] == len(self.messages) - 1:
+            self._finish_reload()
+        _synchronize(self.channel.device)
+
+    def _load(self, buffer: torch.Tensor, tensors: list[ParameterSpec]) -> None:
+        if self.reloads and not self.loading:
+            initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
+        self.loading = True
+        values = unpack(buffer, tensors)
         if self.reloads:
             values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
         named = zip([tensor.name for tensor in tensors], values, strict=True)
         with torch.no_grad(), set_current_vllm_config(self.config), compat.without_adapters(self.model):
             loaded = self.model.load_weights(named)
         self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
-        _synchronize(self.channel.device)
 
     def finish(self) -> list[str]:
         """Names of vLLM's parameters that nothing was loaded into since the first `load`."""
-        self.loading = False
-        if self.reloads:
-            with torch.no_grad(), set_current_vllm_config(self.config):
-                finalize_layerwise_reload(self.model, self.config.model_config)
-            _synchronize(self.channel.device)
+        self._finish_reload()
+        _synchronize(self.channel.device)
         if self.reloads or self.loaded is None:
             return []
         with compat.without_adapters(self.model):
             return unloaded(self.model, self.loaded)
+
+    def _finish_reload(self) -> None:
+        self.loading = False
+        if self.reloads:
+            with torch.no_grad(), set_current_vllm_config(self.config):
+                finalize_layerwise_reload(self.model, self.config.model_config)
 
 
 def needs_reload(config: VllmConfig, device: torch.device) -> bool:

@@ -10,8 +10,10 @@ and notes where a copy of the probe would have gone. That works for any architec
 """
 
 import dataclasses
+import itertools
 import math
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -132,25 +134,48 @@ def move_to_arena(model: torch.nn.Module) -> None:
 
 
 class CopyTracer(TorchDispatchMode):
-    """Notes every copy out of one storage. With `memory`, the data pointers of storages, only copies into those are
-    noted, every other write into them is named, and no write into them takes place."""
+    """
+    Notes every copy out of one storage: of `memory` (the data pointers of storages) only copies into it, and
+    `others` are the operations besides that write there. While it `swallows`, nothing is written there.
 
-    def __init__(self, source: torch.Tensor, memory: set[int] | None = None):
+    Where it does not, `others` are also those that read the source and make neither a view nor such a copy. If there
+    are none, the copies that were noted do all that was done.
+    """
+
+    def __init__(self, source: torch.Tensor, memory: set[int] | None = None, swallows: bool = True):
         super().__init__()
-        self.memory = memory
+        self.memory, self.swallows = memory, swallows
         self.pointer = source.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.other_writes: list[str] = []
+        self.others: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_copy = func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.pointer
-        writes = func._schema.is_mutable and args and isinstance(args[0], torch.Tensor)
-        swallowed = writes and self.memory is not None and args[0].untyped_storage().data_ptr() in self.memory
-        if is_copy and (swallowed or self.memory is None):
+        kwargs = kwargs or {}
+        target = kwargs["out"] if "out" in kwargs else args[0] if args else ()
+        written = self.memory is not None and func._schema.is_mutable and not self.memory.isdisjoint(_storages(target))
+        is_copy = func is torch.ops.aten.copy_.default and self.pointer in _storages(args[1])
+        noted = is_copy and (written or self.memory is None)
+        if noted:
             self.copies.append((args[0], args[1]))
-        elif swallowed and func not in HARMLESS:
-            self.other_writes.append(str(func))
-        return args[0] if swallowed else func(*args, **(kwargs or {}))
+        elif written and func not in HARMLESS:
+            self.others.append(str(func))
+        if written and self.swallows:
+            return args[0]
+        result = func(*args, **kwargs)
+        if not (noted or self.swallows) and self.pointer in _storages(*args) - _storages(result):
+            self.others.append(str(func))
+        return result
+
+
+def _storages(*values: Any) -> set[int]:
+    """The data pointers of the storages of tensors and lists of tensors, among other arguments of an operation."""
+    flat = itertools.chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in values)
+    return {one.untyped_storage().data_ptr() for one in flat if isinstance(one, torch.Tensor)}
+
+
+def memory_of(model: torch.nn.Module) -> set[int]:
+    """The data pointers of the storages of all parameters and buffers."""
+    return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
 def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
@@ -170,7 +195,7 @@ def trace(
     """Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for
     each other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`."""
     shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    memory = memory_of(model)
     views: dict[str, View] = {}
     refused: dict[str, str] = {}
     for spec in specs:
@@ -185,8 +210,8 @@ def trace(
                 model.load_weights(parts or [(spec.name, probe)])
         except Exception as error:  # noqa: BLE001 - any architecture's own loader may raise anything
             trouble = f"vLLM's loader refused it: {type(error).__name__}: {error}"[:300]
-        if tracer.other_writes:
-            trouble = f"vLLM transforms it while loading ({tracer.other_writes[0]})"
+        if tracer.others:
+            trouble = f"vLLM transforms it while loading ({tracer.others[0]})"
         outcome = trouble or _place(spec, tracer.copies, shared)
         (views if isinstance(outcome, View) else refused)[spec.name] = outcome
     return views, refused
@@ -198,7 +223,7 @@ def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
     def keep(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
         old = module._parameters.get(name)
         if old is not None and old.untyped_storage().data_ptr() in tracer.memory:
-            tracer.other_writes.append("a new parameter each time")
+            tracer.others.append("a new parameter each time")
             return old
         return None
 

@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -60,29 +61,77 @@ class Channel(ABC):
 
     device: torch.device
     broken = False  # whether a message may have been sent in part, or not received
-    _staging: torch.Tensor | None = None
+    streams = False  # whether a message may follow before the last one was used
+
+    @abstractmethod
+    def staging(self, num_bytes: int, number: int = 0) -> torch.Tensor:
+        """Returns a buffer of `num_bytes` to fill with the message `number`. Two of them may travel at a time."""
 
     @abstractmethod
     def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
-        """Starts to send `buffer` from the trainer. Returns a function that says whether it may be filled again."""
+        """Starts to send a buffer of `staging`. Returns a function that says whether it has arrived."""
 
     @abstractmethod
+    def messages(self, sizes: list[int]) -> Iterator[torch.Tensor]:
+        """Yields what the trainer sends, of each message (bytes in `sizes`) a buffer to use before the next. On a GPU
+        it is there for what is queued from now on."""
+
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """Returns what the trainer sent, in a buffer that the next call overwrites."""
-
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Returns a buffer of `num_bytes` for the sender to fill."""
-        if self._staging is None or self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._staging[:num_bytes]
+        """Returns one message, in a buffer that the next call overwrites."""
+        (buffer,) = self.messages([num_bytes])
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+        return buffer
 
 
-class GlooChannel(Channel):
+class GroupChannel(Channel):
+    """A group in which to send is to broadcast. Of two buffers, one is filled or used while the other travels."""
+
+    streams = True
+
+    def __init__(self):
+        self._buffers: dict[int, torch.Tensor] = {}  # for messages of even and of odd numbers
+
+    @abstractmethod
+    def _broadcast(self, buffer: torch.Tensor) -> Any:
+        """Starts to broadcast from the trainer, once what is queued for the buffer is done."""
+
+    @abstractmethod
+    def _wait(self, travel: Any) -> None:
+        """Has what follows wait for the end of a broadcast."""
+
+    @abstractmethod
+    def _has_arrived(self, travel: Any) -> bool:
+        """Whether a broadcast has ended. Raises a `RuntimeError` if it has failed."""
+
+    def staging(self, num_bytes: int, number: int = 0) -> torch.Tensor:
+        buffer = self._buffers.get(number % 2)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._buffers[number % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return buffer[:num_bytes]
+
+    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
+        return partial(self._has_arrived, self._broadcast(buffer))
+
+    def messages(self, sizes: list[int]) -> Iterator[torch.Tensor]:
+        coming: deque[tuple[torch.Tensor, Any]] = deque()
+        for number, size in enumerate([*sizes, None, None]):
+            if len(coming) == 2 or (size is None and coming):
+                buffer, travel = coming.popleft()
+                self._wait(travel)
+                yield buffer
+            if size is not None:
+                buffer = self.staging(size, number)
+                coming.append((buffer, self._broadcast(buffer)))
+
+
+class GlooChannel(GroupChannel):
     """A gloo group over TCP, bound to the address by which the two sides reach each other."""
 
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float):
+        super().__init__()
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -91,17 +140,14 @@ class GlooChannel(Channel):
     def _broadcast(self, buffer: torch.Tensor) -> dist.Work:
         return self._group.broadcast([buffer], dist.BroadcastOptions())  # from rank 0, the trainer
 
-    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
-        work = self._broadcast(buffer)
-        return lambda: work.is_completed() and work.wait()  # `wait` raises an error if the other side is gone
+    def _wait(self, work: dist.Work) -> None:
+        work.wait()
 
-    def receive(self, num_bytes: int) -> torch.Tensor:
-        buffer = self.staging(num_bytes)
-        self._broadcast(buffer).wait()
-        return buffer
+    def _has_arrived(self, work: dist.Work) -> bool:
+        return work.is_completed() and work.wait()  # `wait` raises an error if the other side is gone
 
 
-class NcclChannel(Channel):
+class NcclChannel(GroupChannel):
     """
     An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port, by vLLM's binding,
     which both sides have. It is never destroyed, because that would wait for the other side, which may be gone.
@@ -110,6 +156,7 @@ class NcclChannel(Channel):
     def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, buffer_type, cudaStream_t
 
+        super().__init__()
         self.device = device
         self._nccl, self._buffer_type, self._stream_type = NCCLLibrary(), buffer_type, cudaStream_t
         with torch.cuda.device(device), _without_vllms_nccl_variables():
@@ -133,13 +180,11 @@ class NcclChannel(Channel):
             event.record(self._stream)
         return event
 
-    def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
-        return self._broadcast(buffer).query
+    def _wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
 
-    def receive(self, num_bytes: int) -> torch.Tensor:
-        buffer = self.staging(num_bytes)
-        self._broadcast(buffer).synchronize()
-        return buffer
+    def _has_arrived(self, event: torch.cuda.Event) -> bool:
+        return event.query()
 
 
 class MemoryChannel(Channel):
@@ -147,20 +192,20 @@ class MemoryChannel(Channel):
 
     def __init__(self, buffer: torch.Tensor):
         self.device = buffer.device
-        self._staging = buffer
+        self._whole = buffer
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        if num_bytes > self._staging.numel():
-            raise ChannelError(f"{num_bytes} bytes do not fit into the shared buffer of {self._staging.numel()}")
-        return self._staging[:num_bytes]
+    def staging(self, num_bytes: int, number: int = 0) -> torch.Tensor:
+        if num_bytes > self._whole.numel():
+            raise ChannelError(f"{num_bytes} bytes do not fit into the shared buffer of {self._whole.numel()}")
+        return self._whole[:num_bytes]
 
     def send(self, buffer: torch.Tensor) -> Callable[[], bool]:
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # the readers are not in our stream
         return lambda: True
 
-    def receive(self, num_bytes: int) -> torch.Tensor:
-        return self.staging(num_bytes)
+    def messages(self, sizes: list[int]) -> Iterator[torch.Tensor]:
+        yield from map(self.staging, sizes)
 
 
 # ------------------------------------------------------------------------------------------------- opening a channel

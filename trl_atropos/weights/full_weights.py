@@ -11,9 +11,10 @@ front (`trl_atropos.front.serve`), which holds their requests while its engine s
 import itertools
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -22,22 +23,47 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, message_layout
+from trl_atropos.tensors.channel import ALIGNMENT, message_layout, unpack
 from trl_atropos.weights import gather
-from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_message
+from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of one message: memory on both sides against calls to the server
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one message: memory on both sides against calls to the server
 KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back to
 
 
+class Message(NamedTuple):
+    """What a message has, and its bytes, which the message after the next overwrites."""
+
+    tensors: list[ParameterSpec]
+    content: torch.Tensor
+
+
+@dataclass
+class FixedMessage:
+    """A message whose tensors lie in memory that stays where it is."""
+
+    tensors: list[ParameterSpec] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)  # their places in the channel's buffer
+
+
 class FullWeights(Transfer):
+    """
+    In the first publish, the servers take one message after the other through vLLM's loader, and note what it copies.
+    In those that follow they make the same copies, and all messages flow in one call. Where nothing is gathered,
+    merged or computed, the trainer notes its copies, too.
+    """
+
     def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
         self.transport = transport
         self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
+        self._known: list[list[ParameterSpec]] = []  # the messages that the servers know
+        self._addresses: list[int] = []  # of the trainer's tensors, when their copies were noted
+        self._fixed: list[FixedMessage] = []
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -46,13 +72,14 @@ class FullWeights(Transfer):
         specs = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
         shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
-        if transport == "memory" and gather.sharding_of(trainer.accelerator) in gather.WHOLE:
+        whole = gather.sharding_of(trainer.accelerator) in gather.WHOLE
+        if transport == "memory" and whole:
             pieces = gather.CheckpointPlan(model, shapes).specs()
             together(lambda: self._open_views(pieces))
         self.in_place = bool(self.views)
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
         self._plan = gather.CheckpointPlan(model, shapes)
-        self._direct = self._all_direct(trainer.model)
+        self._stays = whole and not self._plan.groups and not isinstance(trainer.model, PeftModel)
         together(lambda: self._connect(transport, specs, device))
 
     def _open_views(self, specs: list[ParameterSpec]) -> None:
@@ -67,14 +94,6 @@ class FullWeights(Transfer):
         """The checkpoint's buffers, for servers that take all of it through their loader."""
         return [] if self.views else gather.buffers_of(self._trainer.model)
 
-    def _all_direct(self, model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Returns all views, and the parameter that goes into each, if that is all that there is to send."""
-        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        if not self.views or isinstance(model, PeftModel) or any(v.keys() != parameters.keys() for v in self.views):
-            return None
-        pairs = [(view, parameters[name]) for views in self.views for name, view in views.items()]
-        return [view for view, _ in pairs], [parameter for _, parameter in pairs]
-
     def _connect(self, transport: str, specs: list[ParameterSpec], device: torch.device) -> None:
         if not self.servers.clients:
             return
@@ -82,8 +101,8 @@ class FullWeights(Transfer):
         sizes = [message_layout([spec])[1] for spec in specs if spec.name not in direct]
         if sizes:
             chunk = self.chunk_bytes or CHUNK_BYTES[device.type]
-            # Twice the largest: some checkpoint tensors are computed from several parameters.
-            self._room = max(2 * max(sizes), min(chunk, sum(sizes)))
+            # Some checkpoint tensors are computed from several parameters.
+            self._room = max((2 if self._plan.groups else 1) * max(sizes), min(chunk, sum(sizes)))
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
             "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others through %s",
@@ -92,59 +111,129 @@ class FullWeights(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
+        if self._stays and self._note_copies():
+            if self._views:
+                torch._foreach_copy_(self._views, self._values)
+            messages = (self._fill(number, fixed) for number, fixed in enumerate(self._fixed))
+            return self._written + together(lambda: self._send_messages(messages))
         written = sum(view.nbytes for views in self.views for view in views.values())
-        if self._direct is not None:
-            torch._foreach_copy_(*self._direct)
-            together(lambda: None)  # all ranks have written
-            return written
         tensors = self._plan.tensors(itertools.chain(self._write_views(), self._buffers()))
-        return written + together(lambda: self._send_messages(tensors))
+        return written + together(lambda: self._send_messages(self._pack(tensors), tensors))
+
+    def _note_copies(self) -> bool:
+        """Notes what is copied where, unless that is known: DeepSpeed moves parameters once, when training begins.
+        Returns whether that is possible."""
+        model = self._trainer.model
+        addresses = [tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())]
+        if addresses == self._addresses:
+            return True
+        parameters = gather.iter_full_parameters(model, self._trainer.accelerator)  # not converted: the memory itself
+        tensors = dict(itertools.chain(parameters, self._buffers()))
+        if not all(tensor.is_contiguous() for tensor in tensors.values()):
+            return False
+        self._views = [view for views in self.views for view in views.values()]
+        self._values = [tensors[name] for views in self.views for name in views]
+        self._written = sum(view.nbytes for view in self._views)
+        self._fixed, room = [], 0
+        for name, tensor in tensors.items() if self.servers.clients else ():
+            in_all = len(self._views_of(name)) == len(self.servers.clients)
+            for piece in () if in_all else self._plan.pieces[name]:
+                spec = ParameterSpec.of(piece.name, piece.size, self._plan.shapes[name][1])
+                size = message_layout([spec])[1]
+                if not self._fixed or size > room:
+                    self._fixed.append(FixedMessage())
+                    room = self._room
+                room -= size
+                source = tensor.as_strided(piece.size, piece.stride, tensor.storage_offset() + piece.offset)
+                self._fixed[-1].tensors.append(spec)
+                self._fixed[-1].sources.append(source)
+        self._addresses = addresses
+        return True
+
+    def _fill(self, number: int, fixed: FixedMessage) -> Message:
+        """Copies the tensors of a message to where it is sent from, all at once."""
+        content = self._channel.staging(self._room, number)[: message_layout(fixed.tensors)[1]]
+        if not fixed.targets or fixed.targets[0].data_ptr() != content.data_ptr():
+            fixed.targets = unpack(content, fixed.tensors)
+        torch._foreach_copy_(fixed.targets, fixed.sources)
+        return Message(fixed.tensors, content)
 
     def _write_views(self) -> Iterator[gather.Named]:
         """Writes what can be written into the servers' memory, and passes on the rest."""
         for name, tensor in self._parameters():
-            held = [views[name] for views in self.views if name in views]
-            for view in held:
+            views = self._views_of(name)
+            for view in views:
                 view.copy_(tensor)
-            if len(held) < max(len(self.servers.clients), 1):
+            if len(views) < max(len(self.servers.clients), 1):
                 yield name, tensor
 
-    def _send_messages(self, tensors: Iterator[gather.Named]) -> int:
-        """Sends all tensors, on rank 0; every rank gathers them to the end, also after rank 0 has failed to send."""
-        sent = 0
+    def _views_of(self, name: str) -> list[torch.Tensor]:
+        return [views[name] for views in self.views if name in views]
+
+    def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[Message]:
+        """Copies tensors to where they are sent from, one by one as they come."""
+        specs, filled, numbers, buffer = [], 0, itertools.count(), None
+        for name, tensor in tensors:
+            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            if specs and filled + size > self._room:
+                yield Message(specs, buffer[:filled])
+                specs, filled = [], 0
+            if not specs:
+                buffer = self._channel.staging(max(size, self._room), next(numbers))
+            buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            specs.append(ParameterSpec.of(name, tensor.shape, tensor.dtype))
+            filled += size
+        if specs:
+            yield Message(specs, buffer[:filled])
+
+    def _send_messages(self, messages: Iterator[Message], gathered: Iterable[gather.Named] = ()) -> int:
+        """Sends all messages, on ranks with a server; every rank gathers to the end, also after one failed to send."""
         try:
-            for specs, message in self._pack(tensors) if self.servers.clients else ():
-                send_message(
-                    self._channel, message, self.servers, lambda client, specs=specs: client.load_weights(specs)
-                )
-                sent += message.numel()
-            missing = self.servers.each_here(lambda client: client.finish_weights()) if sent else []
+            if not self.servers.clients:
+                return 0
+            return self._send_again(messages) if self._known else self._introduce(messages)
         finally:
-            for _ in tensors:
+            for _ in gathered:
                 pass
+
+    def _introduce(self, messages: Iterator[Message]) -> int:
+        known, sent = [], 0
+        for tensors, content in messages:
+            send_messages(
+                self._channel, iter([content]), self.servers, lambda client, known=tensors: client.load_weights(known)
+            )
+            known.append(tensors)
+            sent += content.numel()
+        missing = self.servers.each_here(lambda client: client.finish_weights()) if known else []
         if any(missing) and not self.views:  # without views, all of the server's parameters come this way
             names = sorted(set().union(*missing))
             raise AttachError(
                 f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): they "
                 f"are different models. The server has {self.servers.info.model}."
             )
+        self._known = known
         return sent
 
-    def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[tuple[list[ParameterSpec], torch.Tensor]]:
-        """Copies tensors into messages. Yields what is in each, and its bytes, which the next message overwrites."""
-        specs, filled, buffer = [], 0, None
-        for name, tensor in tensors:
-            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-            if specs and filled + size > self._room:
-                yield specs, buffer[:filled]
-                specs, filled = [], 0
-            if not specs:
-                buffer = self._channel.staging(max(size, self._room))
-            buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            specs.append(ParameterSpec.of(name, tensor.shape, tensor.dtype))
-            filled += size
-        if specs:
-            yield specs, buffer[:filled]
+    def _send_again(self, messages: Iterator[Message]) -> int:
+        sent = []
+
+        def contents(numbers: range) -> Iterator[torch.Tensor]:
+            for number, (tensors, content) in zip(numbers, messages):
+                if tensors != self._known[number]:
+                    raise AttachError(
+                        "The model has other parameters than in the first publish: they cannot be added, resized or "
+                        "converted while a run goes on. Change the model first, then resume from a checkpoint."
+                    )
+                sent.append(content.numel())
+                yield content
+
+        everything = range(len(self._known))
+        for numbers in [everything] if self._channel.streams else [range(n, n + 1) for n in everything]:
+            send_messages(
+                *(self._channel, contents(numbers), self.servers),
+                lambda client, numbers=list(numbers): client.load_weights_again(numbers),
+            )
+        return sum(sent)
 
 
 class Restart(Transfer):

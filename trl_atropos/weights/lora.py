@@ -25,7 +25,7 @@ from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
 from trl_atropos.weights.gather import ADAPTER, WHOLE, iter_adapter_parameters, sharding_of
-from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_message
+from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class MemoryLora(Transfer):
             for index, product in zip(self._scales, scaled, strict=True):
                 values[index] = product
         torch._foreach_copy_(self._slots, values)
-        send_message(self._channel, self._message, self.servers, lambda client: client.load_adapter())
+        send_messages(self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter())
 
 
 class FileLora(Transfer):

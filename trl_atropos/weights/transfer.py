@@ -3,7 +3,8 @@ share is here, too: views of a server's memory, and the trainer's end of a chann
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -128,22 +129,37 @@ def open_channel(transport: str, servers: Servers, device: torch.device, num_byt
         ) from error
 
 
-def send_message(
-    channel: channels.Channel, message: torch.Tensor, servers: Servers, receive: Callable[[ServerClient], None]
+def send_messages(
+    channel: channels.Channel,
+    messages: Iterator[torch.Tensor],
+    servers: Servers,
+    receive: Callable[[ServerClient], None],
 ) -> None:
-    """Sends one message, while `receive` lets every server take it. Raises `ServerError` if one does not."""
+    """Sends messages one after the other while `receive` lets every server take them. Each is a buffer of the channel,
+    and filled when it is asked for, which it is when the last but one has arrived. Raises `ServerError` if a server
+    does not take all."""
     names = ", ".join(client.url for client in servers.clients)
     if channel.broken:
         raise ServerError(
             f"A transfer to the server at {names} broke off before, and its rest could be taken for the next: build "
             "the trainer again (its last checkpoint can be resumed)."
         )
+    first = next(messages)
+    channel.broken = True  # until all messages have arrived
+    num_bytes, traveling = first.numel(), deque([channel.send(first)])  # in shared memory, it is there when they look
     received = channels.in_background(lambda: servers.each_here(receive))
-    channel.broken = True  # until all of the message has arrived
+
+    def wait_for(done: Callable[[bool], bool]) -> None:
+        what = f"{names} to receive {num_bytes} bytes"
+        channels.wait_for(lambda: done(channels.has_ended(received)), servers.timeout, what)
+
     try:
-        sent = channel.send(message)
-        arrival = f"{names} to receive {message.numel()} bytes"
-        channels.wait_for(lambda: channels.has_ended(received) and sent(), servers.timeout, arrival)
+        for message in messages:
+            num_bytes += message.numel()
+            traveling.append(channel.send(message))
+            wait_for(lambda _: traveling[0]())
+            traveling.popleft()
+        wait_for(lambda all_received: all_received and all(has_arrived() for has_arrived in traveling))
     except ServerError:
         raise
     except RuntimeError as error:  # the channel's own, or torch's
