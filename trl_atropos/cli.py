@@ -6,13 +6,13 @@ from pathlib import Path
 
 from trl_atropos import __version__
 
-USAGE = """usage: trl-atropos train RECIPE [flag of accelerate launch ...] [--SETTING value ...]
-       trl-atropos check RECIPE [--SETTING value ...] [--json]
-       trl-atropos try RECIPE [--SETTING value ...]
+USAGE = """usage: trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]
+       trl-atropos check RECIPE [--SETTING VALUE ...] [--json]
+       trl-atropos try RECIPE [--SETTING VALUE ...]
        trl-atropos init NAME
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
        trl-atropos report RUN_DIR [--output FILE] [--max_rollouts N]
-       trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING value ...]
+       trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]
        trl-atropos bench NAME [options]
        trl-atropos --version
 

@@ -28,30 +28,44 @@ STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
 LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
-USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"
+USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--SETTING VALUE ...]"
 DESCRIPTION = """\
-Trains by a recipe, a YAML file of `setting: value` lines: starts the services that it names, trains, saves the model
-in `output_dir`, and stops what it started. Overlays change settings of it; later ones win, flags win over all.
+Trains by a recipe, a YAML file of `setting: value` lines: starts the services
+that it names, trains, saves the model in `output_dir`, and stops what it
+started. Overlays (`--overlay FILE`, several times) change settings of it; later
+ones win, flags win over all.
 
-  accelerate launch -m trl_atropos.train --config recipes/quickstart/colocate.yaml --max_steps 100
-  accelerate launch -m trl_atropos.train --config my.yaml --resume_from_checkpoint true
+  trl-atropos train recipes/quickstart/colocate.yaml --max_steps 100
+  trl-atropos train my.yaml --num_processes 8 --resume_from_checkpoint true
 
-`trl-atropos check` takes the same command line, starts nothing, and says what is wrong.
+runs accelerate's launcher, with its flags among the settings. The same by hand:
+
+  accelerate launch -m trl_atropos.train --config my.yaml --max_steps 100
+
+`trl-atropos check` takes the same command line, starts nothing, and says what
+is wrong.
 """
 EPILOG = """\
 settings of TRL and Transformers:
-  All of GRPOConfig, TrainingArguments and ModelConfig. Those that most runs set: model_name_or_path, output_dir,
-  max_steps, per_device_train_batch_size, gradient_accumulation_steps, learning_rate, temperature, loss_type, beta,
-  num_iterations, epsilon_high, max_completion_length, save_steps, logging_steps, log_completions, report_to, run_name,
-  seed, bf16, gradient_checkpointing, use_peft, lora_r, lora_target_modules, push_to_hub, hub_model_id,
-  resume_from_checkpoint. `--help_all` lists every one with its meaning.
+  All of GRPOConfig, TrainingArguments and ModelConfig. Those that most runs
+  set: model_name_or_path, output_dir, max_steps, per_device_train_batch_size,
+  gradient_accumulation_steps, learning_rate, temperature, loss_type, beta,
+  num_iterations, epsilon_high, max_completion_length, save_steps,
+  logging_steps, log_completions, report_to, run_name, seed, bf16,
+  gradient_checkpointing, use_peft, lora_r, lora_target_modules, push_to_hub,
+  hub_model_id, resume_from_checkpoint. `--help_all` lists every one with its
+  meaning.
 
 environment variables:
-  TRL_ATROPOS_VERBOSITY   debug, info (the default), warning, error or critical; the setting `log_level` comes first
-  TRL_ATROPOS_TOKEN       control token of an inference server that the run does not start itself
-  HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, WANDB_MODE ...   as everywhere; the services that the run starts get them too
+  TRL_ATROPOS_VERBOSITY   debug, info (the default), warning, error or critical;
+                          the setting `log_level` comes first
+  TRL_ATROPOS_TOKEN       control token of an inference server that the run does
+                          not start itself
+  HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, WANDB_MODE ...
+                          as everywhere; the services of the run get them too
 
-exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM.
+exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C,
+143 after SIGTERM.
 """
 
 

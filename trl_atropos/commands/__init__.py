@@ -34,7 +34,7 @@ def train(words: list[str]) -> None:
     from trl_atropos.train import apply_recipe_environment, print_help
 
     if {"-h", "--help"} & set(words) or not words:
-        print_help("trl-atropos train RECIPE [flag of accelerate launch ...] [--overlay FILE ...] [--SETTING VALUE ...]")
+        print_help("trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]")
         sys.exit(0 if words else 2)
     interrupted = False
 
@@ -120,7 +120,8 @@ def uses_cpu(settings: list[str]) -> bool:
 
 INIT = """usage: trl-atropos init NAME
 
-Writes the folder NAME with an environment to change, two recipes that train on it, and a README.
+Writes the folder NAME with an environment to change, two recipes that train on
+it, the script that makes a tiny model for the one without a GPU, and a README.
 """
 README = """\
 1. Change `environment.py` at its marks (1) to (4); it asks for sentences of so many words.

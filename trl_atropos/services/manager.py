@@ -30,6 +30,7 @@ from random import SystemRandom
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
+from trl_atropos.logging import columns, cut
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ GUARD = Path(__file__).resolve().with_name("guard.py")
 SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
 POLL = 0.2  # seconds
+TOLD_EVERY = 15.0  # seconds; what a service does that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
 FREE_PORTS = range(20_000, 30_000)
@@ -155,7 +157,7 @@ class Services(contextlib.AbstractContextManager):
         """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
         are over, and at once if any service dies."""
         service = self._services[name]
-        began = time.monotonic()
+        began, told = time.monotonic(), 0.0
         while not service.stopping:
             self.check()
             trouble = service.health_url and _trouble_at(service.health_url)
@@ -164,9 +166,12 @@ class Services(contextlib.AbstractContextManager):
                 logger.info("%s is healthy after %.1f s", name, waited)
                 return
             if waited >= timeout:
-                told = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
+                what = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
                 fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
-                raise ServiceError(f"{name} did not become healthy: {told}", fix=fix)
+                raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
+            if waited - told >= TOLD_EVERY:
+                told, line = waited, f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
+                logger.info(cut(line, (columns() or TAIL_WIDTH) - len("[trl_atropos] ")))
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
@@ -369,6 +374,15 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
+
+
+def _work_of(service: Service) -> str:
+    """What a service is doing: its last line in words, of a progress bar where that stands."""
+    with open(service.log_path, "rb") as log:
+        log.seek(max(service.log_start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()[1:]
+    texts = (VLLM_PREFIX.sub("", line).strip() for line in lines[::-1])
+    return next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
 
 
 def _cause_and_end_of(log_path: str) -> tuple[str, str]:
