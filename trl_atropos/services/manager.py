@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.request
@@ -30,7 +31,7 @@ from random import SystemRandom
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
-from trl_atropos.logging import columns, cut
+from trl_atropos.logging import columns
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class Services(contextlib.AbstractContextManager):
                 raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
             if waited - told >= TOLD_EVERY:
                 told, line = waited, f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
-                logger.info(cut(line, (columns() or TAIL_WIDTH) - len("[trl_atropos] ")))
+                logger.info(textwrap.shorten(line, (columns() or TAIL_WIDTH) - len("[trl_atropos] "), placeholder=" …"))
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
