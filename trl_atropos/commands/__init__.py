@@ -1,17 +1,14 @@
-"""Commands of `trl-atropos` that start a run, or what it needs: `train` and `init` here, `slurm` and `try` beside it."""
+"""Commands of `trl-atropos` that begin a run: `train` and `init` here, `slurm` and `try` in files of their own."""
 
 import os
 import re
 import signal
 import sys
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from trl_atropos.protocol import values_of
+from trl_atropos.protocol import stated_settings
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # a link in a checkout, files in a wheel
 OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that are settings, too, and here only that
@@ -28,8 +25,8 @@ def with_recipe(words: list[str]) -> list[str]:
 
 def train(words: list[str]) -> None:
     """
-    Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or 130 after Ctrl-C; unlike
-    `accelerate launch`, only when the trainer has cleaned up.
+    Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or 130 after Ctrl-C.
+    Unlike `accelerate launch`, it waits until the trainer has cleaned up.
     """
     from trl_atropos.train import apply_recipe_environment, print_help
 
@@ -96,7 +93,7 @@ def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
     usual = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
     if not stated & {"num_processes", "multi_gpu", "use_deepspeed", "use_fsdp"}:
         usual["num_processes"] = "1"
-        if not torch.cuda.is_available() or uses_cpu(settings):
+        if not torch.cuda.is_available() or str(stated_settings(settings).get("use_cpu")).lower() == "true":
             return [*_flags(usual, stated), *(["--cpu"] if "cpu" not in stated else [])]
         usual["gpu_ids"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return _flags(usual, stated)
@@ -104,16 +101,6 @@ def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
 
 def _flags(values: dict[str, str], stated: set[str]) -> list[str]:
     return [word for name, value in values.items() if name not in stated for word in (f"--{name}", value)]
-
-
-def uses_cpu(settings: list[str]) -> bool:
-    """Whether the recipe, or a flag, says `use_cpu: true`."""
-    flags, rest = values_of("--use_cpu", settings)
-    said: list[Any] = [*flags]
-    for path in [*values_of("--overlay", rest)[0][::-1], *values_of("--config", rest)[0]]:
-        with suppress(OSError, UnicodeError, yaml.YAMLError, AttributeError):  # the trainer says it
-            said.append(yaml.safe_load(Path(path).read_text(encoding="utf-8")).get("use_cpu"))
-    return next((str(one).lower() == "true" for one in said if one is not None), False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- init
@@ -139,7 +126,7 @@ def init(words: list[str]) -> None:
         sys.exit(0 if {"-h", "--help"} & set(words) else 2)
     name, folder = words[0].rstrip("/"), Path(words[0])
     if not NAME.fullmatch(name) or not folder.name:
-        sys.exit(f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits, '-', '_', '.' and '/'.")
+        sys.exit(f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any of - _ . /")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -154,7 +141,8 @@ def init(words: list[str]) -> None:
 
 def _renamed(text: str, name: str) -> str:
     """The template's files as they are called in the new folder."""
-    text = re.sub(r"accelerate launch .*?-m trl_atropos\.train --config (\S+)", r"trl-atropos train \1", text, flags=re.S)
+    launch = re.compile(r"accelerate launch .*?-m trl_atropos\.train --config (\S+)", re.DOTALL)
+    text = launch.sub(r"trl-atropos train \1", text)
     names = {
         "recipes/quickstart/make_model.py": f"{name}/make_model.py",
         "runs/quickstart/model": f"{name}/model",

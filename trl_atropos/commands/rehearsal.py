@@ -8,12 +8,14 @@ without an Atropos API. What it would have sent is read and checked by what read
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +69,7 @@ def main(words: list[str]) -> None:
         recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
             start_services(recipe, services)
+            _require_servers(recipe)
             good = [_try(recipe, spec, services) for spec in specs]
     except AtroposTrainingError as error:
         sys.exit(f"\ntrl-atropos try: {error}")
@@ -82,9 +85,20 @@ def _try(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> boo
         for text in _shown(recipe, spec, line, log, seconds):
             sys.stdout.write(f"{text}\n")
     except RolloutError as error:
-        _say(f"A run would not train on this: {error}")
+        _say(str(error))
         return False
     return True
+
+
+def _require_servers(recipe: "Recipe") -> None:
+    """Raises `ServiceError` if a server that this did not start is not there."""
+    from trl_atropos.services.manager import trouble_at
+
+    for url in recipe.training.vllm_server_urls:
+        if trouble := trouble_at(f"{url}/health"):
+            model, mode = recipe.model.model_name_or_path, recipe.training.vllm_mode
+            fix = f"Start it with `trl-atropos serve {model} --vllm_mode {mode}`, or set `start_vllm: true`."
+            raise ServiceError(f"No server answers at {url}, and the recipe starts none", trouble, fix)
 
 
 def _say(text: str) -> None:
@@ -95,7 +109,7 @@ def _width() -> int:
     return min(WIDEST, columns() or WIDEST)
 
 
-# ------------------------------------------------------------------------------------------------ the environment's code
+# ---------------------------------------------------------------------------------------------- the environment's code
 
 
 def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
@@ -105,8 +119,8 @@ def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tup
 
     name, folder = f"environment-{spec.name}", Path(recipe.training.output_dir)
     if spec.path is None:
-        fix = "Name its script as `path`, beside its settings as `config`."
-        raise AtroposTrainingError(f"Environment {spec.name!r} is started by a `command`, which `try` cannot run", fix=fix)
+        what, fix = "is started by a `command`, which `try` cannot run", "Name its script as `path`, with a `config`."
+        raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
     found, log = (folder / "environments" / f"{spec.name}.jsonl").absolute(), folder / "logs" / f"{name}.log"
     spec = spec.model_copy(deep=True)
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
@@ -133,10 +147,13 @@ def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tup
                 services.check()
                 if time.monotonic() > ends:
                     fix = f"Look at its log, {log}, or give it longer."
-                    raise ServiceError(f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix)
+                    raise ServiceError(
+                        f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix
+                    )
                 time.sleep(POLL)
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return (json.loads(found.read_text()) if _is_whole(found) else None), log
 
@@ -145,7 +162,7 @@ def _is_whole(path: Path) -> bool:
     return path.is_file() and path.read_bytes().endswith(b"\n")
 
 
-# ------------------------------------------------------------------------------------------------------ what it has sent
+# ---------------------------------------------------------------------------------------------------- what it has sent
 
 
 def _shown(
@@ -157,15 +174,15 @@ def _shown(
     if line is None:
         text = tail(log)
         yield from ("", *text[max(0, text.find("Traceback (most recent")) :].splitlines(), "")
-        raise RolloutError(f"environment {spec.name!r} ended before its first group, with what is above")
+        raise RolloutError(f"Environment {spec.name!r} ended before its first group, with what is above.")
     if "error" in line:
         yield from ("", *line["traceback"].splitlines(), "")
         place = line["place"].replace(f"{os.getcwd()}{os.sep}", "")
-        raise RolloutError(f"environment {spec.name!r} failed: {line['error']} ({place})")
+        raise RolloutError(f"Environment {spec.name!r} failed: {line['error']} ({place}).")
     if not line["groups"]:
         refusals = _book(recipe).refusals()
         reason = refusals or "Its `collect_trajectories` or `postprocess_histories` returned nothing for the problem."
-        raise RolloutError(f"environment {spec.name!r} sent no group. {reason}")
+        raise RolloutError(f"Environment {spec.name!r} sent no group. {reason}")
     for group in line["groups"]:
         yield from _of_group(recipe, spec, group, seconds)
 
@@ -183,11 +200,11 @@ def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], s
         group = parse_group(sent)
         rollouts = intake.rollouts_of(group, spec.name)
     except RejectedGroup as error:
-        raise RolloutError(f"{error}, so this group would be dropped") from error
+        raise RolloutError(f"A run would drop this group of environment {spec.name!r}: {error}.") from error
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=training.trust_remote_code)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}  # as TRL tells who was cut off
     yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s (with its start)."
-    cut_off, prompt = 0, None
+    prompt = None
     for number, one in enumerate(rollouts, start=1):
         if (new := one.prompt_ids.tolist()) != prompt:
             prompt = new
@@ -195,11 +212,10 @@ def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], s
             yield from _text(tokenizer.decode(prompt))
             yield ""
         is_cut = int(one.completion_ids[-1]) not in ends
-        cut_off += is_cut
         yield f"{number}. score {one.score:.4g}, {len(one.completion_ids)} tokens" + ", truncated" * is_cut
         yield from _text(tokenizer.decode(one.completion_ids))
     yield ""
-    for text in _judged(recipe, spec, group, rollouts, cut_off, longest):
+    for text in _judged(recipe, spec.name, group, rollouts, longest):
         yield from textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)
 
 
@@ -211,23 +227,23 @@ def _text(text: str) -> list[str]:
 
 
 def _judged(
-    recipe: "Recipe", spec: "EnvironmentSpec", group: "ScoredGroup", rollouts: "list[Rollout]", cut_off: int, longest: float
+    recipe: "Recipe", name: str, group: "ScoredGroup", rollouts: "list[Rollout]", longest: float
 ) -> Iterator[str]:
     """What a run would make of the group: raises `RolloutError` where nothing can be trained."""
     import numpy as np
 
     size, batch = group.size, recipe.training.generation_batch_size
     scores = np.array(group.scores)
-    yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}. {cut_off} truncated."
+    yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
     if batch % size:
         raise RolloutError(
-            f"groups of {size} do not fill a generation batch of {batch} rollouts. Set `per_device_train_batch_size` or "
-            f"`gradient_accumulation_steps` so that the batch is a multiple of {size}, or the environment's group size"
+            f"Groups of {size} do not fill a generation batch of {batch} rollouts: no batch would come. Set "
+            f"`per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size."
         )
     if not rollouts:
-        raise RolloutError(f"every rollout is longer than {longest:g} tokens, or its mask leaves none to train on")
+        raise RolloutError(f"Each rollout is longer than {longest:g} tokens, or its mask leaves none to train on.")
     for rollout in rollouts:
-        rollout.environment = spec.name
+        rollout.environment = name
     _book(recipe).tag(rollouts)  # raises if they were sampled at another temperature
     unknown = sum(bool(np.isnan(rollout.logprobs[rollout.mask]).any()) for rollout in rollouts)
     changed = sum(rollout.policy_version is None for rollout in rollouts) - unknown
@@ -243,7 +259,7 @@ def _judged(
     yield f"A run would train on {len(rollouts)} of {size}."
 
 
-# -------------------------------------------------------------------------------------------------- what the model allows
+# ----------------------------------------------------------------------------------------------- what the model allows
 
 
 def _book(recipe: "Recipe") -> Any:

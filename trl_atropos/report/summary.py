@@ -137,7 +137,6 @@ class LineCallback(ProgressCallback):
         if args.log_completions:
             self.training_bar.clear()  # TRL prints its table next, which would begin in the middle of the bar
 
-
     def _news(self, logs: dict[str, float]) -> str:
         """The bottleneck, if it has changed and was the same in the last log, too; at first, at once."""
         told = bottleneck(logs) or ""

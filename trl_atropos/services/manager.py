@@ -161,7 +161,7 @@ class Services(contextlib.AbstractContextManager):
         began, told = time.monotonic(), 0.0
         while not service.stopping:
             self.check()
-            trouble = service.health_url and _trouble_at(service.health_url)
+            trouble = service.health_url and trouble_at(service.health_url)
             waited = time.monotonic() - began
             if trouble is None:
                 logger.info("%s is healthy after %.1f s", name, waited)
@@ -171,8 +171,9 @@ class Services(contextlib.AbstractContextManager):
                 fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
                 raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
             if waited - told >= TOLD_EVERY:
-                told, line = waited, f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
-                logger.info(textwrap.shorten(line, (columns() or TAIL_WIDTH) - len("[trl_atropos] "), placeholder=" …"))
+                told, room = waited, (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
+                line = f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
+                logger.info(textwrap.shorten(line, room, placeholder=" …"))
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
@@ -283,7 +284,7 @@ class Services(contextlib.AbstractContextManager):
             on_end(service)
 
 
-def _trouble_at(url: str) -> str | None:
+def trouble_at(url: str) -> str | None:
     """What a URL does instead of answering 200; `None` if it answers 200."""
     try:
         with _opener.open(url, timeout=2.0) as answer:

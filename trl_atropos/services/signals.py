@@ -62,7 +62,7 @@ def die_with_launcher() -> None:
 
 
 def _runs_launcher(argv: list[str]) -> bool:
-    """Whether a command line runs `accelerate`, `torchrun` or `trl-atropos`, as a script, a module or one of their files."""
+    """Whether a command line runs a launcher, as a script, a module or one of their files."""
     if "python" in os.path.basename(argv[0]):
         argv = argv[1:]
     while argv and argv[0].startswith("-") and argv[0] != "-m":
