@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from trl_atropos.commands import with_recipe
 from trl_atropos.errors import AtroposTrainingError, RecipeError
 from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, parallel, server_flags, stated_settings, values_of
 
@@ -55,7 +56,7 @@ def main(words: list[str]) -> None:
         sys.exit(2)
     options, settings = build_parser().parse_known_args(words)
     try:
-        script = render(options, settings, shlex.join(["trl-atropos", "slurm", *words]))
+        script = render(options, with_recipe(settings), shlex.join(["trl-atropos", "slurm", *words]))
         if options.output is None:
             sys.stdout.write(script)
             return
@@ -70,9 +71,12 @@ def main(words: list[str]) -> None:
 def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
     """The script for the recipe and the settings in `words`. Raises `RecipeError` if such a run cannot be."""
     recipe = next(iter(values_of("--config", words)[0]), "")
+    if not recipe:
+        raise RecipeError("No recipe", fix="Name it first: `trl-atropos slurm RECIPE --nodes N`.")
     if not os.path.isfile(recipe):
         raise RecipeError(f"The recipe {recipe!r} does not exist (looked in {os.getcwd()})", recipe, "Correct it.")
-    settings, head = stated_settings(words), _commands(recipe)
+    quoted, words = values_of("--vllm_args", words)  # which are for the servers alone
+    settings, head = stated_settings(words) | ({"vllm_args": quoted[-1]} if quoted else {}), _commands(recipe)
     launched = next((line for line in head if "launch" in line), [])
     trainers = options.trainer_nodes or int(next(iter(values_of("--num_machines", launched)[0]), 1))
     mode, model = settings.get("vllm_mode", "colocate"), str(settings.get("model_name_or_path"))
@@ -82,11 +86,11 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
         fix = "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`."
         raise RecipeError("With `vllm_mode: colocate`, trainer and server share a device, not a cluster", mode, fix)
     if not 0 < trainers < options.nodes:
-        seen, fix = f"--nodes {options.nodes}, {trainers} of them to train", "Raise `--nodes`."
-        raise RecipeError("A run needs at least one node that trains and one that serves", seen, fix)
+        what = f"Of --nodes {options.nodes}, {trainers} train, and some must train and some serve"
+        raise RecipeError(what, fix="Change `--nodes` or `--trainer_nodes`.")
     if each > gpus:
-        seen, fix = f"a server of {each} GPUs, --gpus_per_node {gpus}", "Lower it, or start this one by hand."
-        raise RecipeError("A server is larger than a node", seen, fix)
+        what = f"A server of {each} GPUs does not fit on a node of {gpus} (`--gpus_per_node`)"
+        raise RecipeError(what, fix="Lower its `--tensor-parallel-size`, or write its part of the script by hand.")
     launch = [f"--num_machines {trainers} --num_processes {trainers * gpus}"]
     file = options.config_file or next(iter(values_of("--config_file", launched)[0]), None)
     sharded = f"--config_file {shlex.quote(file)}" if file else "--multi_gpu --mixed_precision no --dynamo_backend no"
