@@ -1,9 +1,9 @@
-# An image for GPUs, in the versions of configs/constraints-gpu.txt, which were run on NVIDIA H200 with Python 3.12.
-# The versions were run; this image was not built or run yet. Needs a driver for CUDA 13 and the NVIDIA container toolkit:
+# An image for GPUs, in the versions of configs/constraints-gpu.txt: those were run on NVIDIA H200 with Python 3.12.
+# This file itself was not built or run yet. Needs a driver for CUDA 13 and the NVIDIA container toolkit:
 #   docker build --tag trl_atropos .
-#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/work/runs" --volume "$HOME/.cache/huggingface:/root/.cache/huggingface" \
+#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/work/runs" --volume "$HOME/.cache:/root/.cache" \
 #       trl_atropos train recipes/gsm8k/colocate.yaml
-# torch's wheels bring CUDA's libraries. The compiler is Triton's, which builds a launcher for each kernel.
+# torch's wheels bring CUDA's libraries. The compiler is for Triton, which builds a launcher for each kernel.
 
 FROM python:3.12-slim-bookworm
 
@@ -12,14 +12,17 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility PIP_NO_CACHE_DIR=1
 
-WORKDIR /work
+WORKDIR /src
 COPY setup.cfg pyproject.toml MANIFEST.in README.md LICENSE ./
 COPY configs configs
 COPY recipes recipes
 COPY trl_atropos trl_atropos
 RUN pip install --constraint configs/constraints-gpu.txt ".[vllm]"
-# DeepSpeed's set-up imports torch. Its kernels are compiled when they are used, if ever.
+# DeepSpeed's set-up imports torch. Without its kernels, which need CUDA's compiler, the optimizer stays on the GPU.
 RUN pip install "setuptools>=77" wheel \
     && DS_BUILD_OPS=0 pip install --constraint configs/constraints-gpu.txt --no-build-isolation "deepspeed>=0.19"
 
+WORKDIR /work
+COPY configs configs
+COPY recipes recipes
 ENTRYPOINT ["trl-atropos"]
