@@ -11,6 +11,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from trl import TrlParser
 
+from tests.forge import FORKED_ENGINES
 from tests.launching import Run, make_model
 from trl_atropos import commands
 from trl_atropos.recipe import PARTS, parse
@@ -101,7 +102,7 @@ def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(tmp_path):
     model = make_model(tmp_path / "model")
-    run = Run(tmp_path / "out", model, flags=("--max_steps", "100000"), terminal=True)
+    run = Run(tmp_path / "out", model, flags=("--max_steps", "100000"), terminal=True, env=FORKED_ENGINES)
     settings = run.command[run.command.index("--config") + 1 :]
     run.command = [sys.executable, "-m", "trl_atropos.cli", "train", *settings]
     with run:

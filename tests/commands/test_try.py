@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.forge import FORKED_ENGINES
 from tests.launching import ROOT, free_urls, make_model
 from tests.rollout_factory import make_group
 from trl_atropos.commands import rehearsal
@@ -103,7 +104,7 @@ def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(t
     settings |= {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "vllm_server_base_url": url}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "trl_atropos.cli", "try", "recipe.yaml"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    env = os.environ | FORKED_ENGINES | {"COLUMNS": "80"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     print(done.stdout, done.stderr)
     assert done.returncode == 1
