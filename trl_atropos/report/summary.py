@@ -111,7 +111,8 @@ COLUMNS = {
 }
 SHOWN_ABOVE_ZERO = ("health/dropped",)
 LEFT_OUT_FIRST = ("speed/mfu", "policy/probe_max_abs_diff", "time/publish", "grad_norm", "loss", "reward_std")
-LEFT_OUT_FIRST += ("time/wait_for_rollouts", "rollouts/staleness_mean")  # where a terminal has no room for all
+LEFT_OUT_FIRST += ("time/wait_for_rollouts", "rollouts/staleness_mean", "speed/trained_tokens_per_second")
+LEFT_OUT_FIRST += ("completions/mean_length",)  # where a terminal has no room for all
 IN_BAR = ("reward", "rollouts/staleness_mean")
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
