@@ -19,7 +19,7 @@ MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 16_150, 11, 79
 EVERYBODYS = {"trl_atropos", "errors", "logging", "protocol"}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
-    "commands": {"recipe", "rollouts", "server_client", "services", "train"},
+    "commands": {"check", "recipe", "rollouts", "server_client", "services", "train"},
     "check": {"batches", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
     "train": {"recipe", "services", "trainer", "config", "distributed", "report", "weights"},
     "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},

@@ -8,7 +8,7 @@ from trl_atropos import __version__
 
 USAGE = """usage: trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]
        trl-atropos check RECIPE [--SETTING VALUE ...] [--json]
-       trl-atropos try RECIPE [--SETTING VALUE ...]
+       trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
        trl-atropos init NAME
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
        trl-atropos report RUN_DIR [--output FILE] [--max_rollouts N]
@@ -54,7 +54,7 @@ def _run(words: list[str]) -> None:
     if command == "--version":
         sys.stdout.write(f"trl_atropos {__version__}\n")
         return
-    if command in ("check", "try", "slurm"):
+    if command in ("check", "slurm", "try"):
         from trl_atropos.commands import with_recipe
         from trl_atropos.train import apply_recipe_environment
 

@@ -103,7 +103,7 @@ def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(t
     settings |= {"environments": [str(ROOT / "recipes/quickstart/environment.py"), str(broken)]}
     settings |= {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "vllm_server_base_url": url}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "trl_atropos.cli", "try", "recipe.yaml"]
+    command = [sys.executable, "-m", "trl_atropos.cli", "try", "--num_processes", "1", "recipe.yaml"]
     env = os.environ | FORKED_ENGINES | {"COLUMNS": "80"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     print(done.stdout, done.stderr)

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_atropos.commands import divide, with_recipe
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.logging import columns, cut
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, stated_flags, stated_settings
 from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from trl_atropos.services.environments import EnvironmentSpec
     from trl_atropos.services.manager import Services
 
-USAGE = """usage: trl-atropos try RECIPE [--overlay FILE ...] [--SETTING VALUE ...]
+USAGE = """usage: trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
 
 Takes each environment of a recipe through one problem: starts the server if the
 recipe does (or uses the one that runs), lets the environment sample and score a
@@ -53,19 +54,26 @@ def main(words: list[str]) -> None:
         sys.exit(0 if words else 2)
     install_handlers()
     from trl_atropos import logging
-    from trl_atropos.train import start_services, without_vllm
+    from trl_atropos.train import apply_recipe_environment, start_services, without_vllm
 
-    with without_vllm(), warnings.catch_warnings(action="ignore"):  # `check` says it
-        from trl_atropos.recipe import parse
+    with without_vllm():
+        from trl_atropos.check.launch import Launch, read
     from trl_atropos.services.manager import Services
 
     logging.disable_propagation()
     logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
     try:
-        recipe = parse(words)
+        launcher, settings = divide(words)
+        flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in stated_flags(launcher).items()}
+        launch = Launch(config_file=flags.get("config_file"), num_processes=int(flags.get("num_processes") or 0))
+        settings = with_recipe(settings)
+        apply_recipe_environment(settings)
+        recipe = read(settings, stated_settings(settings), launch)
         specs, recipe.environments, recipe.services.start_atropos = recipe.environments, [], False
         if not specs:
             raise AtroposTrainingError("The recipe names no environment", fix="Put its path under `environments`.")
+        if recipe.services.start_vllm:
+            recipe.training.vllm_server_base_url = recipe.training.vllm_server_urls[0]  # enough for a group
         recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
             start_services(recipe, services)
@@ -114,7 +122,6 @@ def _width() -> int:
 
 def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
     """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
-    from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.services.environments import SITE, variables_of_environment
 
     name, folder = f"environment-{spec.name}", Path(recipe.training.output_dir)
@@ -238,7 +245,8 @@ def _judged(
     if batch % size:
         raise RolloutError(
             f"Groups of {size} do not fill a generation batch of {batch} rollouts: no batch would come. Set "
-            f"`per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size."
+            f"`per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size. "
+            "(If several processes will train, say so with `--num_processes` or `--config_file`.)"
         )
     if not rollouts:
         raise RolloutError(f"Each rollout is longer than {longest:g} tokens, or its mask leaves none to train on.")
@@ -263,7 +271,6 @@ def _judged(
 
 
 def _book(recipe: "Recipe") -> Any:
-    from trl_atropos.protocol import environment_token
     from trl_atropos.rollouts.versions import VersionBook
 
     training = recipe.training
