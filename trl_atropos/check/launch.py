@@ -1,7 +1,6 @@
 """The run as it will be launched: its recipe, read as the main job reads it, and the processes, devices and packages
 that `check` is told of or finds. And whether these fit each other."""
 
-import contextlib
 import importlib.metadata
 import os
 import warnings
@@ -19,7 +18,7 @@ from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
+from trl_atropos.protocol import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 
@@ -168,16 +167,6 @@ TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_server_timeout": "`service_timeout`",
     "vllm_group_port": "`weight_transport`",
 }
-
-
-def stated_settings(argv: list[str]) -> dict[str, Any]:
-    """The settings as they are written: of the recipe, its overlays, and the command line, each over those before."""
-    (recipes, argv), settings = values_of("--config", argv), {}
-    overlays, argv = values_of("--overlay", argv)
-    for path in [*recipes, *overlays]:
-        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):  # the parser says it
-            settings |= read_yaml(path)
-    return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
 def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:

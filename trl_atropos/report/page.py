@@ -37,9 +37,11 @@ NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
 OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config")
 
 DESCRIPTION = """\
-Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
-It has curves of everything that was logged, the warnings, the settings, and rollouts by step, group, environment,
-reward and gap, with every token coloured by its advantage, its log-probability or the trainer-sampler gap.
+Writes one HTML file about a run: opens in any browser of today, needs no
+network, and can be sent to somebody else. It has curves of everything that was
+logged, the warnings, the settings, and rollouts by step, group, environment,
+reward and gap, with every token coloured by its advantage, its log-probability
+or the trainer-sampler gap.
 
 Works while the run goes on, and changes nothing of it."""
 
