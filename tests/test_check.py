@@ -380,7 +380,7 @@ def test_a_wrong_command_line_has_an_exit_code_of_its_own(argv, desk):
 def test_memory_is_told_as_a_table(desk):
     argv = desk.recipe(start_vllm=True, gradient_checkpointing=False)
     table = examine([*argv, "--device_memory_gb", "64"]).memory["table"]
-    assert table[0].startswith("Memory per process at the peak, estimated from the model's config, in GiB")
+    assert table[0].startswith("Peak memory per process in GiB, estimated (micro-batches of ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -390,7 +390,7 @@ def test_a_run_in_bfloat16_on_a_gpu_is_planned_where_there_is_none(desk):
     assert (found.code, found.seen) == ("no-gpu", "bf16: True")
     report = examine([*argv, "--device_memory_gb", "80"])
     assert report.findings == []
-    assert report.memory["table"][0].startswith("Memory per device at the peak")
+    assert report.memory["table"][0].startswith("Peak memory per device")
 
 
 def test_without_the_models_config_there_is_no_estimate_and_the_rest_is_checked(desk):

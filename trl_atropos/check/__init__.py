@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -35,7 +36,7 @@ Errors would end the run, or train on something else than is meant; with warning
 code: 0 without errors, 1 with some, 2 for a command line that is wrong."""
 
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
-WIDTH = 110
+WIDEST = 110  # characters of a line
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, given = parser.add_argument, "as `accelerate launch` will be given it"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
+    add("--host_memory_gb", type=float, metavar="N", help="plan for machines with N GiB of memory besides")
     add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
     add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
     add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
@@ -140,6 +142,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
             found += findings(fit)
             memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
             memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
+            memory |= {"host": fit.host, "host_available": plan.host}
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
@@ -152,13 +155,15 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
 
 
 def _lines(report: Report, colours: bool) -> Iterator[str]:
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
+
     def painted(text: str, colour: str) -> str:
         return f"{colour}{text}{PLAIN}" if colours else text
 
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {painted(one.level, RED if one.level == ERROR else YELLOW)} [{one.code}]"
         for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
-            yield from textwrap.wrap(text, WIDTH, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
+            yield from textwrap.wrap(text, width, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
         yield ""
     count = Counter(one.level for one in report.findings)
     counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
@@ -169,4 +174,6 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     else:
         yield painted("Nothing wrong was found.", GREEN)
     if report.memory["table"]:
-        yield from ["", *report.memory["table"]]
+        yield ""
+        for line in report.memory["table"]:  # of which only what is no figure is long
+            yield from textwrap.wrap(line, width, drop_whitespace=False) if len(line) > width else [line]
