@@ -108,11 +108,15 @@ def findings(found: Estimate) -> Iterator[Finding]:
             f"The server has {found.cache / GIB:.2f} GiB left for its KV cache, but one rollout of `--max-model-len` "
             f"({case.max_model_len}) tokens takes {smallest_cache(case) / GIB:.2f}"
         )
-        larger, run = _with_cache(found, smallest_cache(case)), "With that, the run"
-        flag, value = next(iter(larger.items()))
+        own, [(flag, value)] = found.server.total, _with_cache(found, smallest_cache(case)).items()
         fix = f"Raise `{flag}` in `vllm_args` to at least {value}, or lower `--max-model-len`."
-        yield Finding(what, f"{found.total / GIB:.2f} of {here} GiB", fix, "kv-cache")
-        found = estimate(_changed(case, larger))
+        if flag == "--gpu-memory-utilization" and float(value) >= 1:
+            fix = (
+                "Divide the server over more GPUs (`--tensor-parallel-size` in `vllm_args`), or take a smaller model."
+            )
+        else:
+            found, run = estimate(_changed(case, {flag: value})), "With that, the run"
+        yield Finding(what, f"{own / GIB:.2f} of {here} GiB for the server", fix, "kv-cache")
     if not found.fits:
         missing, seen = [], []
         if found.total > plan.total:
@@ -128,6 +132,7 @@ def findings(found: Estimate) -> Iterator[Finding]:
 
 
 SPARE = 0.05  # of the device, which the advice leaves free: estimates are not exact
+WORTH = 0.005  # of the device, which a change saves at least, unless it is enough
 CACHE_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
 ADAPTER = {"use_peft": True, "lora_target_modules": "all-linear"}
 
@@ -135,22 +140,22 @@ ADAPTER = {"use_peft": True, "lora_target_modules": "all-linear"}
 def _way_out(found: Estimate) -> str:
     """The changes with which the run fits; and an adapter, with the changes that it still needs."""
     case, ways = found.case, []
-    if not case.recipe.services.start_vllm and case.training.max_sequence_length is None:
+    if found.server is None and case.flags is not None and case.training.max_sequence_length is None:
         reason = f"Rollouts of {case.length} tokens are expected, as many as the model takes"
         ways.append(f"{reason}: set `max_sequence_length` to the server's `--max-model-len`.")
     changed, then = _enough(found, _changes(found))
-    if changed and (then.fits or case.peft_config is not None):
-        ways.append(f"Change, what costs least first: {_listed(found, changed)}. {_takes(then)}")
+    texts = [f"Change, what costs least first: {_listed(found, changed)}. {_takes(then)}"] if changed else []
     if case.peft_config is None:
         adapted = estimate(_changed(case, ADAPTER))
-        more, adapted = _enough(adapted, _changes(adapted))
-        if adapted.fits or not then.fits:
-            begin = "Or train" if then.fits else "Train"
-            ways.append(f"{begin} an adapter: {_listed(found, [ADAPTER, *more])}. {_takes(adapted)}")
-        then = then if then.fits else adapted
+        more, less = _enough(adapted, _changes(adapted))
+        offer = f"an adapter: {_listed(found, [ADAPTER, *more])}. {_takes(less)}"
+        if then.fits:
+            texts += [f"Or train {offer}"] if less.fits else []
+        elif less.shortage() < then.shortage() - SPARE * case.plan.total:
+            texts, then = [f"Train {offer}"], less
     if not then.fits:
-        ways.append("Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2).")
-    return " ".join(ways)
+        texts.append("Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2).")
+    return " ".join([*ways, *texts])
 
 
 def _enough(found: Estimate, changes: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Estimate]:
@@ -161,17 +166,18 @@ def _enough(found: Estimate, changes: Iterable[dict[str, Any]]) -> tuple[list[di
         if not now.shortage(SPARE):
             break
         tried = estimate(_changed(now.case, settings))
-        if tried.shortage(SPARE) < now.shortage(SPARE):
+        saved = now.shortage(SPARE) - tried.shortage(SPARE)
+        if saved > WORTH * found.case.plan.total or not tried.shortage(SPARE):
             taken, now = [*taken, settings], tried
     for settings in reversed([] if now.shortage(SPARE) else taken[:-1]):
-        fewer = [one for one in taken if one is not settings]
+        fewer = [one for one in taken if one is not settings and not one.keys() <= CACHE_FLAGS]
         tried = estimate(reduce(_changed, fewer, found.case))
-        if tried.shortage(SPARE) and settings.keys() <= CACHE_FLAGS and (less := _smaller_cache(tried)):
-            fewer = [less, *fewer]  # a cache no smaller than the other changes leave to do
+        if tried.shortage(SPARE) and tried.server is not None and (less := _smaller_cache(tried)):
+            fewer = [less, *fewer]  # as much less as these leave to do
             tried = estimate(reduce(_changed, fewer, found.case))
         if not tried.shortage(SPARE):
             taken, now = fewer, tried
-    return taken, now
+    return list({tuple(one): one for one in taken}.values()), now  # of those to the same settings, the last
 
 
 def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
@@ -181,7 +187,9 @@ def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
         then = estimate(_changed(now.case, settings))
         besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if now.case.plan.device == "cpu" else ""  # which would come first
         flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
-        written = [f"`{name}: {str(value).lower()}`" for name, value in settings.items()]
+        before = vars(now.case.training) | vars(now.case.recipe.model)
+        different = {name: value for name, value in settings.items() if value != before.get(name)}
+        written = [f"`{name}: {str(getattr(value, 'value', value)).lower()}`" for name, value in different.items()]
         saved, more = now.total - then.total, then.host - now.host
         effects = [f"saves {saved / GIB:.2f}"] if saved > 0 else []
         verb = "takes" if more > 0 else "and" if effects else "saves"
@@ -192,8 +200,8 @@ def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
 
 
 def _takes(found: Estimate) -> str:
-    host = f", and {found.host / GIB:.2f} of host memory" if found.host else ""
-    return f"It then takes {found.total / GIB:.2f}{host}."
+    host = f", and {found.host / GIB:.2f} of host memory" if found.host > GIB else ""
+    return f"It then {'takes' if found.fits else 'still takes'} {found.total / GIB:.2f}{host}."
 
 
 def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
@@ -203,19 +211,18 @@ def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
         yield smaller
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if args.max_tokens_per_micro_batch is not None and case.rollouts > 1:
-        yield {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch // 2}
-    elif case.chooses_token_budget and case.rollouts > 1:
-        yield {"max_tokens_per_micro_batch": case.rollouts // 2 * case.length}
-    elif case.rollouts > 1:
-        # A divisor, so that as many rollouts as before make an optimizer step.
-        size = max(size for size in range(1, case.rollouts // 2 + 1) if case.rollouts % size == 0)
-        steps = args.gradient_accumulation_steps * case.rollouts // size
-        yield {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+    by_tokens, rollouts = args.max_tokens_per_micro_batch is not None or case.chooses_token_budget, case.rollouts
+    while rollouts > 1:
+        rollouts //= 2
+        if by_tokens:
+            yield {"max_tokens_per_micro_batch": rollouts * case.length}
+        elif case.rollouts % rollouts == 0:  # so that as many rollouts as before make an optimizer step
+            steps = args.gradient_accumulation_steps * case.rollouts // rollouts
+            yield {"per_device_train_batch_size": rollouts, "gradient_accumulation_steps": steps}
     if case.plan.device == "cuda":  # on the CPU, the host's memory is the device's, and bitsandbytes is for GPUs
-        if "8bit" not in args.optim:
+        if "8bit" not in args.optim and not args.offload_master_weights:  # bitsandbytes steps on a GPU
             yield {"optim": "adamw_bnb_8bit"}
-        yield {"offload_master_weights": not args.offload_master_weights}
+        yield {"offload_master_weights": not args.offload_master_weights, "optim": args.optim}
 
 
 def _smaller_cache(found: Estimate) -> dict[str, str]:
