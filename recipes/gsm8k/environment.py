@@ -36,7 +36,6 @@ LONGEST_ANSWER = 200  # characters
 class GSM8KConfig(BaseEnvConfig):
     dataset: str = Field(default="openai/gsm8k", description="Hub name, or a file of JSON lines: question, answer")
     split: Literal["train", "test"] = Field(default="train", description="`test`: in fixed order, each question once")
-    problems: int | None = Field(default=None, description="Only the first so many questions of the split")
     max_new_tokens: int = Field(default=1024, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the order of questions")
@@ -63,7 +62,7 @@ class GSM8KEnv(BaseEnv):
         return config, [APIServerConfig(server_type="vllm", api_key="none", timeout=600)]
 
     async def setup(self):
-        self.questions = questions(self.config.dataset, self.config.split, self.config.problems)
+        self.questions = questions(self.config.dataset, self.config.split)
         self.asked, self.order = 0, []
 
     async def get_next_item(self):
@@ -116,10 +115,10 @@ class GSM8KEnv(BaseEnv):
         """Nothing to do: `split: test` asks what a run is evaluated on."""
 
 
-def questions(dataset: str, split: str, number: int | None) -> Dataset:
-    own = dataset.endswith((".json", ".jsonl"))
-    data = load_dataset("json", data_files=dataset)["train"] if own else load_dataset(dataset, "main", split=split)
-    return data.select(range(min(number or len(data), len(data))))
+def questions(dataset: str, split: str) -> Dataset:
+    if dataset.endswith((".json", ".jsonl")):
+        return load_dataset("json", data_files=dataset, split="train")
+    return load_dataset(dataset, "main", split=split)
 
 
 def score(completion: str, answer: str) -> float:

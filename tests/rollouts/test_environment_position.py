@@ -164,8 +164,8 @@ def test_no_question_is_asked_again_before_all_have_been_whenever_the_environmen
 
 def test_the_test_split_is_asked_once_in_its_order_whatever_was_asked_for_training(tiny_model, data, tmp_path):
     (tmp_path / "state").write_text("7")
-    environment = gsm8k(tiny_model, data, split="test", problems=3, state_file=str(tmp_path / "state"))
-    assert next_of(environment, 5) == ["0?", "1?", "2?", None, None]
+    environment = gsm8k(tiny_model, data, split="test", state_file=str(tmp_path / "state"))
+    assert next_of(environment, 22) == [*(f"{number}?" for number in range(20)), None, None]
     assert (tmp_path / "state").read_text() == "7"
 
 
