@@ -168,7 +168,7 @@ class Recipe:
             fixed = {"seed": EVALUATION_SEED, "total_steps": spec.problems, "group_size": spec.samples}
             fixed |= {"temperature": self.training.temperature if spec.temperature is None else spec.temperature}
             fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
-        content["env"] = {**content["env"], **fixed, **spec.config}
+        content["env"] = {**content["env"], "state_file": None, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         python, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
