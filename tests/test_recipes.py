@@ -473,8 +473,8 @@ def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     (config,) = [note["config"] for note in notes if "config" in note]
     wanted = yaml.safe_load((ROOT / overlay).read_text()) if overlay else {}
     assert {name: config[name] for name in wanted} == wanted
-    evaluated = [note["logs"] for note in notes if "eval_gsm8k_problems" in note.get("logs", {})]
-    assert [log["eval_gsm8k_problems"] for log in evaluated] == [2, 2] * ("gsm8k" in recipe)  # all that there are
+    evaluated = [note["metrics"]["problems"] for note in notes if "evaluation" in note]
+    assert evaluated == [2, 2] * ("gsm8k" in recipe)  # all that there are, before the first step and after the last
     if "tool_use" in recipe:
         the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)
 
