@@ -194,7 +194,7 @@ def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
         effects = [f"saves {saved / GIB:.2f}"] if saved > 0 else []
         verb = "takes" if more > 0 else "and" if effects else "saves"
         effects += [f"{verb} {abs(more) / GIB:.2f} of host memory"] if more else []
-        texts.append(f"{' and '.join(flags or written)} ({', '.join(effects)})")
+        texts.append(" and ".join(flags or written) + (f" ({', '.join(effects)})" if effects else ""))
         now = then
     return "; ".join(texts)
 
