@@ -42,7 +42,7 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     Qwen3Config().save_pretrained(folder)
     argv = ["--model_name_or_path", str(folder), "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"])
-    recipe.services.vllm_args = given
+    recipe.services.vllm_args, recipe.services.start_vllm = given, True
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)

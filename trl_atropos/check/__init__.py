@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, given = parser.add_argument, "as `accelerate launch` will be given it"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
+    add("--host_memory_gb", type=float, metavar="N", help="plan for machines with N GiB of memory besides")
     add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
     add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
     add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
@@ -149,6 +151,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
             found += findings(fit)
             memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
             memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
+            memory |= {"host": fit.host, "host_available": plan.host}
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
@@ -178,5 +181,7 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
         yield painted(f"No error, {counts[1]}.", YELLOW)
     else:
         yield painted("Nothing wrong was found.", GREEN)
-    for line in ["", *report.memory["table"]] if report.memory["table"] else []:
-        yield from textwrap.wrap(line, width, subsequent_indent="  ", **WHOLE) or [""]
+    if report.memory["table"]:
+        yield ""
+        for line in report.memory["table"]:  # of which only what is no figure is long
+            yield from textwrap.wrap(line, width, drop_whitespace=False) if len(line) > width else [line]
