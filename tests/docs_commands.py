@@ -63,6 +63,11 @@ ELSEWHERE = [
         "two_turn_environment.py",
     ),
     (
+        r"python -m trl_atropos\.rollouts\.api",
+        "tests/rollouts/test_resume.py::test_environments_that_the_run_did_not_start_are_called_as_they_registered",
+        "naming_api",
+    ),
+    (
         r"python -m atroposlib\.cli\.run_api",
         "tests/test_services.py::test_the_atropos_api_becomes_healthy_and_stops",
         "atroposlib.cli.run_api",

@@ -247,7 +247,7 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
     config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
     require_room(recipe)
     if config.start_atropos:
-        command = _module("atroposlib.cli.run_api", atropos)
+        command = _module("trl_atropos.rollouts.api", atropos)
         services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again, scratch=True)
     names = start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
     if config.start_atropos:

@@ -98,9 +98,9 @@ class Page:
     def wait_for_element(self, selector: str) -> None:
         self.wait_for(f"document.querySelector({json.dumps(selector)}) !== null")
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path, fragment: str = "") -> int:
         """Opens the report. Returns the milliseconds until it was complete."""
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path.as_uri() + fragment)
         return int(self.wait_for("document.documentElement?.dataset.ready || 0"))
 
     def resize(self, width: int, height: int) -> None:

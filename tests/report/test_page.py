@@ -10,6 +10,7 @@ import pytest
 from tests.report.browser import Browser, Page, find_browser
 from tests.report.synthetic_run import HOSTILE, make_run
 from trl_atropos.report.page import build
+from trl_atropos.report.run_log import portable
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None,
@@ -66,19 +67,25 @@ def page(browser: Browser, report: Path) -> Iterator[Page]:
 
 
 def test_curves_of_everything_that_was_logged_are_drawn_with_one_for_each_environment(page):
-    titles = page.evaluate(texts_of("#charts figcaption strong"))
-    assert titles[0] == "Reward"
+    titles = page.evaluate(texts_of("#curves .chart figcaption strong"))
+    assert titles[:2] == ["Reward", "Evaluation held_out"]
     for part in ("Where the time went", "Completion length", "Staleness", "Trainer–sampler gap", "Publish"):
         assert any(title.startswith(part) for title in titles), part
-    assert page.evaluate("document.querySelector('#charts figure').querySelectorAll('path[stroke]').length") == 2
-    assert page.evaluate("document.querySelectorAll('#charts svg path').length") > 20
+    thin, thick = (
+        f"document.querySelectorAll('#progress figure:first-child path[stroke-width=\"{width}\"]').length"
+        for width in (1, 3)
+    )
+    assert page.evaluate(f"[{thin}, {thick}]") == [2, 2]  # of each environment every batch, and a running mean
+    units = page.evaluate(texts_of("#curves .chart svg text:nth-last-of-type(2)"))
+    assert {"mean score", "share", "seconds per step", "tokens", "optimizer steps", "nats"} <= set(units)
+    assert page.evaluate("document.querySelectorAll('#charts svg path').length") > 15
     assert "(51 %)" in page.evaluate("document.getElementById('charts').textContent")  # forward_backward
 
 
 def test_a_curve_is_read_by_keyboard(page):
-    reading = "document.querySelector('#charts figure .reading').textContent"
+    reading = "document.querySelector('#progress figure .reading').textContent"
     assert page.evaluate(reading) == f"step {STEPS}"
-    page.evaluate("document.querySelector('#charts figure .drawing svg').focus()")
+    page.evaluate("document.querySelector('#progress figure .drawing svg').focus()")
     page.press("ArrowLeft", 37)
     assert page.evaluate(reading) == f"step {STEPS - 1}"
 
@@ -248,13 +255,63 @@ def test_the_theme_follows_the_system_until_it_is_switched(page):
     assert not page.evaluate(light)
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_wider_than_the_window(page, width):
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1000])
+def test_nothing_is_wider_than_the_window_or_hidden_by_the_header(page, width, theme):
+    page.prefer(theme)
     page.resize(width, 850)
     page.click("#list [data-row='0']")
     page.wait_for_element("#detail .tokens")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate("document.querySelector('#charts svg').getBoundingClientRect().right") <= width
+    assert page.evaluate("document.querySelector('#progress svg').getBoundingClientRect().right") <= width
+    box = "document.querySelector('{}').getBoundingClientRect()"
+    for section in ("curves", "rollouts"):
+        page.click(f"nav [href='#{section}']")
+        top, header = page.evaluate(f"[{box.format(f'#{section}-title')}.top, {box.format('header')}.bottom]")
+        assert max(0, header) <= top < 450, section
+
+
+def test_the_run_is_told_at_first_glance(page):
+    tiles = page.evaluate("[...document.querySelectorAll('#tiles div')].map((tile) => tile.innerText.split('\\n'))")
+    tiles = {name: values for name, *values in tiles}
+    assert (tiles["Model"], tiles["Trained on"]) == ([portable(HOSTILE)], ["CPU"])
+    assert tiles["Environments"] == ["environment 0, tools"]
+    assert tiles["Tokens per second, trained"] == ["5,100", "4,800 of them sampled"]
+    assert tiles["Evaluation held_out, pass@1"] == ["0.1 → 0.7", "95 % interval [0.65, 0.8]; gain +0.6 [0.5, 0.7]"]
+    assert page.evaluate("document.getElementById('any-metric').value") == "eval_held_out_pass@1"
+    page.wait_for("document.querySelectorAll('#samples figure').length === 2")
+    start, end = page.evaluate(texts_of("#samples figcaption"))
+    assert start.startswith("At the start step 1, reward 0.0") and end.startswith(
+        f"At the end step {STEPS}, reward 0."
+    )
+    assert page.evaluate(texts_of("#samples .prompt"))[0].startswith("Say the first letter: ")
+
+
+def test_rollouts_are_found_by_their_text_and_by_what_became_of_them(page):
+    page.wait_for("document.documentElement.dataset.texts === 'read'")
+    page.fill("text", "GRÜSSE AN")
+    assert page.evaluate(COUNT) == "0 of 1984 rollouts"
+    page.fill("text", "GRÜßE AN")
+    assert 0 < int(page.evaluate(COUNT).split()[0]) < 1984
+    assert all("Grüße an 東京!" in said for said in page.evaluate(row("said")))
+    page.fill("text", "")
+    page.fill("only", "truncated")  # none of those with one turn ends with the end token
+    assert page.evaluate(COUNT) == "992 of 1984 rollouts"
+    page.fill("only", "no variance")
+    assert page.evaluate(COUNT) == "0 of 1984 rollouts"
+
+
+def test_a_link_opens_one_rollout(browser, report):
+    page = browser.page()
+    page.resize(1440, 900)
+    page.open(report, "#rollout-1201")
+    page.wait_for("document.querySelector('#detail h3')?.textContent === 'Rollout 1201'")
+    assert page.evaluate("document.querySelector('#list [aria-selected=true] .name').textContent") == "1201"
+    page.wait_for("Math.abs(document.getElementById('detail').getBoundingClientRect().top - 80) < 80")
+    page.evaluate("window.location.hash = '#rollout-99999'")
+    page.wait_for("document.getElementById('detail').textContent.startsWith('Rollout 99999 is not in this page')")
+    assert page.errors == []
+    page.close()
 
 
 @pytest.mark.slow

@@ -29,9 +29,9 @@ START_TIMEOUT = 60.0  # seconds; importing the API takes a few on a loaded machi
 class Api:
     """The Atropos API as a subprocess."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, module: str = "atroposlib.cli.run_api"):
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+        self._command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port)]
 
     def start(self) -> None:
         self._process = subprocess.Popen(
@@ -90,6 +90,15 @@ def api(shared_api: Api) -> Api:
 def restartable_api() -> Iterator[Api]:
     """An Atropos API of the test's own, never registered at, to stop and start."""
     api = Api(free_port())
+    api.start()
+    yield api
+    api.stop()
+
+
+@pytest.fixture
+def naming_api() -> Iterator[Api]:
+    """The API as a run starts it, which tells the environments' names."""
+    api = Api(free_port(), "trl_atropos.rollouts.api")
     api.start()
     yield api
     api.stop()

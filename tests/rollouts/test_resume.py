@@ -476,6 +476,20 @@ def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     assert "Environment letters has delivered 2 groups of 2, the last" in source._puller.why_quiet()
 
 
+def test_environments_that_the_run_did_not_start_are_called_as_they_registered(naming_api, run_info):
+    source = AtroposSource(naming_api.url, environments=Named({1: "letters"}))
+    source.start(run_info())
+    assert source.poll(4, SHORT) is None  # lets environments in
+    for name in ("letters", "letters", "sums", "sums"):  # the first is a former life of the second
+        body = {"max_token_length": 64, "desired_name": name, "weight": 1.0, "group_size": 2}
+        assert naming_api.post("/register-env", body)["status"] == "success"
+    naming_api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=3))
+    assert [row.environment for row in source.poll(4, WAIT)[::2]] == ["letters", "sums-2"]
+    told = source._puller.why_quiet()
+    source.close()
+    assert "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 groups" in told
+
+
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):
     source = open_source()
     api.deliver(make_group(1), make_group(2), make_group(3), make_group(4))

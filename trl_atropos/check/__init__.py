@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections import Counter

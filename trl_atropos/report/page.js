@@ -1,6 +1,7 @@
 // Puts the page together: unpacks the data, then status, tiles, curves, warnings, rollouts and settings.
 
 const TIMES = ["wait_for_rollouts", "ingest", "forward_backward", "optimizer", "publish", "save", "other"]; // of timing.py
+const WINDOW = 20; // values in a running mean, at most
 
 async function unpack(id) {
   const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (character) => character.charCodeAt(0));
@@ -35,17 +36,77 @@ function showStatus(data) {
 }
 
 function showTiles(data) {
-  const reward = data.metrics.reward, books = data.books;
+  const reward = data.metrics.reward && smoothed(data.metrics.reward[1]), books = data.books;
   const dropped = books ? Object.values(books.dropped).reduce((sum, count) => sum + count, books.lost_with_api) : null;
+  const speed = (name) => (data.metrics[name] ? Math.round(median(data.metrics[name][1])).toLocaleString("en") : null);
+  const trained = speed("speed/trained_tokens_per_second"), sampled = speed("speed/sampled_tokens_per_second");
+  const environments = byName([...new Set(data.rollouts.environment)]);
   const tiles = [
-    ["Steps", data.max_steps ? `${data.steps} of ${data.max_steps}` : data.steps],
-    ["Reward, first → last logged", reward ? `${number(reward[1][0])} → ${number(reward[1][reward[1].length - 1])}` : "–"],
-    ["Rollouts taken", books ? books.trained : "–"],
-    ["Dropped or lost", dropped === null ? "–" : `${dropped} (${number((100 * dropped) / Math.max(1, dropped + books.trained), 1)} %)`],
-    ["Time", data.began_at && data.last_at ? duration(data.last_at - data.began_at) : "–"],
+    ["Model", data.model.model_name_or_path || "–"],
+    [environments.length > 1 ? "Environments" : "Environment", environments.join(", ") || "–"],
+    ["Trained on", data.devices || "–"],
+    ["Steps", data.max_steps ? `${data.steps} of ${data.max_steps}` : data.steps,
+      data.began_at && data.last_at ? `in ${duration(data.last_at - data.began_at)}` : null],
+    ["Tokens per second, trained", trained || "–", sampled && `${sampled} of them sampled`],
+    ["Reward, first → last", reward ? `${number(reward[0])} → ${number(reward[reward.length - 1])}` : "–"],
+    ...evaluationTiles(data),
+    ["Rollouts trained", books ? books.trained.toLocaleString("en") : "–",
+      dropped === null ? null : `${dropped} dropped or lost (${number((100 * dropped) / Math.max(1, dropped + books.trained), 1)} %)`],
     ["Warnings", data.warnings.length],
   ];
-  document.getElementById("tiles").replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+  document.getElementById("tiles").replaceChildren(...tiles.map(([name, value, more]) =>
+    el("div", {}, el("dt", {}, name), el("dd", {}, String(value)), more ? el("dd", { class: "note" }, more) : null)));
+}
+
+function byName(names) {
+  return names.sort(new Intl.Collator(undefined, { numeric: true }).compare);
+}
+
+function median(values) {
+  return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+}
+
+// A running mean over the last tenth of the values, at most WINDOW of them.
+function smoothed(values) {
+  const size = Math.min(WINDOW, Math.ceil(values.length / 10));
+  return values.map((_, i) => {
+    const last = values.slice(Math.max(0, i + 1 - size), i + 1).filter((value) => value !== null);
+    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
+  });
+}
+
+// Of each evaluation, what it found by step, and which of its metrics are shown.
+function evaluationsOf(data) {
+  return byName([...new Set(data.evaluations.map((each) => each.evaluation))]).map((name) => {
+    const found = data.evaluations.filter((each) => each.evaluation === name).sort((a, b) => a.step - b.step);
+    const last = found[found.length - 1], all = Object.keys(last.metrics);
+    const passes = all.filter((metric) => /^pass@\d+$/.test(metric)), [mean] = all.filter((metric) => metric.startsWith("avg@"));
+    const graded = found.some(({ metrics }) => metrics[mean] !== metrics["pass@1"]) ? [mean] : [];
+    const shown = passes.length ? [...new Set([passes[0], passes[passes.length - 1], ...graded])] : all.slice(0, 4);
+    return { name, found, last, metrics: shown };
+  });
+}
+
+function evaluationTiles(data) {
+  return evaluationsOf(data).map(({ name, found, last, metrics: [metric] }) => {
+    const of = last.metrics, value = (each) => number(each.metrics[metric]), told = [];
+    if (`${metric}_low` in of) told.push(`95 % interval ${interval(of[`${metric}_low`], of[`${metric}_high`])}`);
+    if (found.length > 1 && "gain" in of) told.push(`gain ${signed(of.gain)} ${interval(of.gain_low, of.gain_high)}`);
+    return [`Evaluation ${name}, ${metric}`, found.length > 1 ? `${value(found[0])} → ${value(last)}` : value(last), told.join("; ")];
+  });
+}
+
+function evaluationCharts(data, range) {
+  return evaluationsOf(data).map(({ name, found, last, metrics }) => {
+    const values = (metric) => found.map((each) => each.metrics[metric] ?? null);
+    const banded = (metric) => (`${metric}_low` in last.metrics ? { low: values(`${metric}_low`), high: values(`${metric}_high`) } : {});
+    const [oldest, newest] = last.versions || [];
+    const policy = oldest === undefined ? "" : ` The last answers are of ${oldest === newest ? `step ${oldest}` : `steps ${oldest} to ${newest}`}.`;
+    const about = "problems" in last.metrics ? `Of ${last.metrics.problems} problems; the band is the 95 % interval of pass@1.` : "By the environment's own `evaluate`.";
+    const unit = "problems" in last.metrics ? "share" : "";
+    return { title: `Evaluation ${name}`, unit, range, about: about + policy,
+      series: metrics.map((metric) => ({ label: metric, steps: found.map((each) => each.step), values: values(metric), ...banded(metric) })) };
+  });
 }
 
 function curve(data, name, label) {
@@ -53,14 +114,11 @@ function curve(data, name, label) {
 }
 
 function rewardSeries(data) {
-  const banded = (label, steps, mean, std) => ({ label, steps, values: mean,
-    low: mean.map((value, i) => value - std[i]), high: mean.map((value, i) => value + std[i]) });
-  const found = data.rewards.map((each) => banded(each.environment, each.steps, each.mean, each.std));
+  const found = data.rewards.map((each) => ({ label: each.environment, steps: each.steps, values: each.means }));
   const logged = curve(data, "reward", "all, as logged");
   if (found.length && logged && logged.steps[0] < Math.min(...found.map((each) => each.steps[0]))) found.push(logged); // older ones were removed
-  if (found.length) return found;
-  const { reward, reward_std: spread } = data.metrics;
-  return reward && spread && spread[1].length === reward[1].length ? [banded("all environments", reward[0], reward[1], spread[1])] : [curve(data, "reward", "all environments")];
+  const shown = found.length ? found : [curve(data, "reward", "all environments")].filter(Boolean);
+  return shown.map((each) => ({ ...each, smooth: smoothed(each.values) }));
 }
 
 function timeSeries(data) {
@@ -75,35 +133,74 @@ function timeSeries(data) {
 function showCurves(data) {
   const of = (...names) => names.map(([name, label]) => curve(data, name, label));
   const whole = "time/other" in data.metrics;
+  const range = [0, Math.max(1, data.steps)];
+  const progress = [
+    { title: "Reward", unit: "mean score", range, height: 300, series: rewardSeries(data), about: data.rewards.length
+      ? "Thin: every batch. Thick: a running mean." : "As logged; which rollouts a step took was not noted." },
+    ...evaluationCharts(data, range),
+  ];
   const specs = [
-    { title: "Reward", series: rewardSeries(data), about: data.rewards.length
-      ? "Mean over the rollouts of a step, and one standard deviation around it." : "As logged; which rollouts a step took was not noted." },
-    { title: "Where the time went, seconds per step", series: timeSeries(data), stacked: true,
+    { title: "Where the time went", unit: "seconds per step", series: timeSeries(data), stacked: true,
       about: whole ? "Of the wall time of an optimizer step." : "Only these parts were logged; the rest of a step is not shown." },
-    { title: "Completion length, tokens", series: of(["completions/mean_length", "mean"], ["completions/max_length", "longest"]) },
-    { title: "Staleness, optimizer steps", series: of(["rollouts/staleness_mean", "mean"], ["rollouts/staleness_max", "oldest"]) },
-    { title: "Trainer–sampler gap, mean, nats per token", series: of(["health/logprob_gap", "all rollouts"], ["health/logprob_gap_fresh", "from the current weights"]) },
-    { title: "Trainer–sampler gap, largest, nats", series: of(["sampling/logprob_gap/max", "rollouts"], ["policy/probe_max_abs_diff", "probe"]) },
-    { title: "Publish, seconds", series: of(["time/publish", "publish"], ["time/probe", "probe"]) },
+    { title: "Spread of rewards", unit: "standard deviation", series: of(["reward_std", "all rollouts"]) },
+    { title: "Completion length", unit: "tokens", series: of(["completions/mean_length", "mean"], ["completions/max_length", "longest"]) },
+    { title: "Staleness", unit: "optimizer steps", series: of(["rollouts/staleness_mean", "mean"], ["rollouts/staleness_max", "oldest"]) },
+    { title: "Trainer–sampler gap, mean", unit: "nats per token", series: of(["health/logprob_gap", "all rollouts"], ["health/logprob_gap_fresh", "from the current weights"]) },
+    { title: "Trainer–sampler gap, largest", unit: "nats", series: of(["sampling/logprob_gap/max", "rollouts"], ["policy/probe_max_abs_diff", "probe"]) },
+    { title: "Publish", unit: "seconds", series: of(["time/publish", "publish"], ["time/probe", "probe"]) },
     { title: "Loss", series: of(["loss", "loss"]) },
     { title: "Gradient norm", series: of(["grad_norm", "gradient norm"]) },
-    { title: "Entropy, nats", series: of(["entropy", "entropy"]) },
+    { title: "Entropy", unit: "nats", series: of(["entropy", "entropy"]) },
   ];
   const host = document.getElementById("charts");
-  for (const spec of specs) {
-    spec.series = spec.series.filter(Boolean);
-    if (!spec.series.length) continue;
-    const place = el("div");
-    host.append(place);
-    chart(place, spec);
+  for (const [where, all] of [[document.getElementById("progress-charts"), progress], [host, specs]]) {
+    for (const spec of all) {
+      spec.series = spec.series.filter(Boolean);
+      if (!spec.series.length) continue;
+      const place = el("div");
+      where.append(place);
+      chart(place, spec);
+    }
   }
-  if (!host.children.length) host.append(el("p", { class: "note" }, "Nothing has been logged yet."));
+  if (!Object.keys(data.metrics).length) host.append(el("p", { class: "note" }, "Nothing has been logged yet."));
   const select = document.getElementById("any-metric"), names = Object.keys(data.metrics);
   document.getElementById("any").hidden = !names.length;
-  select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-  const draw = () => chart(document.getElementById("any-chart"), { title: select.value, series: [curve(data, select.value)] });
+  select.replaceChildren(...names.map((name) => el("option", { value: name, selected: name === liveliest(data.metrics) }, name)));
+  const draw = () => chart(document.getElementById("any-chart"), { title: select.value, unit: unitOf(select.value), series: [curve(data, select.value)] });
   select.addEventListener("change", draw);
   if (names.length) draw();
+}
+
+// An evaluation if it moves, else the reward, else what moves most for its size.
+function liveliest(metrics) {
+  const movement = (name) => { const [low, high] = extent(metrics[name][1]); return (high - low) / (Math.abs(high) + Math.abs(low) || 1); };
+  const names = Object.keys(metrics).filter((name) => movement(name) > 0 && !/version|learning_rate|num_tokens|seconds$|_low$|_high$/.test(name));
+  return names.find((name) => /^eval_.*pass@1$/.test(name)) || names.find((name) => name.startsWith("eval_")) || names.find((name) => name === "reward")
+    || names.sort((a, b) => movement(b) - movement(a))[0];
+}
+
+function unitOf(name) {
+  const units = [[/tokens_per_second$/, "tokens per second"], [/^time\/|seconds$/, "seconds"], [/length/, "tokens"],
+    [/staleness_m|version$/, "optimizer steps"], [/gap|entropy|_diff$|logprob/, "nats"], [/pass@\d+$/, "share"]];
+  return (units.find(([pattern]) => pattern.test(name)) || [])[1];
+}
+
+// A rollout from the first step and one from the last, each of about the mean reward of its step.
+function showSamples(data, browser) {
+  const rows = data.rollouts, steps = rows.first_step.filter((step) => step > 0), host = document.getElementById("samples");
+  const chosen = [["At the start", Math.min(...steps)], ["At the end", Math.max(...steps)]].map(([title, step]) => {
+    const there = rows.first_step.flatMap((first, i) => (first === step ? [i] : []));
+    const mean = there.reduce((sum, i) => sum + rows.score[i], 0) / there.length, far = (i) => Math.abs(rows.score[i] - mean);
+    return [title, step, there.sort((a, b) => far(a) - far(b) || a - b)[0]];
+  });
+  host.hidden = !steps.length;
+  return steps.length ? Promise.all(chosen.map(async ([title, step, i]) => {
+    await browser.readChunk(rows.place[i][0]);
+    const [prompt, said] = browser.texts[i];
+    return el("figure", { class: "sample" }, el("figcaption", {}, el("strong", {}, title), ` step ${step}, reward ${number(rows.score[i])}, `,
+      el("a", { href: `#rollout-${rows.index[i]}` }, `rollout ${rows.index[i]}`)),
+    el("pre", { tabindex: 0, "aria-label": `${title}: prompt and completion` }, el("span", { class: "prompt" }, prompt), said));
+  })).then((figures) => host.replaceChildren(...figures)) : null;
 }
 
 function showWarnings(data) {
@@ -123,6 +220,7 @@ function showRollouts(data) {
   if (data.unreadable.length) notes.push(`Could not be read: ${data.unreadable.join("; ")}.`);
   document.getElementById("rollouts-note").textContent = notes.join(" ");
   window.browser = new Browser(data, unpackChunk);
+  Promise.resolve(showSamples(data, browser)).then(() => { browser.openLinked(); return browser.readTexts(); });
 }
 
 function showSettings(data) {
@@ -154,6 +252,8 @@ function setUpTheme() {
 
 async function show() {
   setUpTheme();
+  const header = document.querySelector("header");
+  new ResizeObserver(() => document.documentElement.style.setProperty("--header", `${header.offsetHeight}px`)).observe(header);
   const data = await unpack("data");
   for (const part of [showStatus, showTiles, showCurves, showWarnings, showRollouts, showSettings]) part(data);
   // When it has been drawn: milliseconds since the page was asked for.

@@ -34,14 +34,14 @@ MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
-OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config")
+OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config", "evaluations")
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no
-network, and can be sent to somebody else. It has curves of everything that was
-logged, the warnings, the settings, and rollouts by step, group, environment,
-reward and gap, with every token coloured by its advantage, its log-probability
-or the trainer-sampler gap.
+network, and can be sent to somebody else. It has the reward, the evaluations,
+curves of everything else that was logged, the warnings, the settings, and
+rollouts to search, filter and sort, with every token coloured by advantage,
+log-probability or trainer-sampler gap.
 
 Works while the run goes on, and changes nothing of it."""
 
@@ -101,7 +101,7 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
-        **({"changed": [], "model": {}, "versions": {}} | run.began),
+        **({"changed": [], "model": {}, "versions": {}, "devices": None, "ends": []} | run.began),
         **{name: getattr(run, name) for name in OF_RUN},
         "metrics": series(run, POINTS),
         "rewards": rewards(rollouts, POINTS),
@@ -127,18 +127,14 @@ def _block(name: str, content: Any) -> str:
 
 
 def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
-    """
-    For every environment, over the steps at which its rollouts are known to have been taken: mean, standard deviation
-    over rollouts (ddof=0), and count. Steps are joined to at most `limit` points.
-    """
+    """The mean score of each environment's rollouts by the step that took them, over at most `limit` joined steps."""
     known = rollouts[rollouts["first_step"] > 0]
     size = -(-max(known["first_step"], default=1) // limit)
     last_steps = -(-known["first_step"] // size) * size  # of each point
     found = []
     for environment, its in known.groupby("environment"):
-        points = its["score"].groupby(last_steps[its.index])
-        table = pd.DataFrame({"mean": points.mean(), "std": points.std(ddof=0), "count": points.size()}).round(6)
-        found.append({"environment": environment, "steps": table.index.tolist(), **table.to_dict("list")})
+        means = its["score"].groupby(last_steps[its.index]).mean().round(6)
+        found.append({"environment": environment, "steps": means.index.tolist(), "means": means.tolist()})
     return found
 
 
@@ -170,7 +166,7 @@ class Packed:
 SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
 SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
-MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "place")
+MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
@@ -208,6 +204,7 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         packed.columns["trained_tokens"].append(int(rollout.mask.sum()))
         packed.columns["gap"].append(np.nan if gap is None else float(np.nanmean(np.abs(gap))))
         packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
+        packed.columns["last_token"].append(int(rollout.completion_ids[-1]))
         packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
         chunk["rows"].append(
             [

@@ -1,5 +1,6 @@
 // Curves as SVG: `chart(host, spec)` draws into `host`, again whenever its width changes.
-// spec: {title, about, series: [{label, steps, values, low, high}], stacked}. low and high are a band, and optional.
+// spec: {title, unit, about, series: [{label, steps, values, low, high, smooth}], stacked, range, height}. Of a series, low
+// and high are an interval around its values, and smooth a line in front of them; they, range (steps) and height are optional.
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -34,8 +35,9 @@ function ticks(low, high, count) {
   return found;
 }
 
-const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
-const HEIGHT = 190;
+const MARGIN = { left: 52, right: 10, top: 22, bottom: 36 };
+const HEIGHT = 218;
+const DOTS = 40; // a series of at most so many points shows each
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const redrawing = new ResizeObserver((entries) => entries.forEach((entry) => entry.target.redraw()));
 
@@ -49,6 +51,7 @@ function chart(host, spec) {
   const legend = el("ul", { class: "legend" }, ...spec.series.map((each, i) =>
     el("li", {}, swatch(each, spec.stacked), `${each.label} `, cells[i])));
   const drawing = el("div", { class: "drawing" });
+  drawing.style.height = `${spec.height || HEIGHT}px`;
   host.append(el("figure", { class: "chart" },
     el("figcaption", {}, el("strong", {}, spec.title), " ", reading), drawing, legend,
     spec.about ? el("p", { class: "note" }, spec.about) : null));
@@ -60,7 +63,7 @@ function chart(host, spec) {
     reading.textContent = `step ${step}`;
     spec.series.forEach((each, i) => {
       const at = each.at.get(step);
-      cells[i].textContent = at === undefined ? "" : number(each.values[at]) + band(each, at);
+      cells[i].textContent = at === undefined ? "" : number(each.values[at]) + aside(each, at);
     });
     if (rule) { rule.setAttribute("x1", x(step)); rule.setAttribute("x2", x(step)); }
   };
@@ -95,8 +98,13 @@ function swatch(each, filled) {
   return picture;
 }
 
-function band(each, at) {
-  return each.low ? ` ± ${number((each.high[at] - each.low[at]) / 2)}` : "";
+function aside(each, at) {
+  if (each.smooth) return `, mean ${number(each.smooth[at])}`;
+  return each.low ? ` ${interval(each.low[at], each.high[at])}` : "";
+}
+
+function interval(low, high) {
+  return `[${number(low)}, ${number(high)}]`;
 }
 
 function paint(spec, steps, width) {
@@ -106,27 +114,34 @@ function paint(spec, steps, width) {
   if (low === high) { const pad = Math.abs(low) / 2 || 1; low -= low === 0 ? 0 : pad; high += pad; }
   if (low > 0 && low < high / 2) low = 0;
   high += (high - low) * 0.05;
-  const [first, last] = [steps[0], steps[steps.length - 1]];
-  const inner = width - MARGIN.left - MARGIN.right, tall = HEIGHT - MARGIN.top - MARGIN.bottom;
+  const [first, last] = spec.range || [steps[0], steps[steps.length - 1]], height = spec.height || HEIGHT;
+  const inner = width - MARGIN.left - MARGIN.right, tall = height - MARGIN.top - MARGIN.bottom;
   const x = (step) => MARGIN.left + (last === first ? inner / 2 : ((step - first) / (last - first)) * inner);
   const y = (value) => MARGIN.top + tall - ((value - low) / (high - low)) * tall;
   const from = spec.series.map((each) => `${each.label}: ${number(each.values[0])} to ${number(each.values[each.values.length - 1])}`);
-  const picture = svg("svg", { width, height: HEIGHT, tabindex: 0, role: "img",
+  const picture = svg("svg", { width, height, tabindex: 0, role: "img",
     "aria-label": `${spec.title}, steps ${first} to ${last}. ${from.join("; ")}` });
   for (const value of ticks(low, high, 4)) {
     picture.append(svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value), class: "grid" }));
     picture.append(text(MARGIN.left - 6, y(value) + 4, number(value), "end"));
   }
   for (const step of ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger)) {
-    picture.append(text(x(step), HEIGHT - 6, String(step), "middle"));
+    picture.append(text(x(step), height - 20, String(step), "middle"));
   }
+  picture.append(text(2, 12, spec.unit || "", "start"), text(width - MARGIN.right, height - 4, "optimizer step", "end"));
   for (const each of layers) {
     if (each.low) picture.append(svg("path", { d: area(each, x, y), fill: each.color, "fill-opacity": spec.stacked ? 0.85 : 0.18 }));
-    if (!spec.stacked) picture.append(svg("path", { d: line(each, x, y), fill: "none", stroke: each.color, "stroke-width": 1.8,
-      "stroke-dasharray": each.dash, "stroke-linejoin": "round" }));
-    if (!spec.stacked && each.steps.length === 1) picture.append(svg("circle", { cx: x(each.steps[0]), cy: y(each.values[0]), r: 3.5, fill: each.color }));
+    if (spec.stacked) continue;
+    const curve = (values, look) => picture.append(svg("path", { d: line({ steps: each.steps, values }, x, y), fill: "none",
+      stroke: each.color, "stroke-width": 1.8, "stroke-dasharray": each.dash, "stroke-linejoin": "round", ...look }));
+    curve(each.values, each.smooth ? { "stroke-width": 1, "stroke-dasharray": "", "stroke-opacity": 0.45 } : {});
+    if (each.smooth) curve(each.smooth, { "stroke-width": 3 });
+    if (each.steps.length <= DOTS && !each.smooth) {
+      each.steps.forEach((step, i) => each.values[i] === null
+        || picture.append(svg("circle", { cx: x(step), cy: y(each.values[i]), r: each.steps.length === 1 ? 3.5 : 2, fill: each.color })));
+    }
   }
-  const rule = svg("line", { y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, class: "rule" });
+  const rule = svg("line", { y1: MARGIN.top, y2: height - MARGIN.bottom, class: "rule" });
   picture.append(rule);
   return { picture, x, rule };
 }

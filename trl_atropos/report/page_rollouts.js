@@ -1,6 +1,7 @@
 // The rollout browser: filter, sort and list what is in the page; open one, or the group that it is in.
 
-const FATES = ["not known", "trained", "in training, or interrupted", "waiting", "passed over"];
+const FATES = ["not known", "trained", "in training, or interrupted", "waiting", "dropped"];
+const DROPPED = 4;
 const SORTS = {
   index: "arrival", first_step: "step", score: "reward", advantage: "advantage", logprob: "sampler's log-probability",
   gap: "mean trainer–sampler gap", gap_max: "largest trainer–sampler gap", trained_tokens: "trained tokens", stale: "staleness",
@@ -23,13 +24,51 @@ class Browser {
     this.scale = sizes[Math.floor(sizes.length * 0.98)] || 1;
     this.groups = new Map();
     this.rows.group.forEach((group, i) => this.groups.set(group, [...(this.groups.get(group) || []), i]));
+    this.texts = this.rows.index.map(() => ["", ""]); // prompt and completion, once they are read
+    const ends = data.ends.filter((id) => id !== null);
+    this.kinds = {
+      truncated: (i) => ends.length > 0 && !ends.includes(this.rows.last_token[i]),
+      dropped: (i) => this.rows.fate[i] === DROPPED,
+      "no variance": (i) => this.rows.group_std[i] === 0,
+    };
     this.opened = -1;
     this.form = document.getElementById("filters");
     this.detail = document.getElementById("detail");
-    this.list = new RowList(document.getElementById("list"), 34, (i) => this.drawRow(i), (i, jump) => this.open(this.found[i], jump));
+    this.list = new RowList(document.getElementById("list"), 54, (i) => this.drawRow(i), (i, jump) => this.open(this.found[i], jump));
     this.buildForm();
     this.update();
     this.detail.replaceChildren(el("p", { class: "note" }, this.size ? "Choose a rollout." : "There is none to show."));
+    window.addEventListener("hashchange", () => this.openLinked());
+  }
+
+  // ------------------------------------------------------------------------------------------------------------- text
+
+  async readTexts() {
+    for (const number of new Set(this.rows.place.map(([chunk]) => chunk))) await this.readChunk(number);
+    document.documentElement.dataset.texts = "read";
+    if (this.query) this.update();
+  }
+
+  async readChunk(number) {
+    const chunk = await unpack(`chunk-${number}`); // it is not kept: all of them together are large
+    this.rows.place.forEach(([of, position], i) => {
+      if (of !== number) return;
+      const [prompt, completion] = chunk.rows[position];
+      this.texts[i] = [plain(chunk.prompts[prompt], this.data.texts), plain(completion, this.data.texts)];
+    });
+    for (const [place, row] of this.list.rows) row.lastChild.textContent = this.snippet(this.found[place]);
+  }
+
+  has(i) {
+    return this.texts[i].some((text) => text.toLowerCase().includes(this.query));
+  }
+
+  // What the list shows of a text: its beginning, or where the search finds something.
+  snippet(i) {
+    const texts = this.grouped ? this.texts[i] : [...this.texts[i]].reverse();
+    const text = texts.find((each) => each.toLowerCase().includes(this.query)) ?? texts[0];
+    const from = Math.max(0, text.toLowerCase().indexOf(this.query) - 15);
+    return (from ? "…" : "") + text.slice(from, from + 200).replace(/\s+/g, " ");
   }
 
   value(name, i) {
@@ -43,11 +82,13 @@ class Browser {
     const select = (name, label, options) => el("label", {}, label, " ",
       el("select", { name }, ...Object.entries(options).map(([value, shown]) => el("option", { value }, shown))));
     const input = (name, label) => el("label", {}, label, " ", el("input", { name, type: "number", step: "any", inputmode: "decimal" }));
-    const environments = [...new Set(this.rows.environment)].sort(new Intl.Collator(undefined, { numeric: true }).compare);
-    const names = Object.fromEntries(environments.map((name) => [`is ${name}`, name])); // one may be called "all"
+    const kinds = Object.entries(this.kinds).map(([kind, is]) => [kind, `${kind} (${this.rows.index.filter((_, i) => is(i)).length})`]);
+    const names = Object.fromEntries(byName([...new Set(this.rows.environment)]).map((name) => [`is ${name}`, name])); // one may be called "all"
     this.form.replaceChildren(
       select("view", "Show", { rollouts: "rollouts", groups: "groups" }),
       select("environment", "Environment", { all: "all", ...names }),
+      select("only", "Only", { all: "all", ...Object.fromEntries(kinds) }),
+      el("label", {}, "Text ", el("input", { name: "text", type: "search" })),
       input("step_from", "Step from"), input("step_to", "to"),
       input("reward_from", "Reward from"), input("reward_to", "to"),
       el("label", {}, "Sort by ", el("select", { name: "sort" }, ...this.sortOptions(SORTS))),
@@ -76,14 +117,17 @@ class Browser {
   }
 
   passes(i) {
-    const { environment, step_from, step_to, reward_from, reward_to } = this.form.elements;
+    const { environment, only, step_from, step_to, reward_from, reward_to } = this.form.elements;
+    const members = this.grouped ? this.groups.get(this.rows.group[i]) : [i];
     const within = (value, from, to) => (from.value === "" || (value !== null && value >= Number(from.value)))
       && (to.value === "" || (value !== null && value <= Number(to.value)));
     const last = this.value("last_step", i), first = this.value("first_step", i);
     return (environment.value === "all" || environment.value === `is ${this.rows.environment[i]}`)
       && (step_from.value === "" || (last !== null && last >= Number(step_from.value)))
       && (step_to.value === "" || (first !== null && first <= Number(step_to.value)))
-      && within(this.score(i), reward_from, reward_to);
+      && within(this.score(i), reward_from, reward_to)
+      && (only.value === "all" || members.some(this.kinds[only.value]))
+      && (!this.query || members.some((member) => this.has(member)));
   }
 
   score(i) {
@@ -103,7 +147,8 @@ class Browser {
   }
 
   update() {
-    const { sort, order, view } = this.form.elements;
+    const { sort, order, view, text } = this.form.elements;
+    this.query = text.value.toLowerCase();
     this.grouped = view.value === "groups";
     const all = this.grouped ? [...this.groups.values()].map((members) => members[0]) : this.rows.index.map((_, i) => i);
     const sign = order.value === "down" ? -1 : 1;
@@ -123,19 +168,30 @@ class Browser {
   }
 
   drawRow(place) {
-    const i = this.found[place], cell = (name, shown) => el("span", { class: `cell ${name}` }, shown);
+    const i = this.found[place], cell = (name, shown) => el("span", { class: `cell ${name}` }, shown), said = cell("said", this.snippet(i));
     const { sort } = this.form.elements, gap = sort.value in GAPS ? number(this.gap(sort.value, i)) : null;
     const step = this.value("first_step", i), when = cell("step", step === null ? FATES[this.rows.fate[i]] : String(step));
     if (this.grouped) {
       const members = this.groups.get(this.rows.group[i]);
       return [cell("name", String(this.rows.group[i])), when, cell("reward", number(this.score(i))),
-        cell("more", gap || number(this.rows.group_std[i])), cell("size", String(members.length))];
+        cell("more", gap || number(this.rows.group_std[i])), cell("size", String(members.length)), said];
     }
     return [cell("name", String(this.rows.index[i])), when, cell("reward", number(this.rows.score[i])),
-      cell("more", gap || number(this.rows.advantage[i], 2)), cell("size", String(this.rows.trained_tokens[i]))];
+      cell("more", gap || number(this.rows.advantage[i], 2)), cell("size", String(this.rows.trained_tokens[i])), said];
   }
 
   // ---------------------------------------------------------------------------------------------------------- opening
+
+  // Opens the rollout that the page's address names: #rollout-12.
+  async openLinked() {
+    const wanted = /^#rollout-(\d+)$/.exec(window.location.hash);
+    if (!wanted) return;
+    const i = this.rows.index.indexOf(Number(wanted[1]));
+    if (i >= 0) await this.open(i, false);
+    else this.detail.replaceChildren(el("p", { class: "note" }, `Rollout ${wanted[1]} is not in this page (--max_rollouts changes how many are).`));
+    this.update();
+    this.detail.scrollIntoView({ block: "start" });
+  }
 
   async open(i, jump) {
     this.opened = i;
@@ -157,7 +213,7 @@ class Browser {
     const view = { mode: this.mode, advantage: this.rows.advantage[i], scale: this.scale };
     const messages = this.rollout.messages;
     this.detail.replaceChildren(
-      el("h3", {}, `Rollout ${this.rows.index[i]}`),
+      el("h3", {}, el("a", { href: `#rollout-${this.rows.index[i]}`, title: "A link to this rollout" }, `Rollout ${this.rows.index[i]}`)),
       el("p", { class: "note" }, `Group ${group}, ${this.rows.environment[i]}: mean reward ${number(this.rows.group_mean[i])}, `
         + `standard deviation ${number(this.rows.group_std[i])}. Rewards of its rollouts:`),
       others, this.facts(i), this.modes(), tokenBox(this.rollout, view));
@@ -185,7 +241,7 @@ class Browser {
       "Sampler's log-probability, mean": this.rows.logprob[i] === null ? "not known" : `${number(this.rows.logprob[i])} nats`,
       "Trainer–sampler gap": this.rows.gap[i] === null ? "not known"
         : `mean ${number(this.rows.gap[i])}, largest ${number(this.rows.gap_max[i])} nats`,
-      Tokens: `${this.rows.prompt_tokens[i]} of the prompt, ${this.rows.trained_tokens[i]} trained of ${this.rows.completion_tokens[i]} after it`,
+      Tokens: `${this.rows.prompt_tokens[i]} of the prompt, ${this.rows.trained_tokens[i]} trained of ${this.rows.completion_tokens[i]} after it${this.kinds.truncated(i) ? ", truncated" : ""}`,
     };
     if (special.length) facts["Asked by the environment"] = special.join(", ");
     return el("dl", { class: "facts" }, ...Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));

@@ -28,6 +28,12 @@ function unfold(packed, prompts, texts) {
   return { tokens, parts, messages, own: advantages !== null };
 }
 
+// The text of tokens, or their numbers where there is no tokenizer.
+function plain(ids, texts) {
+  const bytes = (run) => Uint8Array.from(run.match(/[0-9A-F]{2}(?=>)/g), (byte) => parseInt(byte, 16));
+  return ids.map((id) => texts[id] ?? `${id} `).join("").replace(/(<0x[0-9A-F]{2}>)+/g, (run) => new TextDecoder().decode(bytes(run)));
+}
+
 // Where the bytes of a character are tokens of their own, the first one shows it, and the others nothing.
 function joinBytes(tokens) {
   const owners = [], bytes = [];

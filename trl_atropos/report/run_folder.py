@@ -56,6 +56,7 @@ class Run:
     warnings: list[dict[str, Any]] = field(default_factory=list)  # at, step, warning
     batches: list[Batch] = field(default_factory=list)
     whole: bool = False  # whether `batches` are all that there were since step 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # evaluation (the name), step, metrics, versions
     books: dict[str, Any] | None = None  # counts of trained, dropped and lost rollouts at the last batch
 
     @property
@@ -101,6 +102,8 @@ def _add(run: Run, record: dict[str, Any]) -> None:
             Batch(*record["batch"], *(record[name] for name in ("spool", "rows", "version", "lineage")))
         )
         run.books = record["books"]
+    elif "evaluation" in record:
+        run.evaluations.append(record)
     elif "warning" in record:
         run.warnings.append(record)
     elif "end" in record:
@@ -116,6 +119,7 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
     run.began_at = run.began_at or record["at"]
     run.began, run.ended = record, None
     run.logs = {at: values for at, values in run.logs.items() if at <= step}
+    run.evaluations = [found for found in run.evaluations if found["step"] <= step]
     run.warnings = [warning for warning in run.warnings if warning["step"] <= step]
     run.batches = [batch for batch in run.batches if batch.first_step <= step]
     for batch in run.batches:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from transformers import TrainerCallback, TrainerState
+import torch
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trl_atropos.report.run_folder import LOG
 from trl_atropos.rollouts.rollout import Rollout
@@ -64,16 +65,20 @@ class RunLog(TrainerCallback):
         self._steps_per_batch = math.ceil(
             args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         )
+        ends = []  # a completion that is not truncated has one of them at its end
         if processing_class is not None:
             processing_class.save_pretrained(self._folder)
+            ends = [processing_class.eos_token_id, processing_class.pad_token_id]
         logging.getLogger("trl_atropos").addHandler(self._warnings)
         self.write(
             begin=state.global_step,
             max_steps=args.max_steps,
             config=portable_value(args.to_dict()),  # the page may be sent to somebody else
             changed=changed(args),
-            model=self.model or {"model_name_or_path": model.config.name_or_path},
+            model=portable_value(self.model or {"model_name_or_path": model.config.name_or_path}),
             versions=versions(),
+            devices=devices(args),
+            ends=ends,
         )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -136,6 +141,12 @@ class RunLog(TrainerCallback):
             version=version,
             **{name: source[name] for name in ("spool", "lineage", "books")},
         )
+
+
+def devices(args: TrainingArguments) -> str:
+    """What the run trains on, such as `8 x NVIDIA H200`."""
+    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
+    return name if args.world_size == 1 else f"{args.world_size} x {name}"
 
 
 def spans(numbers: Sequence[int]) -> list[list[int]]:

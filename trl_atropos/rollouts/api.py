@@ -24,6 +24,7 @@ UNREGISTERED = -1
 RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
+NAMES = "/environment-names"
 T = TypeVar("T")
 
 
@@ -130,6 +131,12 @@ class AtroposClient:
         while len(found) < MAX_ENVIRONMENTS and (status := self.environment(len(found))) is not None:
             found.append(status)
         return found
+
+    def names(self) -> list[str]:
+        """What environments registered as, by number. Empty if the API does not tell, as Atropos' own."""
+        with suppress(RolloutError):
+            return self._get(NAMES, list[str])
+        return []
 
     def latest_example(self) -> LatestExample | None:
         """The group that was queued last, or None if the API cannot send it, for example because it has a NaN."""
@@ -248,3 +255,16 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
             "queued there, or restart the API; restart the environments in both cases."
         )
     return client.status()
+
+
+def main() -> None:
+    """Runs Atropos' own API, with its flags, and with one more route, which tells the names of environments."""
+    from atroposlib.api import app
+    from atroposlib.cli import run_api
+
+    app.get(NAMES)(lambda: [environment["desired_name"] for environment in getattr(app.state, "envs", ())])
+    run_api.main()
+
+
+if __name__ == "__main__":
+    main()

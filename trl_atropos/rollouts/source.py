@@ -130,7 +130,7 @@ class AtroposSource:
         start_timeout: seconds that `start` waits for the API to answer.
         api_down_timeout: seconds that the API may fail in mid-run before `poll` raises.
         versions: tells which policy versions sampled a rollout; without, they are unknown.
-        environments: those that the run started. Messages and metrics call them by their names.
+        environments: those that the run started.
         single_row_groups, prefetch_batches, max_staleness, max_spool_gb, replace_zero_variance_groups,
             enforce_environment_weights: as the settings of these names in `AtroposGRPOConfig`.
 
@@ -171,7 +171,7 @@ class AtroposSource:
         self._run = run
         self._spool = open_spool(Path(run.output_dir, "rollouts"), run.state, self.max_spool_gb * 1e9)
         cursor, books = self._resume(run)
-        names, limits = self._environments.names, (run.max_sequence_length, run.temperature)
+        names, limits = self._names, (run.max_sequence_length, run.temperature)
         self._intake = Intake(*limits, self.single_row_groups, vocab_size=run.vocab_size, names=names)
         self._puller = BatchPuller(
             self._client,
@@ -228,6 +228,14 @@ class AtroposSource:
         logger.warning(message, self._spool.folder, lost)
         return cursor + lost, books
 
+    def _names(self) -> dict[int, str]:
+        """Environments by number: as the recipe calls them, or else as they registered; of one name, they are counted."""
+        own, names, seen = self._environments.names(), {}, Counter()
+        for number, name in enumerate(self._client.names()):
+            seen[name] += name not in own.values()  # it was started again
+            names[number] = f"{name}-{seen[name]}" if seen[name] > 1 else name
+        return names | own
+
     def _reason_to_drop(self, rollout: Rollout) -> str | None:
         """Why a rollout is not to be trained, if it is not."""
         if None not in (self.max_staleness, rollout.staleness) and rollout.staleness > self.max_staleness:
@@ -283,7 +291,7 @@ class AtroposSource:
         `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
         `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
         `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (the number at the API for an
-        environment that the run did not start). `rollouts/waiting_rows`: pulled, and not yet handed out.
+        environment whose name is not known). `rollouts/waiting_rows`: pulled, and not yet handed out.
         `rollouts/api_restarts`, and the metrics of `environments`.
         """
         metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
