@@ -229,7 +229,7 @@ class AtroposSource:
         return cursor + lost, books
 
     def _names(self) -> dict[int, str]:
-        """Environments by number: as the recipe calls them, or else as they registered. Those of one name are counted."""
+        """Environments by number: as the recipe calls them, or as they registered. Those of one name are counted."""
         own, names, seen = self._environments.names(), {}, Counter()
         for number, name in enumerate(self._client.names()):
             seen[name] += name not in own.values()  # it was started again
