@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 
 BENCHMARKS = {  # one module each
-    "weights": "how long new weights take to reach the server, for every mode, model size and adapter rank",
-    "ingest": "how long a batch of rollouts takes from the socket to the tensors that are trained on",
-    "loop": "whether sampling and training overlap; with `--against trl`, the whole loop beside TRL's own",
-    "step": "how many useful tokens a training step works off, beside TRL's own trainer on the same rows",
+    "weights": "how long new weights take to reach the server, by mode and size",
+    "ingest": "how long a batch of rollouts takes from the socket to tensors",
+    "loop": "whether sampling and training overlap; the whole loop beside TRL's",
+    "step": "how many useful tokens a training step works off, beside TRL's own",
 }
 
 

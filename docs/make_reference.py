@@ -84,7 +84,17 @@ def reference() -> str:
     parts += [WARNINGS, _warnings(), VARIABLES, CLI]
     parts.append(f"### `trl-atropos`\n\n```text\n{_help_of(['--help'])}```\n")
     benchmarks = re.findall(r"^  (\w+) ", _help_of(["bench", "--help"]), re.MULTILINE)
-    for command in ("check", "serve", "report", "bench", *(f"bench {name}" for name in benchmarks)):
+    for command in (
+        "check",
+        "try",
+        "eval",
+        "init",
+        "serve",
+        "report",
+        "slurm",
+        "bench",
+        *(f"bench {name}" for name in benchmarks),
+    ):
         parts.append(f"### `trl-atropos {command}`\n\n```text\n{_help_of([*command.split(), '--help'])}```\n")
     return "\n".join(parts)
 

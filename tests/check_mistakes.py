@@ -242,6 +242,24 @@ MISTAKES = {
         "Lower `max_completion_length`",
         WARNING,
     ),
+    "completions that leave no room on a server that the run does not start": Mistake(
+        lambda desk: desk.recipe(
+            max_completion_length=100, max_sequence_length=100, vllm_mode="server", start_vllm=False
+        ),
+        "completion-length",
+        "max_completion_length: 100, the longest rollout: 100",
+        "raise `max_sequence_length`.",
+        WARNING,
+    ),
+    "a loss that divides by more than is sampled": Mistake(
+        lambda desk: desk.recipe(
+            {"config": {"max_new_tokens": 40}}, loss_type="dr_grpo", max_completion_length=64, max_sequence_length=100
+        ),
+        "loss-divisor",
+        "max_completion_length: 64, mine: at most 40 tokens",
+        "Set `max_completion_length: 40`",
+        WARNING,
+    ),
     "an environment's sequences longer than the trainer's": Mistake(
         lambda desk: desk.recipe({"config": {"max_token_length": 128}}, max_sequence_length=100),
         "environment-length",

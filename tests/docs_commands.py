@@ -19,6 +19,7 @@ import yaml
 from tests.check_desk import check
 from tests.docs_pages import ROOT, Command
 from tests.launching import free_urls
+from trl_atropos.commands import with_recipe
 
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own
@@ -77,6 +78,16 @@ ELSEWHERE = [
         '"eval"',
     ),
     (
+        r"trl-atropos train ",
+        "tests/test_wheel.py::test_the_quickstart_is_checked_trained_and_reported_from_the_wheel",
+        QUICKSTART,
+    ),
+    (
+        r"trl-atropos try ",
+        "tests/commands/test_try.py::test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code",
+        QUICKSTART,
+    ),
+    (
         r"trl-atropos serve",
         "tests/server/test_control.py::test_only_a_paused_server_is_resumed",
         "trl_atropos.server.launch",
@@ -98,8 +109,13 @@ def miniature(words: list[str], desk: Path) -> list[str]:
 
 
 def run_check(command: Command, desk: Path) -> None:
-    arguments = [*miniature(command.after("check"), desk), "--device_memory_gb", "1000"]
+    arguments = [*miniature(with_recipe(command.after("check")), desk), "--device_memory_gb", "1000"]
     assert check(arguments) == [], command
+
+
+def run_command(command: Command, desk: Path) -> None:
+    """`trl-atropos`, in a process of its own."""
+    run_script(Command(command.place, ("python", "-m", "trl_atropos.cli", *command.words[1:])), desk)
 
 
 def run_replay(command: Command, desk: Path) -> None:
@@ -144,8 +160,9 @@ def require_extras(command: Command, desk: Path) -> None:
 HERE = [
     (r"trl-atropos check ", run_check),
     (r"trl-atropos report ", run_report),
+    (r"trl-atropos (init|slurm) ", run_command),
     (r"python -m trl_atropos\.train .*--replay_paths ", run_replay),
-    (r"python recipes/quickstart/make_model\.py ", make_model),
+    (r"python \S+/make_model\.py ", make_model),
     (r"python docs/make_reference\.py", run_script),
     (r"(cp -r|sed -i) ", run_script),
     (r"pip install .*-e ", require_extras),

@@ -83,7 +83,10 @@ def _shrink(settings: dict, here: dict[str, str], environment: dict[str, Any]) -
     spec = spec | {"config": spec.get("config", {}) | environment}
     urls = list(here.values())
     several = isinstance(settings.get("vllm_server_base_url"), list)
-    return settings | {"vllm_server_base_url": urls if several else urls[0], "environments": [spec]}
+    problems = {name: value for name, value in environment.items() if name != "group_size"}
+    evaluations = [one | {"config": one["config"] | problems} for one in settings.get("evaluations", [])]
+    own = {"environments": [spec]} | ({"evaluations": evaluations} if evaluations else {})
+    return settings | {"vllm_server_base_url": urls if several else urls[0], **own}
 
 
 def _serve(services: Services, words: list[str], model: Path, urls: list[str], token: str) -> None:

@@ -22,7 +22,7 @@ from tests.check_mistakes import DDP, GPU, MISTAKES, tokenizing
 from tests.server_process import free_port
 from trl_atropos.check import examine, main
 from trl_atropos.check.fit import checkpoints
-from trl_atropos.errors import ERROR, RecipeError
+from trl_atropos.errors import ERROR, WARNING, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
 
@@ -156,8 +156,48 @@ def test_what_an_environment_needs_of_the_run_is_written_for_it(desk):
         "ensure_scores_are_not_same": False,
         "use_wandb": False,
         "wandb_name": "mine",
+        "state_file": str(desk.folder / "run/environments/mine.state"),
         "weight": 2,
     }
+
+
+def test_an_environments_state_is_kept_for_a_resumed_run_and_not_for_a_new_one(desk):
+    recipe = parse(desk.recipe())
+    [spec] = recipe.environments
+    state = Path(recipe.environment_file(spec)["env"]["state_file"])
+    recipe.write_environment_file(spec)
+    state.write_text("7")
+    recipe.training.resume_from_checkpoint = "run/checkpoint-7"
+    recipe.write_environment_file(spec)
+    assert state.read_text() == "7"
+    recipe.training.resume_from_checkpoint = None
+    recipe.write_environment_file(spec)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ("max_new_tokens: int = Field(default=40, ge=1)", 40),
+        ("max_new_tokens: int = 40\n    max_token_length: int = 90", 40),
+        ("max_new_tokens: int = 40\n    max_turns: int = 2\n    max_token_length: int = 90", 90),
+        ("max_new_tokens: int = 40\n    max_turns: int = 2", None),
+        ("max_new_tokens: int = Field(default_factory=f)", None),
+        ("max_new_tokens = oh no", None),
+    ],
+)
+def test_how_much_an_environment_samples_is_read_from_its_script(settings, limit, desk):
+    argv = desk.recipe(loss_type="dr_grpo", max_completion_length=95, max_sequence_length=120)
+    (desk.folder / "environment.py").write_text(f"class Config:\n    {settings}\n")
+    wanted = [("loss-divisor", f"max_completion_length: 95, mine: at most {limit} tokens")] if limit else []
+    assert [(one.code, one.seen) for one in examine(argv).findings] == wanted
+
+
+def test_what_a_terminal_shows_is_no_wider_than_the_terminal(desk, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    argv = desk.recipe(start_vllm=True, options=("--device_memory_gb", "1"), gradient_checkpointing=False, top_p=0.9)
+    _, text = shown(argv, monkeypatch)
+    assert "[memory]" in text and max(map(len, text.splitlines())) <= 60
 
 
 def test_what_the_recipe_states_of_an_environment_wins(desk):
@@ -284,8 +324,11 @@ def test_a_port_in_use_is_found(setting, stranger, desk):
 )
 def test_something_else_that_answers_there_is_found(setting, name, fix, stranger, desk):
     [found] = examine(desk.recipe(**{setting: stranger})).findings
-    assert (found.code, found.seen) == (name, f"{setting}: {stranger}")
+    assert (found.code, found.level, found.seen) == (name, WARNING, f"{setting}: {stranger}")
     assert fix in found.fix
+    for_gpu = {"use_cpu": False, "start_vllm": False, "vllm_mode": "server", "max_sequence_length": 100}
+    elsewhere = desk.recipe(**{setting: stranger}, options=("--device_memory_gb", "80"), **for_gpu)
+    assert check(elsewhere) == []  # what answers here need not be there
 
 
 def test_an_atropos_api_that_answers_is_no_finding(atropos, desk):
@@ -380,7 +423,7 @@ def test_a_wrong_command_line_has_an_exit_code_of_its_own(argv, desk):
 def test_memory_is_told_as_a_table(desk):
     argv = desk.recipe(start_vllm=True, gradient_checkpointing=False)
     table = examine([*argv, "--device_memory_gb", "64"]).memory["table"]
-    assert table[0].startswith("Memory per process at the peak, estimated from the model's config, in GiB")
+    assert table[0].startswith("Peak memory per process in GiB, estimated (micro-batches of ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -390,7 +433,7 @@ def test_a_run_in_bfloat16_on_a_gpu_is_planned_where_there_is_none(desk):
     assert (found.code, found.seen) == ("no-gpu", "bf16: True")
     report = examine([*argv, "--device_memory_gb", "80"])
     assert report.findings == []
-    assert report.memory["table"][0].startswith("Memory per device at the peak")
+    assert report.memory["table"][0].startswith("Peak memory per device")
 
 
 def test_without_the_models_config_there_is_no_estimate_and_the_rest_is_checked(desk):

@@ -130,7 +130,7 @@ def require_known(command: Command, desk: Path) -> None:
         options, given = serve_parser().parse_known_args(words[2:])
         vllm_arguments(options.model, given, cpu=False, mode=options.vllm_mode)
     elif words[0] == "trl-atropos":
-        assert stated(words) <= own_flags() | training_flags() | {"--config_file", "--num_processes"}, command
+        assert stated(words) <= own_flags() | training_flags() | launch_flags(), command
 
 
 def stated(words: list[str]) -> set[str]:

@@ -201,10 +201,10 @@ def test_the_versions_of_gpus_are_those_that_are_allowed_and_named():
     assert {"vllm", "torch", "transformers", "trl", "atroposlib", "accelerate", "peft"} <= run.keys()
     assert not [name for name, versions in allowed.items() if name in run and run[name] not in versions]
     vllm, torch, transformers = (".".join(run[name].split(".")[:2]) for name in ("vllm", "torch", "transformers"))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"On NVIDIA H200s with vLLM {vllm}, torch {torch}, transformers {transformers} and" in readme
+    proven = " ".join((ROOT / "docs/proven.md").read_text().split())
+    assert f"On NVIDIA H200s with vLLM {vllm}, torch {torch}, transformers {transformers} and" in proven
     last = max(int(one.version.split(".")[1]) for one in allowed["vllm"]) - 1  # below 0.33
     assert (
         f"**Not run on GPUs yet**: InfiniBand, more than one machine, vLLM 0.{int(vllm[2:]) + 1} to 0.{last},"
-        in readme
+        in proven
     )

@@ -257,6 +257,7 @@ def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
 ENTRY = {"path": ENVIRONMENT, "problems": 3}
 WRONG = {
     "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
+    "greedy": ({**ENTRY, "temperature": 0, "samples": 2}, {}, "set `samples: 1`"),
     "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),
     "no script": ({"path": "nowhere.py"}, {}, "there is no script 'nowhere.py'"),
     "unknown": ({**ENTRY, "sample": 3}, {}, "sample: Extra inputs"),

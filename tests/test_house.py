@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
-MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 16_250, 11, 79
+MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 78, 17_150, 11, 79
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
 # `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
 EVERYBODYS = {"trl_atropos", "errors", "logging", "protocol"}
 MAY_IMPORT = {
-    "cli": {"check", "train", "report", "front", "server"},
+    "cli": {"check", "commands", "train", "report", "front", "server"},
+    "commands": {"check", "recipe", "rollouts", "server_client", "services", "train", "weights"},
     "check": {"batches", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
     "train": {"recipe", "services", "trainer", "config", "distributed", "report", "weights"},
     "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},
@@ -132,7 +133,7 @@ def test_rollouts_and_weights_do_not_know_each_other():
 
 @pytest.mark.parametrize("room", ["train", "check"])
 def test_only_the_command_line_imports(room):
-    assert [name for name, allowed in MAY_IMPORT.items() if room in allowed] == ["cli"]
+    assert {name for name, allowed in MAY_IMPORT.items() if room in allowed} <= {"cli", "commands"}
 
 
 def test_the_package_can_be_read_in_a_day():

@@ -6,6 +6,7 @@ Measured on the CPU, from the kernel's accounts of the processes. There is no fi
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tests.rollout_factory import record
 from tests.server_process import MAX_MODEL_LEN, Server, running_server
 from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
+from trl_atropos.check import examine
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Launch, plan_of
 from trl_atropos.check.memory import case_of, state_bytes
@@ -189,12 +191,12 @@ def large(tmp_path_factory) -> str:
 
 def on_gpus(folder: Path, model: str | Path, gib: float = 40, **settings) -> Estimate:
     """Of a run with a server, on GPUs that are not here."""
-    launch = settings.pop("launch", None)
+    launch, host = settings.pop("launch", None), settings.pop("host_gib", None)
     recipe = {"model_name_or_path": str(model), "start_vllm": True, "max_steps": 1, "output_dir": str(folder / "run")}
     recipe |= {"vllm_args": ["--max-model-len", "4096"], "per_device_train_batch_size": 2, **settings}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     parsed = parse(["--config", str(folder / "recipe.yaml")])
-    return estimate(case_of(parsed, plan_of(parsed.training, Launch(gib, config_file=launch))))
+    return estimate(case_of(parsed, plan_of(parsed.training, Launch(gib, host, config_file=launch))))
 
 
 def test_a_config_without_weights_is_enough(large, tmp_path):
@@ -278,6 +280,46 @@ def test_a_server_on_a_gpu_serves_a_float32_checkpoint_in_16_bits(large, tmp_pat
     assert on_gpus(tmp_path, tmp_path / "float32", vllm_mode="server").server.items["weights"] == 2 * PARAMETERS
 
 
+# ----------------------------------------------------------------------------------------------------- the recipes
+
+
+def config_of(hidden: int, inner: int, layers: int, heads: int, groups: int, folder: Path) -> str:
+    """Of a Qwen2.5, without weights."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 152064}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 32768}
+    fields = {"dtype": "bfloat16", "tie_word_embeddings": False, "architectures": ["Qwen2ForCausalLM"]}
+    AutoConfig.for_model("qwen2", **sizes, **fields).save_pretrained(folder)
+    return str(folder)
+
+
+QWEN = {"7B": (3584, 18944, 28, 28, 4), "72B": (8192, 29568, 80, 64, 8)}
+
+
+@pytest.mark.parametrize(
+    "recipe, config, gib, size, host",
+    [
+        ("colocate_7b", "single_gpu", 80, "7B", 114),  # GiB of host memory that its head names
+        pytest.param("colocate_7b_lora", "single_gpu", 80, "7B", 2, marks=pytest.mark.slow(15)),
+        pytest.param("nccl_lora_72b", "zero3", 80, "72B", 0, marks=pytest.mark.slow(30)),
+        pytest.param("zero3_72b", "zero3", 141, "72B", 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_recipe_for_a_large_model_fits_into_the_gpus_that_it_names(
+    recipe, config, gib, size, host, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    head = (ROOT / f"recipes/gsm8k/{recipe}.yaml").read_text().split("\n\n")[0].replace("\n# ", " ")
+    assert f"{size} model" in head and f"{gib} GB" in head and (not host > 2 or f"{host} GiB" in head)
+    argv = ["--config", f"recipes/gsm8k/{recipe}.yaml", "--output_dir", str(tmp_path / "run")]
+    argv += ["--model_name_or_path", config_of(*QWEN[size], tmp_path / "model")]
+    machines = ["--num_machines", "2", "--num_processes", "16"] if recipe == "zero3_72b" else []
+    argv += ["--config_file", f"configs/accelerate/{config}.yaml", *machines, "--devices", "8"]
+    report = examine([*argv, "--device_memory_gb", str(gib), "--host_memory_gb", str(host or 1)])
+    assert [one for one in report.findings if one.code != "disk"] == []  # of this machine
+    assert report.memory["fits"] and report.memory["total"] < 0.9 * gib * GIB
+    assert report.memory["host"] > (host - 1) * GIB
+
+
 # ------------------------------------------------------------------------------------------------- what does not fit
 
 
@@ -290,19 +332,78 @@ def test_a_run_that_fits_has_no_finding_and_a_table_that_adds_up(large, tmp_path
     assert sum(found.server.items.values()) == int(0.4 * 40 * GIB)
 
 
-def test_a_run_that_does_not_fit_is_told_what_to_change_and_what_each_change_saves(large, tmp_path):
-    settings = {"gradient_checkpointing": False, "per_device_train_batch_size": 16, "group_by_length": False}
-    found = on_gpus(tmp_path, large, 12, **settings)
+WRITTEN = re.compile(r"`(?:(\w+): ([^`]+)|(--[\w-]+) ([^`]+))`")
+ROOMY = {"gradient_checkpointing": False, "per_device_train_batch_size": 16, "group_by_length": False}
+
+
+def written(offer: str) -> list[dict]:
+    """The settings of each change that an offer lists."""
+    changes = []
+    for text in offer.partition(" It then ")[0].split(";"):
+        found = [match.groups() for match in WRITTEN.finditer(text)]
+        flags = [word for *_, flag, value in found if flag for word in (flag, value)]
+        settings = {name: yaml.safe_load(value) for name, value, *_ in found if name}
+        changes.append(settings | ({"vllm_args": ["--max-model-len", "4096", *flags]} if flags else {}))
+    return changes
+
+
+@pytest.mark.parametrize("gib, settings", [(40, ROOMY), (26, ROOMY), (44, {"offload_master_weights": True, **ROOMY})])
+def test_what_is_said_to_be_enough_is_enough_and_nothing_of_it_needless(gib, settings, large, tmp_path):
+    found = on_gpus(tmp_path, large, gib, **settings)
+    [finding] = findings(found)
+    assert f"The run takes {found.total / GIB:.2f} GiB" in finding.what and f"{gib}.00" in finding.what
+    offers = re.split(r" Or train ", finding.fix)
+    assert len(offers) == (2 if "Change, " in finding.fix else 1) and "use_peft: true" in offers[-1]
+    for offer in offers:
+        changes = written(offer)
+        then = on_gpus(tmp_path, large, gib, **settings | dict(pair for one in changes for pair in one.items()))
+        assert f"It then takes {then.total / GIB:.2f}" in offer and then.total <= 0.95 * gib * GIB
+        for one in changes if "use_peft" not in offer else changes[1:]:
+            others = settings | dict(pair for other in changes if other is not one for pair in other.items())
+            assert on_gpus(tmp_path, large, gib, **others).total > 0.95 * gib * GIB, one
+
+
+def test_each_change_says_what_it_saves(large, tmp_path):
+    found = on_gpus(tmp_path, large, 40, **ROOMY)
     [text] = map(str, findings(found))
-    assert f"The run takes {found.total / GIB:.2f} GiB" in text and "12.00" in text
-    changes = ["--gpu-memory-utilization", "gradient_checkpointing: true", "per_device_train_batch_size: 8"]
-    changes += ["optim: adamw_bnb_8bit", "offload_master_weights: true"]
-    places = [text.index(change) for change in changes]
-    assert places == sorted(places)
-    less = found.server.total - int(0.92 * 12 * GIB) + int(float(text.split("utilization ")[1][:4]) * 12 * GIB)
-    checkpointing = on_gpus(tmp_path, large, 12, **settings | {"gradient_checkpointing": True})
-    assert f"(saves {(found.server.total - less) / GIB:.2f})" in text
+    less = found.server.total - int(float(text.split("utilization ")[1][:4]) * 40 * GIB)
+    assert f"(saves {less / GIB:.2f})" in text
+    checkpointing = on_gpus(tmp_path, large, 40, **ROOMY | {"gradient_checkpointing": True})
     assert f"`gradient_checkpointing: true` (saves {(found.total - checkpointing.total) / GIB:.2f})" in text
+    assert (
+        "`offload_master_weights: true` (saves" in text and f"takes {PARAMETERS * 16 / GIB:.2f} of host memory" in text
+    )
+
+
+def test_host_memory_is_compared_where_it_is_known(large, tmp_path):
+    settings = {"offload_master_weights": True, "vllm_args": ["--max-model-len", "4096", "--kv-cache-memory", "1G"]}
+    unknown = on_gpus(tmp_path, large, 80, **settings)
+    assert unknown.fits and unknown.case.plan.host is None and unknown.host == PARAMETERS * 16
+    [finding] = findings(on_gpus(tmp_path, large, 80, host_gib=24, **settings))
+    assert finding.seen == f"{PARAMETERS * 16 / GIB:.2f} of 24.00 GiB of host memory"
+    assert "`offload_master_weights: false` (saves" in finding.fix
+    [finding] = findings(on_gpus(tmp_path, large, 20, host_gib=24))  # which must not be told to offload
+    assert "offload_master_weights" not in finding.fix and "Train an adapter: " in finding.fix
+
+
+def test_of_several_machines_each_has_the_host_memory_of_its_processes(large, tmp_path):
+    content = {"distributed_type": "DEEPSPEED", "num_processes": 8, "num_machines": 4}
+    content["deepspeed_config"] = {"zero_stage": 2, "offload_optimizer_device": "cpu"}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
+    found = on_gpus(tmp_path, large, vllm_mode="server", dtype="bfloat16", launch=str(tmp_path / "launch.yaml"))
+    assert found.host == 2 * sum(found.trainer.host.values()) and found.host == pytest.approx(
+        16 * PARAMETERS / 4, 1e-6
+    )
+
+
+def test_a_server_that_the_run_does_not_start_is_not_judged_by_flags_that_it_does_not_get(large, tmp_path):
+    arguments = ["--max-model-len", "40960", "--gpu-memory-utilization", "0.1"]
+    settings = {"vllm_mode": "server", "start_vllm": False, "vllm_args": arguments, "dtype": "bfloat16"}
+    found = on_gpus(tmp_path, large, 16, **settings, max_sequence_length=4096)
+    assert "server" not in found.table()[0] and found.case.length == 4096
+    assert [one.code for one in findings(found)] == ["memory"] and "vllm_args" not in str(list(findings(found)))
+    [finding] = findings(on_gpus(tmp_path, large, 16, **settings))
+    assert "set `max_sequence_length` to the server's `--max-model-len`" in finding.fix
 
 
 def test_where_the_run_chooses_how_large_micro_batches_are_it_is_told_to_choose_smaller_ones(large, tmp_path):
@@ -310,7 +411,7 @@ def test_where_the_run_chooses_how_large_micro_batches_are_it_is_told_to_choose_
     found = on_gpus(tmp_path, large, 1, **settings, offload_master_weights=True)
     assert "micro-batches of 4 x 1024 tokens" in found.table()[0]
     [*_, text] = map(str, findings(found))
-    assert "`max_tokens_per_micro_batch: 2048` (saves" in text
+    assert "`max_tokens_per_micro_batch: 1024` (saves" in text
 
 
 def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
@@ -321,22 +422,15 @@ def test_where_nothing_else_is_left_it_is_an_adapter(large, tmp_path):
     assert "`use_peft: true` and `lora_target_modules: all-linear` (saves" in str([*findings(found)][-1])
 
 
-def test_what_is_said_to_be_enough_is_enough(large, tmp_path):
-    by_number = ADAPTER | {"group_by_length": False}
-    found = on_gpus(tmp_path, large, 40, **by_number)
-    [text] = map(str, findings(found))
-    share = text.split("`--gpu-memory-utilization ")[1][:4]
-    assert text.count("saves") == 1
-    arguments = ["--max-model-len", "4096", "--gpu-memory-utilization", share]
-    assert list(findings(on_gpus(tmp_path, large, 40, **by_number, vllm_args=arguments))) == []
-
-
 def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(large, tmp_path):
     """One that is started by hand has other flags, and may well fit."""
     settings = {**ADAPTER, "vllm_mode": "server", "max_sequence_length": 4096}
     settings["vllm_args"] = ["--gpu-memory-utilization", "0.15", "--max-model-len", "40960"]
     first, *_ = findings(on_gpus(tmp_path, large, 40, **settings))
-    assert first.code == "kv-cache" and "Raise `--gpu-memory-utilization`" in first.fix
+    assert first.code == "kv-cache" and "Raise `--gpu-memory-utilization` in `vllm_args` to at least 0." in first.fix
+    share = first.fix.split("at least ")[1][:4]
+    settings["vllm_args"] = ["--gpu-memory-utilization", share, "--max-model-len", "40960"]
+    assert "kv-cache" not in [one.code for one in findings(on_gpus(tmp_path, large, 40, **settings))]
     by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
     assert list(findings(by_hand)) == [] and by_hand.server is None
     assert "  The server is not started by this run, and not estimated." in by_hand.table()

@@ -64,7 +64,7 @@ def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it
     recipe.write_text(
         f"model_name_or_path: {tiny_model}\noutput_dir: {tmp_path / 'run'}\nmax_steps: 1\nuse_cpu: true\n"
     )
-    monkeypatch.setattr(train, "_set_up_logging", lambda training: None)  # which would be that of all tests
+    monkeypatch.setattr(train, "set_up_logging", lambda training: None)  # which would be that of all tests
     with pytest.raises(AtroposTrainingError, match=f"process {holder.pid} "):
         train.run(parse(["--config", str(recipe)]))
     assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]

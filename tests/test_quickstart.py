@@ -123,7 +123,7 @@ def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stoppe
     environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
     settings = {"environments": environments, "per_device_train_batch_size": 16, "max_completion_length": 64}
     settings |= {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
-    asked = {"path": "recipes/quickstart/environment.py", "name": "letters", "problems": 6, "samples": 2}
+    asked = {"path": "recipes/quickstart/environment.py", "name": "letters", "problems": 6}
     settings["evaluations"] = [asked | {"temperature": 0.0, "passes_above": 0.0, "every": 6}]
     train(tmp_path, max_steps=4, **settings)
     run = tmp_path / "run"

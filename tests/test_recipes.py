@@ -160,6 +160,18 @@ $1800
 1800\text{ m}^2
 1800 \, \text{cm}^3
 \$1800 \text{ per year}
+\text{1,800}
+\text{\$1{,}800.00}
+\textbf{1{,}800 dollars}
+1\text{,}800
+1,800 dollars
+\underline{\textbf{1800}}
+{\bf 1800}
+\approx 1800
+1800\text{ USD}
+\textdollar 1800
+\frac{3600}{\text{2}}
+\frac{\frac{7200}{2}}{2}
 \frac{3600}{2}
 \dfrac{1800}{1}
 x = 1800
@@ -177,7 +189,11 @@ x
 18.00
 1.800
 1,8,0,0
+1,80
 1800x
+\text{1800 or 1900}
+\frac{\frac{1800}{2}}{2}
+1800\%\text{ of }3
 1800!
 \pm 1800
 x > 1800
@@ -414,6 +430,7 @@ SEEN_ELSEWHERE = (
     *(
         f"recipes/gsm8k/{name}.yaml"
         for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
+        + ("colocate_7b", "colocate_7b_lora", "nccl_lora_72b")
     ),
     "recipes/own_environment/cpu.yaml",  # the quickstart's, with another environment, which `tool_use` is too
     "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
@@ -456,6 +473,8 @@ def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     (config,) = [note["config"] for note in notes if "config" in note]
     wanted = yaml.safe_load((ROOT / overlay).read_text()) if overlay else {}
     assert {name: config[name] for name in wanted} == wanted
+    evaluated = [note["metrics"]["problems"] for note in notes if "evaluation" in note]
+    assert evaluated == [2, 2] * ("gsm8k" in recipe)  # all that there are, before the first step and after the last
     if "tool_use" in recipe:
         the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)
 

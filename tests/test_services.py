@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -78,6 +79,27 @@ def running(services: Services, name: str) -> int:
         time.sleep(0.05)
     [pid] = members(guard_of(services, name))
     return pid
+
+
+STARTING = """
+import time
+print("(APIServer pid=5) INFO 11-23 13:30:18 [loader.py:501] Loading weights took 0.01 seconds")
+print("Capturing CUDA graphs:  10%|#  |", end="\\r")
+print("Capturing CUDA graphs:  35%|###|", flush=True)
+print("  ---", flush=True)
+time.sleep(600)
+"""
+
+
+def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(services, monkeypatch, caplog):
+    monkeypatch.setattr(manager, "TOLD_EVERY", 0.6)
+    monkeypatch.setenv("COLUMNS", "80")
+    caplog.set_level("INFO", "trl_atropos")
+    services.start("vllm", [sys.executable, "-c", STARTING], health_url=f"http://127.0.0.1:{free_port()}/health")
+    with pytest.raises(ServiceError, match="did not become healthy"):
+        services.wait_healthy("vllm", timeout=3)
+    told = [record.getMessage() for record in caplog.records if "is starting" in record.getMessage()]
+    assert len(told) >= 2 and re.fullmatch(r"vllm is starting, [123] s: Capturing CUDA graphs: 35%\|###\|", told[-1])
 
 
 def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(services, free_url):

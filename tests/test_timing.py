@@ -34,7 +34,7 @@ from trl_atropos.metrics.timing import (
     Stopwatch,
     bottleneck,
 )
-from trl_atropos.report.summary import format_line
+from trl_atropos.report.summary import LineCallback
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
@@ -472,7 +472,11 @@ def test_without_a_step_nothing_is_named():
     assert bottleneck({"reward": 1.0}) is None
 
 
-def test_the_line_in_the_terminal_ends_with_the_bottleneck():
-    line = format_line(10, 300, {"reward": 0.5} | logged(**{WAIT: 6.1, COMPUTE: 3.9}))
-    told = "the environments cannot keep up: 61 % of the step is waiting"
-    assert line == f"step  10/300  reward 0.500  wait 6.10s  publish 0.000s  ({told})"
+def test_the_bottleneck_is_told_at_first_and_when_another_one_has_stayed_for_two_logs():
+    waiting, computing = {WAIT: 6.1, COMPUTE: 3.9}, {WAIT: 3.9, COMPUTE: 6.1}
+    neither = {WAIT: 4.0, COMPUTE: 4.0, PUBLISH: 2.0}
+    lines = LineCallback()
+    seen = [waiting, waiting, computing, waiting, computing, computing, computing, neither, neither, neither]
+    told = [lines._news(logged(**seconds)).partition(":")[0] for seconds in seen]
+    slow, busy = "the environments cannot keep up", "the trainer is the bottleneck"
+    assert told == [slow, "", "", "", "", busy, "", "", "nothing takes half of the step any more", ""]

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 DISTRIBUTED = ("CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
+COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:
@@ -54,8 +55,10 @@ def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built)
     needed = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "trl_atropos").rglob("*")
-        if path.suffix in (".py", ".html", ".css", ".js", ".typed") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".html", ".css", ".js", ".sh", ".typed") and "__pycache__" not in path.parts
     }
+    template = [*(ROOT / "recipes/own_environment").glob("*.*"), ROOT / "recipes/quickstart/make_model.py"]
+    needed |= {f"trl_atropos/{path.relative_to(ROOT).as_posix()}" for path in template}
     assert {"trl_atropos/py.typed", "trl_atropos/report/page.html"} < needed == names
 
 
@@ -95,7 +98,7 @@ def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_the_command_says_what_there_is_to_do(installed, tmp_path):
     told = succeed(installed / "trl-atropos", "--help", cwd=tmp_path, timeout=240)
-    assert all(f"\n  {command} " in told for command in ("check", "serve", "report", "bench"))
+    assert all(f"\n  {command} " in told for command in COMMANDS)
     version = distribution("trl_atropos").version
     assert succeed(installed / "trl-atropos", "--version", cwd=tmp_path, timeout=240).split()[-1] == version
 
@@ -106,23 +109,25 @@ def test_benchmarks_need_a_checkout(installed, tmp_path):
     assert "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
 
 
+def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(installed, tmp_path):
+    succeed(installed / "trl-atropos", "init", "mine", cwd=tmp_path, timeout=120)
+    written = (tmp_path / "mine/environment.py").read_text()
+    assert (
+        written.partition('"""\n')[2]
+        == (ROOT / "recipes/own_environment/environment.py").read_text().partition('"""\n')[2]
+    )
+    script = ["slurm", "mine/colocate.yaml", "--nodes", "2", "--vllm_mode", "server", "--output", "job.sh"]
+    succeed(installed / "trl-atropos", *script, cwd=tmp_path, timeout=240)
+    assert f"export PATH={installed}:$PATH" in (tmp_path / "job.sh").read_text()
+
+
 @pytest.mark.server
 def test_the_quickstart_is_checked_trained_and_reported_from_the_wheel(installed, elsewhere):
     atropos, vllm = free_urls(2)
     recipe = ["--config", RECIPE, "--max_steps", "3", "--atropos_url", atropos, "--vllm_server_base_url", vllm]
     succeed(installed / "trl-atropos", "check", *recipe, cwd=elsewhere, timeout=200)
-    # Neither the launcher's configuration nor anything else of the checkout is needed.
-    launch = [
-        "-m",
-        "accelerate.commands.launch",
-        "--quiet",
-        "--cpu",
-        "--num_processes",
-        "1",
-        "-m",
-        "trl_atropos.train",
-    ]
-    succeed(installed / "python", *launch, *recipe, cwd=elsewhere, timeout=800)
+    # Neither a configuration of accelerate nor anything else of the checkout is needed.
+    succeed(installed / "trl-atropos", "train", *recipe, cwd=elsewhere, timeout=800)
     run = elsewhere / "runs/quickstart"
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
     assert (run / "model.safetensors").is_file()

@@ -6,25 +6,39 @@ from pathlib import Path
 
 from trl_atropos import __version__
 
-USAGE = """usage: trl-atropos check --config recipe.yaml [--any_field value] [--json]
-       trl-atropos eval --config recipe.yaml [--checkpoint FOLDER] [--any_field value]
+USAGE = """usage: trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]
+       trl-atropos check RECIPE [--SETTING VALUE ...] [--json]
+       trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
+       trl-atropos init NAME
+       trl-atropos eval RECIPE [--checkpoint FOLDER] [--SETTING VALUE ...]
        trl-atropos serve MODEL [--vllm_mode MODE] [any flag of `vllm serve`]
        trl-atropos report RUN_DIR [--output FILE] [--max_rollouts N]
+       trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]
        trl-atropos bench NAME [options]
        trl-atropos --version
 
 commands:
-  check   find what is wrong with a recipe and its environments before a run, and what to do about it; starts nothing
-  eval    make a recipe's evaluations of a checkpoint, or of the model it begins with
-  serve   start the vLLM server that environments sample from and a trainer keeps in step with
-  report  write one HTML file about a run: curves, warnings, settings, and its rollouts token by token
-  bench   measure this machine, in a checkout; `trl-atropos bench --help` lists what
+  train   train by a recipe: `accelerate launch ... -m trl_atropos.train` in one
+          command
+  check   find what is wrong with a recipe and its environments before a run,
+          and what to do about it; starts nothing
+  try     run one group through environment, server and checks, and show its
+          rollouts, or the traceback of the environment
+  init    write a recipe and an environment to change into a new folder
+  eval    make the evaluations of a recipe, of a checkpoint or of the model that
+          the recipe begins with
+  serve   start the vLLM server that environments sample from and a trainer
+          keeps in step with
+  report  write one HTML file about a run: curves, warnings, settings, and its
+          rollouts token by token
+  slurm   write a batch script for a run over several nodes of a SLURM cluster
+  bench   measure this machine, in a checkout; `trl-atropos bench --help` lists
+          what
 
-`trl-atropos COMMAND --help` says more. Training is started with accelerate:
-  accelerate launch --config_file configs/accelerate/cpu.yaml -m trl_atropos.train --config recipes/NAME/X.yaml
-  python -m trl_atropos.train --help
+`trl-atropos COMMAND --help` says more.
 
-Exit codes: 0 when all is well, 1 after an error or when `check` finds one, 2 after wrong use, 130 after Ctrl-C.
+Exit codes: 0 when all is well, 1 after an error or when `check` finds one,
+2 after wrong use, 130 after Ctrl-C.
 """
 
 
@@ -43,17 +57,28 @@ def _run(words: list[str]) -> None:
     if command == "--version":
         sys.stdout.write(f"trl_atropos {__version__}\n")
         return
-    if command == "check":
-        from trl_atropos.check import main as run
+    if command in ("check", "eval", "slurm", "try"):
+        from trl_atropos.commands import with_recipe
         from trl_atropos.train import apply_recipe_environment
 
+        arguments = with_recipe(arguments)
         apply_recipe_environment(arguments)
+    if command == "train":
+        from trl_atropos.commands import train as run
+    elif command == "check":
+        from trl_atropos.check import main as run
+    elif command == "try":
+        from trl_atropos.commands.rehearsal import main as run
     elif command == "eval":
-        from trl_atropos.train import evaluate_main as run
+        from trl_atropos.commands import evaluate as run
+    elif command == "init":
+        from trl_atropos.commands import init as run
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":
         from trl_atropos.report.page import main as run
+    elif command == "slurm":
+        from trl_atropos.commands.slurm import main as run
     elif command == "bench":
         run = _benchmarks()
     else:

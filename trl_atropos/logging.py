@@ -7,6 +7,7 @@ the records there instead, until `disable_propagation()`.
 
 import logging
 import os
+import shutil
 import sys
 from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
@@ -60,6 +61,18 @@ def enable_propagation() -> None:
 def verbosity_of_environment() -> int | None:
     """The level that `TRL_ATROPOS_VERBOSITY` names, if it names one."""
     return LEVELS.get(os.environ.get(VARIABLE, "").lower())
+
+
+def columns() -> int | None:
+    """Width of the terminal that stdout is, or what `COLUMNS` says. `None` for a file, where lines may be long."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return shutil.get_terminal_size().columns if known else None
+
+
+def cut(text: str, room: int) -> str:
+    """The text, without its middle if it is longer than `room` characters."""
+    kept = max(2, room) - 1
+    return text if len(text) <= room else f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
 
 
 _console = _Console()

@@ -4,14 +4,17 @@ Both sides import this module; neither imports the other. Everything that crosse
 models where it enters.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
@@ -282,6 +285,16 @@ def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return values, rest
+
+
+def stated_settings(argv: list[str]) -> dict[str, Any]:
+    """The settings as they are written: of the recipe, its overlays, and the command line, each over those before."""
+    (recipes, argv), settings = values_of("--config", argv), {}
+    overlays, argv = values_of("--overlay", argv)
+    for path in [*recipes, *overlays]:
+        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):  # the parser says it
+            settings |= yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
 def parallel(flags: Iterable[str]) -> tuple[int, str]:

@@ -7,6 +7,7 @@ command-line flags win over all. `trl_atropos.train` and `trl-atropos check` cal
 The run writes what a recipe does not say of an environment into the file that Atropos' own `--config` reads.
 """
 
+import contextlib
 import difflib
 import math
 import os
@@ -152,6 +153,7 @@ class Recipe:
             "ensure_scores_are_not_same": False,  # the trainer counts groups without variance, or replaces them
             "use_wandb": False,
             "wandb_name": spec.name,  # under which the environment registers
+            "state_file": self._file_of(spec, "state"),  # where it may keep what it needs when it is started again
         }
         return {"env": {**known, **spec.config}, "openai": servers, "slurm": False}
 
@@ -166,7 +168,7 @@ class Recipe:
             fixed = {"seed": EVALUATION_SEED, "total_steps": spec.problems, "group_size": spec.samples}
             fixed |= {"temperature": self.training.temperature if spec.temperature is None else spec.temperature}
             fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
-        content["env"] = {**content["env"], **fixed, **spec.config}
+        content["env"] = {**content["env"], "state_file": None, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         python, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
@@ -174,6 +176,10 @@ class Recipe:
         return [python, f"{SITE}/groups.py", script, kind, "--config", str(path)]
 
     def write_environment_file(self, spec: EnvironmentSpec) -> None:
+        """A new run, unlike one that is resumed, begins without the environment's `state_file`."""
+        if self.training.resume_from_checkpoint is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._file_of(spec, "state"))
         content, path = self.environment_file(spec), self._file_of(spec)
         if content is not None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -186,8 +192,8 @@ class Recipe:
         own = {flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")}
         return spec.config | own
 
-    def _file_of(self, spec: EnvironmentSpec) -> str:
-        return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.yaml"))
+    def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> str:
+        return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.{kind}"))
 
 
 class _Parser(TrlParser):

@@ -28,38 +28,44 @@ STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
 LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
-USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--overlay FILE ...] [--SETTING VALUE ...]"
+USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--SETTING VALUE ...]"
 DESCRIPTION = """\
-Trains by a recipe, a YAML file of `setting: value` lines: starts the services that it names, trains, saves the model
-in `output_dir`, and stops what it started. Overlays change settings of it; later ones win, flags win over all.
+Trains by a recipe, a YAML file of `setting: value` lines: starts the services
+that it names, trains, saves the model in `output_dir`, and stops what it
+started. Overlays (`--overlay FILE`, several times) change settings of it; later
+ones win, flags win over all.
 
-  accelerate launch -m trl_atropos.train --config recipes/quickstart/colocate.yaml --max_steps 100
-  accelerate launch -m trl_atropos.train --config my.yaml --resume_from_checkpoint true
+  trl-atropos train recipes/quickstart/colocate.yaml --max_steps 100
+  trl-atropos train my.yaml --num_processes 8 --resume_from_checkpoint true
 
-`trl-atropos check` takes the same command line, starts nothing, and says what is wrong.
+runs accelerate's launcher, with its flags among the settings. The same by hand:
+
+  accelerate launch -m trl_atropos.train --config my.yaml --max_steps 100
+
+`trl-atropos check` takes the same command line, starts nothing, and says what
+is wrong.
 """
 EPILOG = """\
 settings of TRL and Transformers:
-  All of GRPOConfig, TrainingArguments and ModelConfig. Those that most runs set: model_name_or_path, output_dir,
-  max_steps, per_device_train_batch_size, gradient_accumulation_steps, learning_rate, temperature, loss_type, beta,
-  num_iterations, epsilon_high, max_completion_length, save_steps, logging_steps, log_completions, report_to, run_name,
-  seed, bf16, gradient_checkpointing, use_peft, lora_r, lora_target_modules, push_to_hub, hub_model_id,
-  resume_from_checkpoint. `--help_all` lists every one with its meaning.
+  All of GRPOConfig, TrainingArguments and ModelConfig. Those that most runs
+  set: model_name_or_path, output_dir, max_steps, per_device_train_batch_size,
+  gradient_accumulation_steps, learning_rate, temperature, loss_type, beta,
+  num_iterations, epsilon_high, max_completion_length, save_steps,
+  logging_steps, log_completions, report_to, run_name, seed, bf16,
+  gradient_checkpointing, use_peft, lora_r, lora_target_modules, push_to_hub,
+  hub_model_id, resume_from_checkpoint. `--help_all` lists every one with its
+  meaning.
 
 environment variables:
-  TRL_ATROPOS_VERBOSITY   debug, info (the default), warning, error or critical; the setting `log_level` comes first
-  TRL_ATROPOS_TOKEN       control token of an inference server that the run does not start itself
-  HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, WANDB_MODE ...   as everywhere; the services that the run starts get them too
+  TRL_ATROPOS_VERBOSITY   debug, info (the default), warning, error or critical;
+                          the setting `log_level` comes first
+  TRL_ATROPOS_TOKEN       control token of an inference server that the run does
+                          not start itself
+  HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, WANDB_MODE ...
+                          as everywhere; the services of the run get them too
 
-exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM.
-"""
-
-
-EVAL_USAGE = """\
-usage: trl-atropos eval --config RECIPE [--checkpoint FOLDER] [--overlay FILE] [--SETTING VALUE ...]
-
-Makes the `evaluations` of a recipe, without training: of a checkpoint, or of the model that the recipe begins with.
-With `start_vllm: true`, it starts the inference server for it; otherwise it evaluates what the running one serves.
+exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C,
+143 after SIGTERM.
 """
 
 
@@ -112,12 +118,12 @@ def apply_recipe_environment(argv: list[str]) -> None:
                 os.environ.update({str(key): str(value) for key, value in content["env"].items()})
 
 
-def print_help() -> None:
+def print_help(usage: str = USAGE) -> None:
     """Prints the settings that this package adds to TRL's, in groups. `--help_all` lists TRL's, too."""
     from trl_atropos.config import AtroposGRPOConfig, described
     from trl_atropos.recipe import ServicesConfig
 
-    texts = {"usage": USAGE, "description": DESCRIPTION, "epilog": EPILOG}
+    texts = {"usage": usage, "description": DESCRIPTION, "epilog": EPILOG}
     parser = argparse.ArgumentParser(**texts, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     for config in (ServicesConfig, AtroposGRPOConfig):
         defaults = {setting.name: setting.default for setting in fields(config)}
@@ -191,7 +197,7 @@ def run(recipe: "Recipe") -> None:
     from trl_atropos.services.output_lock import locked
 
     training = recipe.training
-    _set_up_logging(training)
+    set_up_logging(training)
     _heed_ddp_timeout(training)
     check_files(recipe)
     ranks.together(lambda: check_reports(training))
@@ -211,7 +217,7 @@ def run(recipe: "Recipe") -> None:
             raise
 
 
-def _set_up_logging(training: "AtroposGRPOConfig") -> None:
+def set_up_logging(training: "AtroposGRPOConfig") -> None:
     """The recipe's `log_level` comes before the environment's `TRL_ATROPOS_VERBOSITY`, as with transformers'."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -239,11 +245,11 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
     config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
-    _require_room(recipe)
+    require_room(recipe)
     if config.start_atropos:
         command = _module("trl_atropos.rollouts.api", atropos)
         services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again, scratch=True)
-    names = _start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
+    names = start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
@@ -256,7 +262,7 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
         services.wait_healthy(name, config.service_timeout)
 
 
-def _start_servers(recipe: "Recipe", services: "Services", mode: str, model: str) -> list[str]:
+def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str) -> list[str]:
     """Starts the inference servers of a recipe that starts any. Returns the names of the services."""
     import secrets
 
@@ -277,7 +283,7 @@ def _start_servers(recipe: "Recipe", services: "Services", mode: str, model: str
     return names
 
 
-def _require_room(recipe: "Recipe") -> None:
+def require_room(recipe: "Recipe") -> None:
     """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared memory."""
     from trl_atropos.protocol import parallel
     from trl_atropos.services.manager import require_free_port, require_shared_memory, require_sockets
@@ -353,65 +359,6 @@ def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str) -> Any
     needed = training.metric_for_best_model is not None
     how = recipe.evaluation_command, folder, training.vllm_server_urls, training.eval_timeout, needed
     return Evaluator(recipe.evaluations, services, *how) if recipe.evaluations else None
-
-
-def evaluate_main(argv: list[str]) -> None:
-    """`trl-atropos eval --config RECIPE [--checkpoint FOLDER]`: the evaluations of a recipe, without training."""
-    install_handlers()
-    apply_recipe_environment(argv)
-    if not argv or {"-h", "--help"} & set(argv):
-        sys.stdout.write(EVAL_USAGE)
-        return
-    with without_vllm():
-        from trl_atropos.protocol import values_of
-        from trl_atropos.recipe import parse
-    from trl_atropos.errors import AtroposTrainingError
-
-    checkpoints, argv = values_of("--checkpoint", argv)
-    try:
-        _evaluate(parse(argv), checkpoints[-1] if checkpoints else None)
-    except AtroposTrainingError as error:
-        _print_error(str(error))
-        sys.exit(1)
-
-
-def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
-    """Evaluates a checkpoint, or the model that the recipe begins with, by servers of its own or those that run."""
-    import tempfile
-    from dataclasses import replace
-
-    from trl_atropos.errors import EvaluationError
-    from trl_atropos.services.evaluations import results_of
-    from trl_atropos.services.manager import Services
-    from trl_atropos.weights.checkpoint import merged_model, step_of
-
-    training, config = recipe.training, recipe.services
-    _set_up_logging(training)
-    if not recipe.evaluations:
-        raise EvaluationError("The recipe has no `evaluations`", fix="List some: docs/evaluation.md shows how.")
-    if checkpoint is not None and not config.start_vllm:
-        what = "`--checkpoint` needs a server that this command starts, and the recipe has `start_vllm: false`"
-        raise EvaluationError(what, f"checkpoint: {checkpoint}", "Start a server on it, and leave `--checkpoint` out.")
-    model, step = checkpoint or recipe.model.model_name_or_path, step_of(checkpoint)
-    folder = os.path.join(training.output_dir, "eval", os.path.basename(model.rstrip("/")))
-    with tempfile.TemporaryDirectory() as scratch, Services(os.path.join(folder, "logs")) as services:
-        _require_room(recipe)
-        mode = "server" if training.vllm_mode == "restart" else training.vllm_mode
-        names = _start_servers(recipe, services, mode, merged_model(model, scratch))
-        evaluator = evaluator_of(recipe, services, folder)
-        evaluator.start(0)
-        for name in names:
-            services.wait_healthy(name, config.service_timeout)
-        evaluator.results = [result for result in results_of(training.output_dir) if step and result.step == 0]
-        evaluator.begin(step, first=True, last=True)
-        while evaluator.busy():
-            services.check()
-            for result in evaluator.poll():
-                result = replace(result, versions=(step, step)) if names else result
-                sys.stdout.write(f"{model}: {result.line()}\n")
-                sys.stdout.flush()
-            time.sleep(0.1)
-    sys.stdout.write(f"Answers and results: {folder}\n")
 
 
 def _summarise(trainer: Any) -> None:

@@ -5,8 +5,10 @@
         --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name MODEL
 """
 
+import contextlib
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
@@ -24,6 +26,7 @@ class ReasoningGymConfig(BaseEnvConfig):
     max_new_tokens: int = Field(default=1024, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the tasks: another one makes other tasks of the same kinds")
+    state_file: str | None = Field(default=None, description="Keeps how many tasks were given; a run names it")
 
 
 class ReasoningGymEnv(BaseEnv):
@@ -50,12 +53,23 @@ class ReasoningGymEnv(BaseEnv):
         self.next = None
 
     async def get_next_item(self):
-        if self.next is None:  # what the run has had comes first, where it was resumed or this was started again
-            batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy  # these wait in the queue
-            self.next = batches * self.config.batch_size // self.config.group_size
+        if self.next is None:
+            self.next = self.given_before()
         item = self.tasks[self.next % len(self.tasks)]
         self.next += 1
+        if self.config.state_file:
+            new = Path(f"{self.config.state_file}.new")
+            new.write_text(str(self.next))
+            new.replace(self.config.state_file)  # so that it is whole whenever this is killed
         return item
+
+    def given_before(self) -> int:
+        """How many tasks the run has given, where it was resumed or this was started again. Those in flight then
+        count, too. Without a file: as many as the run has had, and those that may wait in the API's queue."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(self.config.state_file or "").read_text())
+        batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy
+        return batches * self.config.batch_size // self.config.group_size
 
     async def collect_trajectories(self, item):
         messages = [{"role": "user", "content": f"{item['question']}\n\n{INSTRUCTION}"}]

@@ -3,16 +3,25 @@
 import asyncio
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from atroposlib.envs.base import BaseEnv
 
 from tests.miniature_model import REASONING_GYM
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.rollouts.source import AtroposSource
 
+ROOT = Path(__file__).parents[2]
 GROUP, BATCH = 2, 4
 ENVIRONMENTS = {
     "quickstart": "FirstLetterEnv",
@@ -114,3 +123,84 @@ def test_an_environment_goes_on_where_the_run_is(recipe, api, start, tiny_model,
         assert of_other_api == first[5 * batch : 5 * batch + 8]
     else:
         assert first[:8] not in (started_again, of_resumed, of_other_api)
+
+
+# ------------------------------------------------------------------------------------------- a file of its own
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    lines = [json.dumps({"question": f"{number}?", "answer": f"#### {number}"}) for number in range(20)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "questions.jsonl")
+
+
+def gsm8k(tiny_model: Path, data: str, **settings: Any) -> BaseEnv:
+    from recipes.gsm8k.environment import GSM8KEnv
+
+    config, servers = GSM8KEnv.config_init()
+    config = config.model_copy(update={"tokenizer_name": str(tiny_model), "dataset": data, "seed": 42, **settings})
+    return GSM8KEnv(config, [server.model_copy(update={"model_name": str(tiny_model)}) for server in servers])
+
+
+def next_of(environment: BaseEnv, number: int) -> list[str]:
+    async def ask() -> list[Any]:
+        await environment.setup()
+        return [await environment.get_next_item() for _ in range(number)]
+
+    return [item and item["question"] for item in asyncio.run(ask())]
+
+
+def test_no_question_is_asked_again_before_all_have_been_whenever_the_environment_ends(tiny_model, data, tmp_path):
+    state, asked = str(tmp_path / "state"), []
+    for number in (1, 7, 0, 20, 12):  # lives of the environment
+        asked += next_of(gsm8k(tiny_model, data, state_file=state), number)
+    assert asked == next_of(gsm8k(tiny_model, data), 40)  # as in one life
+    assert set(asked[:20]) == set(asked[20:]) and len(set(asked[:20])) == 20
+    assert asked[:20] != asked[20:]
+    (tmp_path / "state").write_text("")  # as a power cut may leave it
+    assert next_of(gsm8k(tiny_model, data, state_file=state), 20) == asked[:20]
+
+
+def test_the_test_split_is_asked_once_in_its_order_whatever_was_asked_for_training(tiny_model, data, tmp_path):
+    (tmp_path / "state").write_text("7")
+    environment = gsm8k(tiny_model, data, split="test", state_file=str(tmp_path / "state"))
+    assert next_of(environment, 22) == [*(f"{number}?" for number in range(20)), None, None]
+    assert (tmp_path / "state").read_text() == "7"
+
+
+@contextmanager
+def serving(config: Path, log: Path) -> Iterator[subprocess.Popen]:
+    """The real environment's process, which is killed at the end."""
+    command = [sys.executable, "recipes/gsm8k/environment.py", "serve", "--config", str(config)]
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow(30)
+def test_an_environment_that_is_killed_goes_on_behind_the_questions_in_flight(api, start, tiny_model, data, tmp_path):
+    """None is answered: there is no server."""
+    source = start()
+    nowhere = {
+        "base_url": "http://127.0.0.1:9/v1",
+        "model_name": str(tiny_model),
+        "server_type": "vllm",
+        "api_key": "none",
+    }
+    state, config = tmp_path / "mine.state", tmp_path / "mine.yaml"
+    env = {"rollout_server_url": api.url, "tokenizer_name": str(tiny_model), "dataset": data, "state_file": str(state)}
+    env |= {"group_size": GROUP, "max_num_workers": BATCH // GROUP, "use_wandb": False, "total_steps": -1}
+    config.write_text(yaml.safe_dump({"env": env, "openai": [nowhere, nowhere], "slurm": False}))
+    for life in (1, 2):
+        log = tmp_path / f"{life}.log"
+        with serving(config, log) as process:
+            deadline = time.monotonic() + 120
+            while not state.exists() or int(state.read_text()) < life * BATCH // GROUP:
+                assert time.monotonic() < deadline and process.poll() is None, log.read_text()[-3000:]
+                source.poll(BATCH, 0.1)
+        assert int(state.read_text()) == life * BATCH // GROUP

@@ -42,7 +42,7 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
     Qwen3Config().save_pretrained(folder)
     argv = ["--model_name_or_path", str(folder), "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"])
-    recipe.services.vllm_args = given
+    recipe.services.vllm_args, recipe.services.start_vllm = given, True
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)
@@ -153,11 +153,15 @@ def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatc
         told = ready_text("0.0.0.0", "9001", "lora", set_up_token("9001"))
         assert len(os.environ[TOKEN_VARIABLE]) > 20
         assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o600, os.environ[TOKEN_VARIABLE])
-        assert f"ready at http://{socket.gethostname()}:9001, for `vllm_mode: lora`" in told
-        assert f"`export {TOKEN_VARIABLE}=$(cat {file})`" in told
+        (line,) = told.splitlines()[1:]
+        url = f"http://{socket.gethostname()}:9001"
+        assert f"ready at {url}, vllm_mode lora, token in {file}; next: " in line
+        assert f"{TOKEN_VARIABLE}=$(cat {file}) trl-atropos train RECIPE --vllm_mode lora --start_vllm false" in line
+        assert line.endswith(f" --vllm_server_base_url {url}")
         file.chmod(0o644)
     monkeypatch.setenv(TOKEN_VARIABLE, "mine")
-    assert set_up_token("9001") == f"the one in {TOKEN_VARIABLE}, which the trainer needs, too"
+    told = ready_text("127.0.0.1", "9001", "lora", set_up_token("9001"))
+    assert f"token in {TOKEN_VARIABLE}; next: trl-atropos train " in told
 
 
 def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
@@ -165,8 +169,8 @@ def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):
     while "ready" not in (log := server.log.read_text()):
         assert time.monotonic() < deadline, log
         time.sleep(0.1)
-    assert f"trl-atropos serve: ready at {server.url}, for `vllm_mode: colocate`." in log
-    assert f"--vllm_mode colocate --start_vllm false --vllm_server_base_url {server.url}" in log
+    (line,) = [line for line in log.splitlines() if line.startswith("trl-atropos serve: ready")]
+    assert f" {server.url}, vllm_mode colocate, token in {TOKEN_VARIABLE}; next: trl-atropos train RECIPE " in line
     assert server.token not in log
 
 

@@ -17,25 +17,33 @@ from typing import Any
 
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
+from trl_atropos.logging import columns
 
 DESCRIPTION = """\
-Finds what is wrong with a recipe before it is run, and says what to do about each. Starts nothing. Takes the command
-line of `trl_atropos.train`, and some options of `accelerate launch`. What is checked:
+Finds what is wrong with a recipe before it is run, and says what to do about
+each. Starts nothing. Takes the command line of `trl-atropos train`: the
+settings, and some options of `accelerate launch`. What is checked:
 
-  recipe          every key and value, and those that must fit each other; settings that have no effect
-  versions        the versions of what is installed; the optimizer's package
-  files           model, checkpoint, recordings, output folder, and the disk for what is saved
-  services        ports, sockets and shared memory for those that the recipe starts; what answers where it starts none
-  GPUs            processes and servers against each other and the devices
-  environments    program, script, atroposlib and tokenizer; settings that the recipe states and that must fit the run
-  memory          trainer and server at their peaks, estimated from the model's config"""
+  recipe        every key and value, and those that must fit each other;
+                settings that have no effect
+  versions      of what is installed; the optimizer's package
+  files         model, checkpoint, recordings, output folder, and the disk for
+                what is saved
+  services      ports, sockets and shared memory for those that the recipe
+                starts; what answers where it starts none
+  GPUs          processes and servers against each other and the devices
+  environments  program, script, atroposlib and tokenizer; settings that the
+                recipe states and that must fit the run
+  memory        trainer and server at their peaks, estimated from the model's
+                config"""
 
 EPILOG = """\
-Errors would end the run, or train on something else than is meant; with warnings it goes on, and loses something. Exit
-code: 0 without errors, 1 with some, 2 for a command line that is wrong."""
+Errors would end the run, or train on something else than is meant; with
+warnings it goes on, and loses something. Exit code: 0 without errors, 1 with
+some, 2 for a command line that is wrong."""
 
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
-WIDTH = 110
+WIDTH = 110  # columns at most
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
@@ -44,7 +52,7 @@ ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-atropos check",
-        usage="trl-atropos check --config recipe.yaml [--json] [--any_field value]",
+        usage="trl-atropos check RECIPE [--json] [--SETTING VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, given = parser.add_argument, "as `accelerate launch` will be given it"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
+    add("--host_memory_gb", type=float, metavar="N", help="plan for machines with N GiB of memory besides")
     add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
     add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
     add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
@@ -96,7 +105,8 @@ def main(argv: list[str]) -> None:
 
 def examine(argv: list[str]) -> Report:
     """What is wrong with the run that these arguments of the main job describe."""
-    from trl_atropos.check.launch import Launch, packages, read, refused, stated_settings
+    from trl_atropos.check.launch import Launch, packages, read, refused
+    from trl_atropos.protocol import stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)
@@ -140,6 +150,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
             found += findings(fit)
             memory = {"table": fit.table(), "bytes": {one.name: one.items for one in fit.processes}}
             memory |= {"total": fit.total, "available": plan.total, "fits": fit.fits}
+            memory |= {"host": fit.host, "host_available": plan.host}
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
@@ -155,10 +166,11 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     def painted(text: str, colour: str) -> str:
         return f"{colour}{text}{PLAIN}" if colours else text
 
+    width = min(WIDTH, columns() or WIDTH)
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {painted(one.level, RED if one.level == ERROR else YELLOW)} [{one.code}]"
         for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
-            yield from textwrap.wrap(text, WIDTH, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
+            yield from textwrap.wrap(text, width, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
         yield ""
     count = Counter(one.level for one in report.findings)
     counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
@@ -169,4 +181,6 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     else:
         yield painted("Nothing wrong was found.", GREEN)
     if report.memory["table"]:
-        yield from ["", *report.memory["table"]]
+        yield ""
+        for line in report.memory["table"]:  # of which only what is no figure is long
+            yield from textwrap.wrap(line, width, drop_whitespace=False) if len(line) > width else [line]

@@ -3,8 +3,9 @@
 import copy
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,30 @@ class Estimate:
         return total + self.server.total * (len(args.vllm_server_urls) if on_cpu else 1)
 
     @property
+    def host(self) -> int:
+        """Bytes of host memory that the processes of one machine need. 0 on the CPU, where `total` has them."""
+        servers = len(self.case.training.vllm_server_urls) * sum(self.server.host.values()) if self.server else 0
+        return self.case.plan.local * sum(self.trainer.host.values()) + servers
+
+    @property
     def cache(self) -> int:
         """Bytes of the server's KV cache."""
         return self.server.items.get("KV cache", 0)
 
+    def shortage(self, spare: float = 0.0) -> int:
+        """Bytes that are missing of host memory, and on the device if this share of it is to stay free."""
+        plan = self.case.plan
+        return max(0, self.total - int((1 - spare) * plan.total)) + max(0, self.host - (plan.host or self.host))
+
     @property
     def fits(self) -> bool:
-        return self.total <= self.case.plan.total
+        return not self.shortage()
 
     def table(self) -> list[str]:
         case, plan = self.case, self.case.plan
         where, name = ("device", "the device") if plan.device == "cuda" else ("process", "the machine")
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
-        lines = [f"Memory per {where} at the peak, estimated from the model's config, in GiB ({size}):"]
+        lines = [f"Peak memory per {where} in GiB, estimated ({size}):"]
         for process in self.processes:
             title = "server" if process is self.server else f"trainer, in {process.when}"
             lines.append(_line(f"  {title}", process.total))
@@ -68,6 +80,9 @@ class Estimate:
             lines.append("  The trainer's base weights are the server's.")
         who = "both" if self.server is not None else "the trainer"
         lines.append(_line(f"  {who}, of {plan.total / GIB:.2f} that {name} has", self.total))
+        if self.host:
+            has = "of a machine" if plan.host is None else f"of {plan.host / GIB:.2f} that the machine has"
+            lines.append(_line(f"  host memory, {has}", self.host))
         return lines
 
 
@@ -85,41 +100,108 @@ def estimate(case: Case) -> Estimate:
 
 
 def findings(found: Estimate) -> Iterator[Finding]:
-    """One if the server has no room for its KV cache, and one if the run does not fit."""
-    case, total, here = found.case, f"{found.total / GIB:.2f}", f"{found.case.plan.total / GIB:.2f}"
+    """One if the server has no room for its KV cache, and one if the run does not fit, with that room."""
+    case, plan, run = found.case, found.case.plan, "The run"
+    here = f"{plan.total / GIB:.2f}"
     if found.server is not None and found.cache < smallest_cache(case):
         what = (
             f"The server has {found.cache / GIB:.2f} GiB left for its KV cache, but one rollout of `--max-model-len` "
             f"({case.max_model_len}) tokens takes {smallest_cache(case) / GIB:.2f}"
         )
-        fix = "Raise `--gpu-memory-utilization` in `vllm_args`, or lower `--max-model-len`."
-        yield Finding(what, f"{total} of {here} GiB", fix, "kv-cache")
+        own, [(flag, value)] = found.server.total, _with_cache(found, smallest_cache(case)).items()
+        fix = f"Raise `{flag}` in `vllm_args` to at least {value}, or lower `--max-model-len`."
+        if flag == "--gpu-memory-utilization" and float(value) >= 1:
+            fix = (
+                "Divide the server over more GPUs (`--tensor-parallel-size` in `vllm_args`), or take a smaller model."
+            )
+        else:
+            found, run = estimate(_changed(case, {flag: value})), "With that, the run"
+        yield Finding(what, f"{own / GIB:.2f} of {here} GiB for the server", fix, "kv-cache")
     if not found.fits:
-        parts = ", ".join(f"the {one.name} {one.total / GIB:.2f}" for one in found.processes)
-        device = "device" if case.plan.device == "cuda" else "machine"
-        what = f"The run takes {total} GiB of memory ({parts}), but the {device} has {here}"
-        yield Finding(what, f"{total} of {here} GiB", _way_out(found), "memory")
+        missing, seen = [], []
+        if found.total > plan.total:
+            total, parts = f"{found.total / GIB:.2f}", (f"the {p.name} {p.total / GIB:.2f}" for p in found.processes)
+            device = "device" if plan.device == "cuda" else "machine"
+            missing.append(f"takes {total} GiB of memory ({', '.join(parts)}), but the {device} has {here}")
+            seen.append(f"{total} of {here} GiB")
+        if plan.host is not None and found.host > plan.host:
+            takes, has = f"{found.host / GIB:.2f}", f"{plan.host / GIB:.2f}"
+            missing.append(f"takes {takes} GiB of host memory, but the machine has {has}")
+            seen.append(f"{takes} of {has} GiB of host memory")
+        yield Finding(f"{run} {', and '.join(missing)}", ", ".join(seen), _way_out(found), "memory")
+
+
+SPARE = 0.05  # of the device, which the advice leaves free: estimates are not exact
+WORTH = 0.005  # of the device, which a change saves at least, unless it is enough
+CACHE_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
+ADAPTER = {"use_peft": True, "lora_target_modules": "all-linear"}
 
 
 def _way_out(found: Estimate) -> str:
-    """Changes, each on top of those before it, until the run fits."""
-    case, total, ways = found.case, found.total, []
-    for settings in _changes(found):
-        changed = _changed(case, settings)
-        less = estimate(changed).total
-        if less < total:
-            besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if case.plan.device == "cpu" else ""  # which would come first
-            flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
-            written = [f"`{name}: {'true' if value is True else value}`" for name, value in settings.items()]
-            text = " and ".join(flags or written)
-            ways.append(f"{text} (saves {(total - less) / GIB:.2f})")
-            case, total = changed, less
-        if total <= case.plan.total:
+    """The changes with which the run fits; and an adapter, with the changes that it still needs."""
+    case, ways = found.case, []
+    if found.server is None and case.flags is not None and case.training.max_sequence_length is None:
+        reason = f"Rollouts of {case.length} tokens are expected, as many as the model takes"
+        ways.append(f"{reason}: set `max_sequence_length` to the server's `--max-model-len`.")
+    changed, then = _enough(found, _changes(found))
+    texts = [f"Change, what costs least first: {_listed(found, changed)}. {_takes(then)}"] if changed else []
+    if case.peft_config is None:
+        adapted = estimate(_changed(case, ADAPTER))
+        more, less = _enough(adapted, _changes(adapted))
+        offer = f"an adapter: {_listed(found, [ADAPTER, *more])}. {_takes(less)}"
+        if then.fits:
+            texts += [f"Or train {offer}"] if less.fits else []
+        elif less.shortage() < then.shortage() - SPARE * case.plan.total:
+            texts, then = [f"Train {offer}"], less
+    if not then.fits:
+        texts.append("Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2).")
+    return " ".join([*ways, *texts])
+
+
+def _enough(found: Estimate, changes: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Estimate]:
+    """As many of the changes as it takes until the run fits with room to spare, without those that later ones make
+    needless; and what the run takes with them. All that help, where it does not fit."""
+    taken, now = [], found
+    for settings in changes:
+        if not now.shortage(SPARE):
             break
-    way = f"Change, what costs least first: {'; '.join(ways)}. It then takes {total / GIB:.2f}." if ways else ""
-    if total > case.plan.total:
-        way += " Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
-    return way.strip()
+        tried = estimate(_changed(now.case, settings))
+        saved = now.shortage(SPARE) - tried.shortage(SPARE)
+        if saved > WORTH * found.case.plan.total or not tried.shortage(SPARE):
+            taken, now = [*taken, settings], tried
+    for settings in reversed([] if now.shortage(SPARE) else taken[:-1]):
+        fewer = [one for one in taken if one is not settings and not one.keys() <= CACHE_FLAGS]
+        tried = estimate(reduce(_changed, fewer, found.case))
+        if tried.shortage(SPARE) and tried.server is not None and (less := _smaller_cache(tried)):
+            fewer = [less, *fewer]  # as much less as these leave to do
+            tried = estimate(reduce(_changed, fewer, found.case))
+        if not tried.shortage(SPARE):
+            taken, now = fewer, tried
+    return list({tuple(one): one for one in taken}.values()), now  # of those to the same settings, the last
+
+
+def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
+    """The changes as text, and what each saves on top of those before it."""
+    texts, now = [], found
+    for settings in changes:
+        then = estimate(_changed(now.case, settings))
+        besides = " and no `VLLM_CPU_KVCACHE_SPACE`" if now.case.plan.device == "cpu" else ""  # which would come first
+        flags = [f"`{name} {value}` in `vllm_args`{besides}" for name, value in settings.items() if "--" in name]
+        before = vars(now.case.training) | vars(now.case.recipe.model)
+        different = {name: value for name, value in settings.items() if value != before.get(name)}
+        written = [f"`{name}: {str(getattr(value, 'value', value)).lower()}`" for name, value in different.items()]
+        saved, more = now.total - then.total, then.host - now.host
+        effects = [f"saves {saved / GIB:.2f}"] if saved > 0 else []
+        verb = "takes" if more > 0 else "and" if effects else "saves"
+        effects += [f"{verb} {abs(more) / GIB:.2f} of host memory"] if more else []
+        texts.append(" and ".join(flags or written) + (f" ({', '.join(effects)})" if effects else ""))
+        now = then
+    return "; ".join(texts)
+
+
+def _takes(found: Estimate) -> str:
+    host = f", and {found.host / GIB:.2f} of host memory" if found.host > GIB else ""
+    return f"It then {'takes' if found.fits else 'still takes'} {found.total / GIB:.2f}{host}."
 
 
 def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
@@ -129,34 +211,32 @@ def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
         yield smaller
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if args.max_tokens_per_micro_batch is not None and case.rollouts > 1:
-        yield {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch // 2}
-    elif case.chooses_token_budget and case.rollouts > 1:
-        yield {"max_tokens_per_micro_batch": case.rollouts // 2 * case.length}
-    elif case.rollouts > 1:
-        # A divisor, so that as many rollouts as before make an optimizer step.
-        size = max(size for size in range(1, case.rollouts // 2 + 1) if case.rollouts % size == 0)
-        steps = args.gradient_accumulation_steps * case.rollouts // size
-        yield {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+    by_tokens, rollouts = args.max_tokens_per_micro_batch is not None or case.chooses_token_budget, case.rollouts
+    while rollouts > 1:
+        rollouts //= 2
+        if by_tokens:
+            yield {"max_tokens_per_micro_batch": rollouts * case.length}
+        elif case.rollouts % rollouts == 0:  # so that as many rollouts as before make an optimizer step
+            steps = args.gradient_accumulation_steps * case.rollouts // rollouts
+            yield {"per_device_train_batch_size": rollouts, "gradient_accumulation_steps": steps}
     if case.plan.device == "cuda":  # on the CPU, the host's memory is the device's, and bitsandbytes is for GPUs
-        if "8bit" not in args.optim:
+        if "8bit" not in args.optim and not args.offload_master_weights:  # bitsandbytes steps on a GPU
             yield {"optim": "adamw_bnb_8bit"}
-        if not args.offload_master_weights:
-            yield {"offload_master_weights": True}
-    if case.peft_config is None:
-        yield {"use_peft": True, "lora_target_modules": "all-linear"}
+        yield {"offload_master_weights": not args.offload_master_weights, "optim": args.optim}
 
 
 def _smaller_cache(found: Estimate) -> dict[str, str]:
     """As much less KV cache as is needed, but no less than a quarter, nor than one rollout needs."""
-    case, plan, cache = found.case, found.case.plan, found.cache
-    wanted = max(smallest_cache(case), cache // 4, cache - (found.total - plan.total))
-    if wanted >= cache:
-        return {}
-    if case.kv_cache_bytes is not None:
-        return {"--kv-cache-memory-bytes": str(wanted)}
-    share = (found.server.total - cache + wanted) / plan.total
-    return {"--gpu-memory-utilization": f"{math.floor(100 * share) / 100:.2f}"}
+    wanted = max(smallest_cache(found.case), found.cache // 4, found.cache - found.shortage(SPARE))
+    return _with_cache(found, wanted) if wanted < found.cache else {}
+
+
+def _with_cache(found: Estimate, size: int) -> dict[str, str]:
+    """The flag that gives the server a KV cache of so many bytes."""
+    if found.case.kv_cache_bytes is not None:
+        return {"--kv-cache-memory-bytes": str(size)}
+    share = 100 * (found.server.total - found.cache + size) / found.case.plan.total
+    return {"--gpu-memory-utilization": f"{(math.floor(share) if size < found.cache else math.ceil(share)) / 100:.2f}"}
 
 
 def _changed(case: Case, settings: dict[str, Any]) -> Case:

@@ -1,7 +1,6 @@
 """The run as it will be launched: its recipe, read as the main job reads it, and the processes, devices and packages
 that `check` is told of or finds. And whether these fit each other."""
 
-import contextlib
 import importlib.metadata
 import os
 import warnings
@@ -19,7 +18,7 @@ from transformers import Trainer
 
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags, values_of
+from trl_atropos.protocol import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 
@@ -41,6 +40,7 @@ class Launch:
     """The options of `check`."""
 
     device_memory_gb: float | None = None
+    host_memory_gb: float | None = None
     devices: int | None = None
     config_file: str | None = None
     num_processes: int | None = None
@@ -66,6 +66,10 @@ class Launch:
         return self.num_processes or self.content.get("num_processes") or (world if world > 1 else None)
 
     @property
+    def machines(self) -> int:
+        return self.num_machines or self.content.get("num_machines") or 1
+
+    @property
     def elsewhere(self) -> bool:
         """Whether the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
@@ -78,10 +82,12 @@ class Plan:
     device: str  # "cuda" or "cpu"
     total: int  # bytes of one device's memory; on the CPU, of the machine's
     processes: int = 1  # of the trainer, one per device
+    local: int = 1  # of them, those on one machine
     sharding: str = "none"  # or DDP; "zero1", "zero2", "zero3", "fsdp"
     offloads: bool = False  # the optimizer's state is in host memory
     offloads_weights: bool = False  # so are the weights, but for those that are gathered
     mixed_precision: torch.dtype | None = None  # what operators compute in, if not the parameters' dtype
+    host: int | None = None  # bytes of a machine's own memory, where that is known and not the device's
 
     @property
     def shards(self) -> int:
@@ -102,7 +108,11 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
         total = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
     own = "bf16" if training.bf16 else "fp16" if training.fp16 else content.get("mixed_precision")
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own)
-    return Plan(device, total, launch.processes or training.world_size, *_sharding(content, training), precision)
+    processes, host = launch.processes or training.world_size, None
+    if device == "cuda" and (launch.host_memory_gb or not launch.elsewhere):
+        host = int((launch.host_memory_gb or 0) * GIB) or psutil.virtual_memory().total
+    local = -(-processes // launch.machines)
+    return Plan(device, total, processes, local, *_sharding(content, training), precision, host)
 
 
 def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
@@ -139,7 +149,7 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     here = launch.devices or torch.cuda.device_count()
     if training.use_cpu or not here:  # nothing is known of the GPUs
         return
-    local = -(-(launch.processes or 1) // (launch.num_machines or launch.content.get("num_machines") or 1))
+    local = -(-(launch.processes or 1) // launch.machines)
     starts, (parts, flags) = recipe.services.start_vllm, parallel(recipe.vllm_flags())
     each_its_own = training.vllm_mode == "colocate" and servers > 1
     share = number_of(server_flags(recipe.vllm_flags()).get("--gpu-memory-utilization")) or UTILIZATION
@@ -168,16 +178,6 @@ TRL_SERVER = {  # fields of TRL's own vLLM, and what to use here
     "vllm_server_timeout": "`service_timeout`",
     "vllm_group_port": "`weight_transport`",
 }
-
-
-def stated_settings(argv: list[str]) -> dict[str, Any]:
-    """The settings as they are written: of the recipe, its overlays, and the command line, each over those before."""
-    (recipes, argv), settings = values_of("--config", argv), {}
-    overlays, argv = values_of("--overlay", argv)
-    for path in [*recipes, *overlays]:
-        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):  # the parser says it
-            settings |= read_yaml(path)
-    return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
 
 def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:

@@ -43,7 +43,7 @@ class Case:
     recipe: Recipe
     plan: Plan
     config: PretrainedConfig
-    flags: dict[str, str] | None  # of the server, by their long names; `None` where recorded rollouts are replayed
+    flags: dict[str, str] | None  # of the server, if the run starts it; `None` where recorded rollouts are replayed
     peft_config: Any
     traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
 
@@ -146,7 +146,8 @@ def case_of(recipe: Recipe, plan: Plan) -> Case:
     flags = None
     if training.replay_paths is None:
         cpu = plan.device == "cpu"
-        given = vllm_arguments(model.model_name_or_path, recipe.vllm_flags(), cpu=cpu, mode=training.vllm_mode)
+        own = recipe.vllm_flags() if recipe.services.start_vllm else []  # another server has flags of its own
+        given = vllm_arguments(model.model_name_or_path, own, cpu=cpu, mode=training.vllm_mode)
         flags = server_flags(given)
         if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
             flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
@@ -280,6 +281,8 @@ def server_memory(case: Case) -> Process:
     host = {"adapters": case.whole("max-cpu-loras", 1) * adapter}
     if plan.device == "cpu":
         items["places for adapters"] += host.pop("adapters")
+    elif case.training.vllm_enable_sleep_mode and case.training.vllm_sleep_level == 1:
+        host["weights, asleep"] = items["weights"]
     share = float(case.flags.get("--gpu-memory-utilization", UTILIZATION))
     left = max(0, int(share * plan.total) - sum(items.values()))
     items["KV cache"] = left if case.kv_cache_bytes is None else case.kv_cache_bytes

@@ -1,6 +1,8 @@
 """The services of a run: room for those that it starts, what answers where it starts none; and the Python, code and
 settings of its environments, but for what the run writes for them itself."""
 
+import ast
+import contextlib
 import json
 import math
 import os
@@ -40,10 +42,12 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
         for url in urls:
             if getattr(config, start):
                 yield from refused(partial(require_free_port, url, service, fix))
-            elif _answers(url):
+            elif not launch.elsewhere and _answers(url):
                 api = setting == "atropos_url"
                 ask = AtroposClient(url, ANSWER, ANSWER).greet if api else ServerClient(url, ANSWER).info
-                yield from refused(ask, f"{setting}: {url}")
+                for found in refused(ask, f"{setting}: {url}"):
+                    found.level = WARNING  # another may be there when the run begins
+                    yield found
     if config.start_vllm and not launch.elsewhere:
         yield from refused(require_sockets)
         yield from refused(partial(require_shared_memory, parallel(recipe.vllm_flags())[0]))
@@ -72,17 +76,45 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
             what, seen, f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less.", "model-length"
         )
     completion, default = recipe.training.max_completion_length, type(recipe.training).max_completion_length
-    if completion is not None and limit <= completion != default:
+    found = list(_divisor(recipe))
+    yield from found
+    if not found and completion is not None and limit <= completion != default:
         what = "Completions cannot become as long as `max_completion_length`, because prompts count too"
         seen = f"max_completion_length: {completion}, the longest rollout: {limit}"
-        fix = "Lower `max_completion_length`, or raise `--max-model-len` in `vllm_args`."
-        yield Finding(what, seen, fix, "completion-length", WARNING)
+        higher = "`--max-model-len` in `vllm_args`" if starts and limit != longest else "`max_sequence_length`"
+        yield Finding(what, seen, f"Lower `max_completion_length`, or raise {higher}.", "completion-length", WARNING)
     for spec in recipe.environments:
         own = number_of(recipe.stated(spec).get("max_token_length"))
         if own and own > limit:
             what = "it samples longer rollouts than the server takes or the trainer trains on"
             seen = f"max_token_length: {own:.0f}, the longest rollout: {limit}"
             yield _of(spec, what, seen, f"Lower `max_token_length` to {limit}.", "environment-length", WARNING)
+
+
+def _divisor(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the loss divides by more tokens than a completion has, as far as the environments' settings tell."""
+    divisor, longest = recipe.training.max_completion_length, {}
+    for spec in recipe.environments if recipe.training.loss_type == "dr_grpo" and divisor else []:
+        longest[spec.name] = _longest_completion(recipe, spec) or math.inf
+    if longest and divisor > max(longest.values()):
+        what = "`loss_type: dr_grpo` divides by `max_completion_length`, which is more than any environment samples"
+        seen = ", ".join(f"{name}: at most {size:.0f} tokens" for name, size in longest.items())
+        fix = f"Set `max_completion_length: {max(longest.values()):.0f}`, or the gradients are smaller by the ratio."
+        yield Finding(what, f"max_completion_length: {divisor}, {seen}", fix, "loss-divisor", WARNING)
+
+
+def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
+    """Tokens that an environment samples at most for a rollout, as far as its settings tell: those that the recipe
+    states, and the defaults that its script writes as `name: int = 5` or `name: int = Field(default=5)`."""
+    settings = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(Path(spec.cwd or "", spec.path or "").read_text("utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                keywords = {word.arg: word.value for word in getattr(node.value, "keywords", ())}
+                settings[node.target.id] = getattr(keywords.get("default", node.value), "value", None)
+    settings |= recipe.stated(spec)
+    several = any("turn" in name for name in settings)  # whose tokens add up, and so do the answers to them
+    return number_of(settings.get("max_token_length" if several else "max_new_tokens"))
 
 
 # ------------------------------------------------------------------------------------------------------- environments
@@ -111,7 +143,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         yield from _tokenizer(recipe, f"Environment {spec.name!r}", own, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
     yield from _together(recipe)
-    flags = server_flags(recipe.vllm_flags())
+    flags = server_flags(recipe.vllm_flags()) if recipe.services.start_vllm else {}
     yield from _tokenizer(recipe, "The server", flags.get("--tokenizer"), "--tokenizer", "`vllm_args`")
     template = flags.get("--chat-template", "")
     if template.endswith((".jinja", ".json", ".txt")) and not os.path.isfile(template):

@@ -37,9 +37,11 @@ NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
 OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config", "evaluations")
 
 DESCRIPTION = """\
-Writes one HTML file about a run: opens in any browser of today, needs no network, and can be sent to somebody else.
-It has the reward, the evaluations, curves of everything else that was logged, the warnings, the settings, and rollouts
-to search, filter and sort, with every token coloured by advantage, log-probability or trainer-sampler gap.
+Writes one HTML file about a run: opens in any browser of today, needs no
+network, and can be sent to somebody else. It has the reward, the evaluations,
+curves of everything else that was logged, the warnings, the settings, and
+rollouts to search, filter and sort, with every token coloured by advantage,
+log-probability or trainer-sampler gap.
 
 Works while the run goes on, and changes nothing of it."""
 

@@ -23,6 +23,7 @@ from transformers.utils import hf_api
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import PushError
+from trl_atropos.logging import columns, cut
 from trl_atropos.metrics.timing import bottleneck
 from trl_atropos.report.run_log import SECRET, RunLog, changed, portable, portable_value, versions
 from trl_atropos.services.evaluations import Result
@@ -92,15 +93,16 @@ def closing_lines(
 ) -> list[str]:
     """
     What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
-    another policy, so they show nothing of this training.
+    another policy, so they show nothing of this training. On a terminal, each is one line of its width.
     """
-    lines = [""]
+    lines, room = [""], (columns() or 400) - len("  '' -> ''  0.000")
     when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
     for title, rollouts in zip(when, (log.first_rollouts, log.last_rollouts), strict=True):
         lines.append(f"Sample completions {title} (prompt -> completion, reward):")
-        lines += [
-            f"  {decode(one.prompt_ids)!r} -> {decode(one.completion_ids)!r}  {one.score:.3f}" for one in rollouts
-        ]
+        for one in rollouts:
+            prompt = cut(repr(decode(one.prompt_ids)), room // 2)
+            completion = cut(repr(decode(one.completion_ids)), room + 4 - len(prompt))
+            lines.append(f"  {prompt} -> {completion}  {one.score:.3f}")
     lines.append(
         f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
         f"last {WINDOW} batches {summary['reward_last']:.3f}"
@@ -130,12 +132,18 @@ COLUMNS = {
     "speed/mfu": ("MFU", "{:.1%}"),
 }
 SHOWN_ABOVE_ZERO = ("health/dropped",)
+LEFT_OUT_FIRST = ("speed/mfu", "policy/probe_max_abs_diff", "time/publish", "grad_norm", "loss", "reward_std")
+LEFT_OUT_FIRST += ("time/wait_for_rollouts", "rollouts/staleness_mean", "speed/trained_tokens_per_second")
+LEFT_OUT_FIRST += ("completions/mean_length",)  # where a terminal has no room for all
 IN_BAR = ("reward", "rollouts/staleness_mean")
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class LineCallback(ProgressCallback):
     """Transformers' progress bar, with the metrics that matter here on one line in place of the whole dictionary."""
+
+    said: str | None = None  # the bottleneck that was told last; empty if there was none any more
+    before = ""  # that of the last log
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -147,10 +155,19 @@ class LineCallback(ProgressCallback):
         if not state.is_world_process_zero or self.training_bar is None or "reward" not in (logs or {}):
             return
         self.training_bar.set_postfix_str(format_postfix(logs), refresh=False)
-        self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
+        self.training_bar.write(format_line(state.global_step, state.max_steps, logs, self._news(logs), columns()))
         sys.stdout.flush()  # into a file, lines would go only by the page
         if args.log_completions:
             self.training_bar.clear()  # TRL prints its table next, which would begin in the middle of the bar
+
+    def _news(self, logs: dict[str, float]) -> str:
+        """The bottleneck, if it has changed and was the same in the last log, too; at first, at once."""
+        told = bottleneck(logs) or ""
+        kind, before, self.before = told.partition(":")[0], self.before, told.partition(":")[0]
+        if kind == (self.said or "") or (self.said is not None and kind != before):
+            return ""
+        self.said = kind
+        return told or "nothing takes half of the step any more"
 
 
 def show_lines(handler: CallbackHandler) -> None:
@@ -158,11 +175,21 @@ def show_lines(handler: CallbackHandler) -> None:
     handler.callbacks = [LineCallback() if type(one) is ProgressCallback else one for one in handler.callbacks]
 
 
-def format_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
-    """One line: the step, every column that was logged, and what the run waits for if that is one thing."""
-    waits_for = bottleneck(logs)
-    cells = "  ".join(_cells(logs, COLUMNS))
-    return f"step {step:>{len(str(max_steps))}}/{max_steps}  {cells}" + (f"  ({waits_for})" if waits_for else "")
+def format_line(step: int, max_steps: int, logs: dict[str, float], news: str = "", width: int | None = None) -> str:
+    """
+    One line: the step, and every column that was logged. Where `width` characters are too few, the columns of
+    `LEFT_OUT_FIRST` are left out as needed, and `news` gets a line of its own.
+    """
+    shown, line = list(COLUMNS), ""
+    for name in (None, *LEFT_OUT_FIRST):
+        shown = [column for column in shown if column != name]
+        line = f"step {step:>{len(str(max_steps))}}/{max_steps}  {'  '.join(_cells(logs, shown))}"
+        if width is None or len(line) <= width:
+            break
+    if not news:
+        return line
+    fits = width is None or len(line) + len(news) + 4 <= width
+    return f"{line}  ({news})" if fits else f"{line}\n  ({news})"
 
 
 def format_postfix(logs: dict[str, float]) -> str:

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trl-atropos serve",
         description="Start the vLLM server that environments sample from and a trainer keeps in step with.",
         epilog="Every other flag goes to vLLM: see `vllm serve --help`. The control routes need the token in "
-        f"{TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, which the last lines of the start name.",
+        f"{TOKEN_VARIABLE}; if it is not set, one is made and kept in a file, which the last line of the start names.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Hub name or folder of the model")
@@ -106,7 +106,7 @@ def set_up_token(port: str) -> str:
     """Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this
     user can read, since a terminal scrolls and others may read a log. Returns a text that says where the token is."""
     if environment_token():
-        return f"the one in {TOKEN_VARIABLE}, which the trainer needs, too"
+        return f"in {TOKEN_VARIABLE}"
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trl_atropos", f"token-{port}")
     os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
     try:
@@ -119,17 +119,16 @@ def set_up_token(port: str) -> str:
             f"the control token cannot be kept in {path} ({error.strerror}). Make one yourself, for server and "
             f"trainer: `export {TOKEN_VARIABLE}=$(openssl rand -hex 24)`"
         ) from error
-    return f"in {path}: `export {TOKEN_VARIABLE}=$(cat {path})` where the trainer starts"
+    return f"in {path}"
 
 
 def ready_text(host: str, port: str, mode: str, token: str) -> str:
-    """What a server prints when it is ready. `token` says where the token is."""
+    """The line that a server prints when it is ready. `token` says where the token is."""
     url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
+    given = "" if token.endswith(TOKEN_VARIABLE) else f"{TOKEN_VARIABLE}=$(cat {token.removeprefix('in ')}) "
     return (
-        f"\ntrl-atropos serve: ready at {url}, for `vllm_mode: {mode}`.\n"
-        f"  The token is {token}.\n"
-        f"  Environments sample with `--openai.server_type vllm --openai.base_url {url}/v1`.\n"
-        f"  A recipe trains with `--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}`.\n"
+        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token {token}; next: {given}trl-atropos train RECIPE "
+        f"--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}\n"
     )
 
 

@@ -160,6 +160,8 @@ class EvaluationSpec(EnvironmentSpec):
         stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
         if self.problems is None and stated:
             raise ValueError(f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its `config`")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("at temperature 0 all samples of a problem are the same: set `samples: 1`")
         return self
 
 

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.request
@@ -30,6 +31,7 @@ from random import SystemRandom
 from urllib.parse import urlsplit
 
 from trl_atropos.errors import ServiceError
+from trl_atropos.logging import columns
 from trl_atropos.services.guard import KILL_DEADLINE, SHM, SharedFiles, end_service
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ GUARD = Path(__file__).resolve().with_name("guard.py")
 SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
 POLL = 0.2  # seconds
+TOLD_EVERY = 15.0  # seconds; what a service does that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
 FREE_PORTS = range(20_000, 30_000)
@@ -160,18 +163,22 @@ class Services(contextlib.AbstractContextManager):
         """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
         are over, and at once if any service dies."""
         service = self._services[name]
-        began = time.monotonic()
+        began, told = time.monotonic(), 0.0
         while not service.stopping:
             self.check()
-            trouble = service.health_url and _trouble_at(service.health_url)
+            trouble = service.health_url and trouble_at(service.health_url)
             waited = time.monotonic() - began
             if trouble is None:
                 logger.info("%s is healthy after %.1f s", name, waited)
                 return
             if waited >= timeout:
-                told = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
+                what = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
                 fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
-                raise ServiceError(f"{name} did not become healthy: {told}", fix=fix)
+                raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
+            if waited - told >= TOLD_EVERY:
+                told, room = waited, (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
+                line = f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
+                logger.info(textwrap.shorten(line, room, placeholder=" …"))
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
@@ -295,7 +302,7 @@ class Services(contextlib.AbstractContextManager):
             on_end(service)
 
 
-def _trouble_at(url: str) -> str | None:
+def trouble_at(url: str) -> str | None:
     """What a URL does instead of answering 200; `None` if it answers 200."""
     try:
         with _opener.open(url, timeout=2.0) as answer:
@@ -387,6 +394,15 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
+
+
+def _work_of(service: Service) -> str:
+    """What a service is doing: its last line in words, of a progress bar where that stands."""
+    with open(service.log_path, "rb") as log:
+        log.seek(max(service.log_start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()[1:]
+    texts = (VLLM_PREFIX.sub("", line).strip() for line in lines[::-1])
+    return next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
 
 
 def _cause_and_end_of(log_path: str) -> tuple[str, str]:

@@ -17,8 +17,8 @@ from types import FrameType
 
 from trl_atropos.services.guard import PR_SET_PDEATHSIG, prctl
 
-LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun")
-LAUNCHER_MODULES = ("accelerate", "torch.distributed")
+LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun", "trl-atropos")
+LAUNCHER_MODULES = ("accelerate", "torch.distributed", "trl_atropos.cli")
 LAUNCHER_FOLDERS = ("/accelerate/commands/", "/torch/distributed/")
 
 # Signals within this time after the first count as part of it. One Ctrl-C sends several: the terminal's, the one that
@@ -62,7 +62,7 @@ def die_with_launcher() -> None:
 
 
 def _runs_launcher(argv: list[str]) -> bool:
-    """Whether a command line runs `accelerate` or `torchrun`, as a script, a module or one of their files."""
+    """Whether a command line runs a launcher, as a script, a module or one of their files."""
     if "python" in os.path.basename(argv[0]):
         argv = argv[1:]
     while argv and argv[0].startswith("-") and argv[0] != "-m":

@@ -1,0 +1,158 @@
+"""`trl-atropos slurm`: the script is run as it is, with stand-ins on PATH for SLURM's programs and for what it starts.
+
+No cluster is here: what SLURM itself does with the script is not tested.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trl_atropos.commands import slurm
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "recipes/gsm8k/zero3_72b.yaml"
+
+# Runs the command for every task, as `srun` would on as many nodes.
+SRUN = """#!{python}
+import os, subprocess, sys
+own = [word for word in sys.argv[1:] if word.startswith("--")][:5]
+options = dict(word[2:].partition("=")[::2] for word in own)
+command = sys.argv[1 + len(own):]
+nodes = options["nodelist"].split(",")
+assert len(nodes) == int(options["nodes"]) == int(options["ntasks"]), sys.argv
+script = None if sys.stdin.isatty() or command[0] != "bash" else sys.stdin.buffer.read()
+codes = []
+for number, node in enumerate(nodes):
+    env = os.environ | {{"SLURM_NODEID": str(number), "NODE": node}}
+    codes.append(subprocess.run(command, input=script, env=env).returncode)
+sys.exit(max(codes))
+"""
+# Notes how it was called. The server answers at /health, the trainer ends.
+NOTE = """#!{python}
+import json, os, sys, http.server
+names = ("NODE", "TRL_ATROPOS_TOKEN", "CUDA_VISIBLE_DEVICES", "no_proxy")
+told = {{name: os.environ.get(name) for name in names}} | {{"words": sys.argv[1:]}}
+told["mode"] = oct(os.stat(os.environ["TOKEN_FILE"]).st_mode & 0o777)
+with open("{told}", "a") as file:
+    file.write(json.dumps(told) + "\\n")
+if sys.argv[1] == "serve" and {serves}:
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    server = http.server.HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Healthy)
+    server.timeout = 20
+    server.handle_request()
+"""
+
+
+def rendered(words: list[str]) -> str:
+    options, settings = slurm.build_parser().parse_known_args(words)
+    return slurm.render(options, settings, "trl-atropos slurm")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Runs a script on four nodes that are this machine. Returns its result, and what was started."""
+    monkeypatch.chdir(ROOT)
+
+    def run(words: list[str], serves: bool = True) -> tuple[subprocess.CompletedProcess, list[dict]]:
+        programs, told = tmp_path / "bin", tmp_path / "told.jsonl"
+        programs.mkdir()
+        note = NOTE.format(python=sys.executable, told=told, serves=serves)
+        for name, text in {
+            "srun": SRUN.format(python=sys.executable),
+            "scontrol": "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n",
+            "hostname": "#!/bin/sh\necho 127.0.0.1 10.9.9.9\n",
+            **{"trl-atropos": note, "accelerate": note},
+        }.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(programs / "python"))  # beside which the script finds the programs
+            script = rendered([*words, "--output_dir", str(tmp_path / "out")])
+        script = script.replace("9001 + i", "29001 + i").replace("sleep 5", "sleep 0.2")
+        env = os.environ | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"}
+        options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run(["bash", "-c", script], **options)
+        return done, [json.loads(line) for line in told.read_text().splitlines()]
+
+    return run
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster, tmp_path):
+    done, told = cluster(["--config", RECIPE, "--nodes", "3"])
+    assert done.returncode == 0, done.stderr
+    serving, training = [one for one in told if one["words"][0] == "serve"], told[2:]
+    assert sorted((one["NODE"], one["CUDA_VISIBLE_DEVICES"]) for one in serving) == [
+        ("n3", "0,1,2,3"),
+        ("n3", "4,5,6,7"),
+    ]
+    for one in serving:
+        words = one["words"]
+        assert words[1] == "Qwen/Qwen2.5-72B-Instruct" and after(words, "--vllm_mode") == "server"
+        assert (after(words, "--tensor-parallel-size"), after(words, "--max-model-len")) == ("4", "2048")
+        assert words.count("--host") == 1 and after(words, "--host") == "127.0.0.1"
+    assert [(one["NODE"], after(one["words"], "--machine_rank")) for one in training] == [("n1", "0"), ("n2", "1")]
+    for one in training:
+        words = one["words"]
+        assert after(words, "--config_file") == "configs/accelerate/zero3.yaml"
+        assert (after(words, "--num_machines"), after(words, "--num_processes")) == ("2", "16")
+        assert (after(words, "--main_process_ip"), after(words, "--config")) == ("127.0.0.1", RECIPE)
+        urls = "http://127.0.0.1:29001,http://127.0.0.1:29002"
+        assert (after(words, "--vllm_server_base_url"), after(words, "--start_vllm")) == (urls, "false")
+        assert one["no_proxy"] == "local,127.0.0.1,127.0.0.1,127.0.0.1"
+    tokens = {one["TRL_ATROPOS_TOKEN"] for one in told}
+    assert len(tokens) == 1 and re.fullmatch("[0-9a-f]{48}", tokens.pop())
+    assert {one["mode"] for one in told} == {"0o600"}
+    assert not (tmp_path / "out/token-7").exists()  # the job took it away
+
+
+def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):
+    done, told = cluster(["--config", RECIPE, "--nodes", "3"], serves=False)
+    assert done.returncode == 1
+    assert "A server has ended: see " in done.stderr and "out/server-*.log" in done.stderr
+    assert [one["words"][0] for one in told] == ["serve", "serve"]
+    assert not (tmp_path / "out/token-7").exists()
+
+
+def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["--config", "recipes/gsm8k/nccl_lora.yaml", "--nodes", "2", "--vllm_args", "--tensor-parallel-size 8"]
+    script = rendered([*words, "--gpus_per_node", "8", "--lora_r", "20"])
+    assert re.search(r"--vllm_mode nccl_lora --tensor-parallel-size 8 .*--max-lora-rank 32 ", script)
+    assert "SERVERS_PER_NODE=1 GPUS_PER_SERVER=8" in script and "--machine_rank" not in script
+    assert "--num_machines 1 --num_processes 8 \\\n" in script and "--vllm_args" not in script
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "2"], "Of --nodes 2, 2 train"),
+        (["--nodes", "3", "--gpus_per_node", "2"], "A server of 4 GPUs does not fit on a node of 2"),
+        (["--nodes", "3", "--vllm_mode", "colocate"], "Set `vllm_mode: server`, or with an adapter"),
+    ],
+)
+def test_what_cannot_run_is_not_rendered(words, told, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as error:
+        slurm.main(["--config", RECIPE, *words])
+    assert told in str(error.value) and capsys.readouterr().out == ""
+
+
+def test_the_script_is_written_where_output_says(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    slurm.main(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    assert f"sbatch {tmp_path}/job.sh" in capsys.readouterr().out
+    assert "@" not in (tmp_path / "job.sh").read_text().replace("[@]", "").replace("{@", "")

@@ -1,0 +1,158 @@
+"""`trl-atropos train` and `init`: what accelerate is given, and what a new folder holds."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from trl import TrlParser
+
+from tests.forge import FORKED_ENGINES
+from tests.launching import Run, make_model
+from trl_atropos import commands
+from trl_atropos.recipe import PARTS, parse
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = "recipes/quickstart/colocate.yaml"
+
+
+def flags_of(parser) -> dict[str, str]:
+    return {flag: action.dest for action in parser._actions for flag in action.option_strings}
+
+
+def test_a_flag_belongs_to_accelerate_or_to_the_settings():
+    launcher, settings = flags_of(launch_command_parser()), flags_of(TrlParser(PARTS))
+    assert {launcher[flag] for flag in launcher.keys() & settings.keys()} == commands.OF_BOTH | {"help"}
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher", "settings"),
+    [
+        ("R --max_steps 3", "", "R --max_steps 3"),
+        ("--num_processes 2 R --max_steps 3", "--num_processes 2", "R --max_steps 3"),
+        (
+            "R --num-processes=2 --seed 1 --multi_gpu --bf16 true",
+            "--num-processes=2 --multi_gpu",
+            "R --seed 1 --bf16 true",
+        ),
+        (
+            "R --config_file a.yaml --gradient_accumulation_steps 4",
+            "--config_file a.yaml",
+            "R --gradient_accumulation_steps 4",
+        ),
+        ("R --seed 1 --main_process_ip", "--main_process_ip", "R --seed 1"),
+    ],
+)
+def test_accelerates_flags_may_stand_anywhere_among_the_settings(line, launcher, settings):
+    assert commands.divide(line.split()) == (launcher.split(), settings.split())
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """What accelerate's launcher is called with, on a machine without a configuration of accelerate's own."""
+    seen = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the recipe's `env` stays here
+    kept = signal.getsignal(signal.SIGINT)
+    yield seen
+    signal.signal(signal.SIGINT, kept)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line", "asked"),
+    [
+        (False, QUICKSTART, {"cpu": True, "num_processes": 1, "num_machines": 1, "mixed_precision": "no"}),
+        (True, QUICKSTART, {"cpu": False, "num_processes": 1, "gpu_ids": "2"}),
+        (True, f"{QUICKSTART} --use_cpu true", {"cpu": True, "num_processes": 1}),
+        (True, f"{QUICKSTART} --num_processes 4", {"cpu": False, "num_processes": 4, "gpu_ids": None}),
+        (True, f"{QUICKSTART} --config_file configs/accelerate/ddp.yaml", {"num_processes": None, "gpu_ids": None}),
+    ],
+)
+def test_without_a_configuration_of_accelerate_one_process_trains(launched, monkeypatch, gpus, line, asked):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    commands.train([*line.split(), "--max_steps", "5"])
+    (options,) = launched
+    assert {name: getattr(options, name) for name in asked} == asked
+    assert (options.training_script, options.module, options.quiet) == ("trl_atropos.train", True, True)
+    assert options.training_script_args[:2] == ["--config", QUICKSTART]
+    assert options.training_script_args[-2:] == ["--max_steps", "5"]
+    assert os.environ["OMP_NUM_THREADS"] == "1"  # before accelerate looks for it
+
+
+def test_what_accelerate_refuses_is_one_sentence(tmp_path):
+    done = trl_atropos("train", str(ROOT / QUICKSTART), "--config_file", "none.yaml", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "trl-atropos train: " in done.stderr and "`none.yaml` does not exist" in done.stderr
+
+
+def trl_atropos(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "trl_atropos.cli", *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_nothing_is_left(tmp_path):
+    model = make_model(tmp_path / "model")
+    run = Run(tmp_path / "out", model, flags=("--max_steps", "100000"), terminal=True, env=FORKED_ENGINES)
+    settings = run.command[run.command.index("--config") + 1 :]
+    run.command = [sys.executable, "-m", "trl_atropos.cli", "train", *settings]
+    with run:
+        run.until(lambda: run.info().get("policy_version", 0) >= 2, "training")
+        before = len(run.output)
+        run.type("\x03")
+        code = run.exit_code()  # typed behind the command, so answered when that has ended
+        assert (code, run.left()) == (130, [])
+        assert "Traceback" not in run.output[before:]
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+
+def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_parse(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands.init(["tasks/mine"])
+    folder = tmp_path / "tasks/mine"
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        *("colocate.yaml", "cpu.yaml", "environment.py", "make_model.py"),
+    }
+    assert len((folder / "README.md").read_text().splitlines()) == 5
+    texts = [path.read_text() for path in folder.iterdir()]
+    assert not any(
+        word in text for text in texts for word in ("recipes/", "runs/quickstart", "own-environment", "docs/")
+    )
+    for name in ("cpu.yaml", "colocate.yaml"):
+        recipe = parse(["--config", f"tasks/mine/{name}", "--model_name_or_path", "m", "--use_cpu", "true"])
+        assert [(spec.path, spec.name) for spec in recipe.environments] == [("tasks/mine/environment.py", "mine")]
+        assert f"#   trl-atropos train tasks/mine/{name}\n" in (folder / name).read_text()
+    assert yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"] == "tasks/mine/model"
+    assert "Next: read tasks/mine/README.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("there", "cannot be made (File exists)"), ("a b", "is no name"), ("/", "is no name"), ("x,y", "is no name")],
+)
+def test_nothing_is_written_over_and_no_name_breaks_a_recipe(name, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SystemExit, match=r"trl-atropos init: ") as error:
+        commands.init([name])
+    assert told in str(error.value)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+@pytest.mark.parametrize("command", ["", "train", "check", "try", "init", "serve", "report", "slurm", "bench"])
+def test_help_fits_eighty_columns(command, tmp_path):
+    done = trl_atropos(*filter(None, [command]), "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []

@@ -1,0 +1,117 @@
+"""`trl-atropos try`: what is said of one group, before a run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.forge import FORKED_ENGINES
+from tests.launching import ROOT, free_urls, make_model
+from tests.rollout_factory import make_group
+from trl_atropos.commands import rehearsal
+from trl_atropos.errors import RolloutError, ServiceError
+from trl_atropos.recipe import parse
+
+QUICKSTART = "recipes/quickstart/colocate.yaml"
+
+
+@pytest.fixture
+def recipe(tiny_model, tmp_path, monkeypatch):
+    """A recipe whose server is not there: nothing is known of versions."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    argv = ["--config", QUICKSTART, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
+    return parse([*argv, "--use_cpu", "true", "--vllm_server_base_url", free_urls(1)[0]])
+
+
+def shown(recipe, line: dict | None, log: Path = Path("none.log")) -> list[str]:
+    return list(rehearsal._shown(recipe, recipe.environments[0], line, log, 3.0))
+
+
+def sent(tiny_model, size: int = 8, **fields) -> dict:
+    return {"item": 0, "groups": [make_group(tiny_model, size, 1) | fields]}
+
+
+def test_a_group_is_shown_rollout_by_rollout_at_the_width_of_the_terminal(recipe, tiny_model):
+    line = sent(tiny_model, scores=[0.0, 0.5, *[0.25] * 6])
+    for name in ("tokens", "masks"):
+        line["groups"][0][name][1][-1] = 65  # in place of the end of the sequence
+    lines = shown(recipe, line)
+    assert "Environment 'quickstart' sent a group of 8 in 3 s" in lines[0]
+    numbered = [line for line in lines if re.match(r"\d\. ", line)]
+    assert len(numbered) == 8 and numbered[1].startswith("2. score 0.5, ")
+    assert ["truncated" in line for line in numbered] == [False, True, *[False] * 6]
+    assert any(re.fullmatch(r"\nprompt, \d+ tokens:", line) for line in lines)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    assert "Scores from 0 to 0.5, mean 0.25." in text and lines[-1] == "A run would train on 8 of 8."
+    assert "8 are not known to the server" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"item": 0, "groups": []}, "'quickstart' sent no group. Its `collect_trajectories` or"),
+        (
+            {"item": 0, "error": "KeyError: 'w'", "place": f"{ROOT}/my/e.py:7 in score", "traceback": "Traceback\n"},
+            r"Environment 'quickstart' failed: KeyError: 'w' \(my/e.py:7 in score\)\.",
+        ),
+        ({"scores": [1.0]}, "A run would drop this group .* scores has 1 entries for 8 rollouts"),
+        ({"generation_params": {"temperature": 0.5}}, "Environment quickstart sampled at temperature 0.5"),
+        ({"size": 6}, "Groups of 6 do not fill a generation batch of 64 rollouts"),
+    ],
+)
+def test_what_a_run_would_refuse_is_said_in_its_own_words(line, told, recipe, tiny_model):
+    line = line if "item" in line else sent(tiny_model, line.pop("size", 8), **line)
+    with pytest.raises(RolloutError, match=told):
+        shown(recipe, line)
+
+
+def test_a_group_without_variance_teaches_nothing(recipe, tiny_model):
+    assert "All scores are equal" in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))
+
+
+def test_an_environment_that_cannot_start_is_told_by_its_own_traceback(recipe, tmp_path):
+    log = tmp_path / "e.log"
+    log.write_text("loading\nTraceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'y'\n")
+    lines = []
+    with pytest.raises(RolloutError, match="'quickstart' ended before its first group"):
+        lines.extend(rehearsal._shown(recipe, recipe.environments[0], None, log, 1.0))
+    assert lines[1] == "Traceback (most recent call last):" and lines[-2] == "ModuleNotFoundError: No module named 'y'"
+
+
+def test_without_a_server_it_says_how_to_start_one(recipe):
+    with pytest.raises(
+        ServiceError, match=r"No server answers at http.* Start it with `trl-atropos serve .* --vllm_mode"
+    ):
+        rehearsal._require_servers(recipe)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(tmp_path):
+    """With the server of the recipe, which is gone afterwards."""
+    script = (ROOT / "recipes/quickstart/environment.py").read_text()
+    broken = tmp_path / "broken.py"
+    broken.write_text(script.replace('score(item["prompt"], choice', 'score(item["weight"], choice'))
+    model, url = make_model(tmp_path / "model"), free_urls(1)[0]
+    settings = yaml.safe_load((ROOT / QUICKSTART).read_text())
+    settings |= {"environments": [str(ROOT / "recipes/quickstart/environment.py"), str(broken)]}
+    settings |= {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "vllm_server_base_url": url}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "trl_atropos.cli", "try", "--num_processes", "1", "recipe.yaml"]
+    env = os.environ | FORKED_ENGINES | {"COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    good, _, bad = done.stdout.partition("A run would train on 8 of 8.")
+    assert len(re.findall(r"^\d\. score [\d.]+, 12 tokens, truncated$", good, re.MULTILINE)) == 8
+    assert re.search(r"prompt, \d tokens:\n   [a-h]{3}=\n", good) and "not known" not in good
+    assert 'File "' + str(broken) in bad and "KeyError: 'weight'" in bad
+    assert "Environment 'broken' failed: KeyError: 'weight' (broken.py:" in " ".join(bad.split())
+    assert max(map(len, done.stdout.splitlines())) <= 120  # of a traceback, Python decides
+    assert "Stopped vllm" in done.stderr

@@ -1,0 +1,230 @@
+"""Commands of `trl-atropos` around a run: `train`, `eval` and `init` here, `slurm` and `try` in files of their own."""
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_atropos.errors import AtroposTrainingError, EvaluationError
+from trl_atropos.protocol import stated_settings, values_of
+from trl_atropos.services.signals import install_handlers
+
+if TYPE_CHECKING:
+    from trl_atropos.recipe import Recipe
+
+POLL = 0.1  # seconds
+
+RECIPES = Path(__file__).parents[1] / "recipes"  # a link in a checkout, files in a wheel
+OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that are settings, too, and here only that
+NAME = re.compile(r"[\w./-]+")  # of a new folder: it becomes a part of recipes and of commands
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """`RECIPE --flag ...` as `--config RECIPE --flag ...`."""
+    return words if not words or words[0].startswith("-") else ["--config", *words]
+
+
+# --------------------------------------------------------------------------------------------------------------- train
+
+
+def train(words: list[str]) -> None:
+    """
+    Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or 130 after Ctrl-C.
+    Unlike `accelerate launch`, it waits until the trainer has cleaned up.
+    """
+    from trl_atropos.train import apply_recipe_environment, print_help
+
+    if {"-h", "--help"} & set(words) or not words:
+        print_help("trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]")
+        sys.exit(0 if words else 2)
+    interrupted = False
+
+    def note(_signum: int, _frame: Any) -> None:  # the terminal sends it to the trainer, too, and this waits for that
+        nonlocal interrupted
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    apply_recipe_environment(with_recipe(words))
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    launcher, settings = divide(words)
+    settings = with_recipe(settings)
+    launcher += _defaults(launcher, settings)
+    options = [*launcher, "--quiet", "--module", "trl_atropos.train", *settings]
+    try:
+        launch_command(launch_command_parser().parse_args(options))
+    except (ValueError, FileNotFoundError) as error:  # how accelerate refuses its flags
+        sys.exit(f"trl-atropos train: {error}")
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ChildFailedError:  # which has said why
+        sys.exit(130 if interrupted else 1)
+    except SystemExit:
+        if interrupted:
+            sys.exit(130)
+        raise
+
+
+def divide(words: list[str]) -> tuple[list[str], list[str]]:
+    """Flags of accelerate's launcher with their values, by its own parser; and the others, which are settings."""
+    from accelerate.commands.launch import launch_command_parser
+
+    known = {flag: one for one in launch_command_parser()._actions for flag in one.option_strings}
+    known = {flag: one for flag, one in known.items() if one.dest not in OF_BOTH}
+    launcher, settings, rest = [], [], iter(words)
+    for word in rest:
+        flag, is_whole, _ = word.partition("=")
+        if flag not in known:
+            settings.append(word)
+            continue
+        launcher.append(word)
+        if known[flag].nargs != 0 and not is_whole:
+            launcher += islice(rest, 1)
+    return launcher, settings
+
+
+def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
+    """What accelerate would warn of, or guess, without a configuration: one process, on the first GPU or the CPU."""
+    import torch
+    from accelerate.commands.config import default_config_file
+
+    stated = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in launcher if word.startswith("-")}
+    if "config_file" in stated or os.path.isfile(default_config_file):
+        return []
+    usual = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
+    if not stated & {"num_processes", "multi_gpu", "use_deepspeed", "use_fsdp"}:
+        usual["num_processes"] = "1"
+        if not torch.cuda.is_available() or str(stated_settings(settings).get("use_cpu")).lower() == "true":
+            return [*_flags(usual, stated), *(["--cpu"] if "cpu" not in stated else [])]
+        usual["gpu_ids"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return _flags(usual, stated)
+
+
+def _flags(values: dict[str, str], stated: set[str]) -> list[str]:
+    return [word for name, value in values.items() if name not in stated for word in (f"--{name}", value)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- eval
+
+EVALUATE = """usage: trl-atropos eval RECIPE [--checkpoint FOLDER] [--SETTING VALUE ...]
+
+Makes the `evaluations` of a recipe, without training: of a checkpoint, or of
+the model that the recipe begins with. With `start_vllm: true`, it starts the
+inference server for it; otherwise it evaluates what the running one serves.
+"""
+
+
+def evaluate(words: list[str]) -> None:
+    """Prints a line for each evaluation, and exits with 1 after an error."""
+    if not words or {"-h", "--help"} & set(words):
+        sys.stdout.write(EVALUATE)
+        sys.exit(0 if words else 2)
+    install_handlers()
+    from trl_atropos.train import without_vllm
+
+    with without_vllm():
+        from trl_atropos.recipe import parse
+    checkpoints, words = values_of("--checkpoint", words)
+    try:
+        _evaluate(parse(words), checkpoints[-1] if checkpoints else None)
+    except AtroposTrainingError as error:
+        sys.exit(f"\ntrl-atropos eval: {error}")
+
+
+def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
+    """Evaluates a checkpoint, or the model that the recipe begins with, by servers of its own or those that run."""
+    from trl_atropos.services.evaluations import results_of
+    from trl_atropos.services.manager import Services
+    from trl_atropos.train import evaluator_of, require_room, set_up_logging, start_servers
+    from trl_atropos.weights.checkpoint import merged_model, step_of
+
+    training, config = recipe.training, recipe.services
+    set_up_logging(training)
+    if not recipe.evaluations:
+        raise EvaluationError("The recipe has no `evaluations`", fix="List some: docs/evaluation.md shows how.")
+    if checkpoint is not None and not config.start_vllm:
+        what = "`--checkpoint` needs a server that this command starts, and the recipe has `start_vllm: false`"
+        raise EvaluationError(what, f"checkpoint: {checkpoint}", "Start a server on it, and leave `--checkpoint` out.")
+    model, step = checkpoint or recipe.model.model_name_or_path, step_of(checkpoint)
+    folder = os.path.join(training.output_dir, "eval", os.path.basename(model.rstrip("/")))
+    config.start_atropos = False
+    with tempfile.TemporaryDirectory() as scratch, Services(os.path.join(folder, "logs")) as services:
+        require_room(recipe)
+        mode = "server" if training.vllm_mode == "restart" else training.vllm_mode
+        names = start_servers(recipe, services, mode, merged_model(model, scratch))
+        evaluator = evaluator_of(recipe, services, folder)
+        evaluator.start(0)
+        for name in names:
+            services.wait_healthy(name, config.service_timeout)
+        evaluator.results = [result for result in results_of(training.output_dir) if step and result.step == 0]
+        evaluator.begin(step, first=True, last=True)
+        while evaluator.busy():
+            services.check()
+            for result in evaluator.poll():
+                result = replace(result, versions=(step, step)) if names else result
+                sys.stdout.write(f"{model}: {result.line()}\n")
+                sys.stdout.flush()
+            time.sleep(POLL)
+    sys.stdout.write(f"Answers and results: {folder}\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+INIT = """usage: trl-atropos init NAME
+
+Writes the folder NAME with an environment to change, two recipes that train on
+it, the script that makes a tiny model for the one without a GPU, and a README.
+"""
+README = """\
+1. Change `environment.py` at its marks (1) to (4); it asks for sentences of so many words.
+2. Without a GPU: `python {name}/make_model.py {name}/model` makes the tiny random model that `cpu.yaml` trains.
+3. `trl-atropos try {name}/cpu.yaml` runs one group and shows its rollouts, or your code's traceback.
+4. `trl-atropos check {name}/cpu.yaml` finds what is wrong, `trl-atropos train {name}/cpu.yaml` trains.
+5. With a GPU: the same with `{name}/colocate.yaml`. All paths are seen from the folder that has `{name}` in it.
+"""
+
+
+def init(words: list[str]) -> None:
+    """Writes the template of an environment into a new folder."""
+    if len(words) != 1 or words[0].startswith("-"):
+        (sys.stdout if {"-h", "--help"} & set(words) else sys.stderr).write(INIT)
+        sys.exit(0 if {"-h", "--help"} & set(words) else 2)
+    name, folder = words[0].rstrip("/"), Path(words[0])
+    if not NAME.fullmatch(name) or not folder.name:
+        sys.exit(f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any of - _ . /")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        sys.exit(f"trl-atropos init: the folder {name} cannot be made ({error.strerror}). Name another one.")
+    template = RECIPES / "own_environment"
+    for path in (template / "environment.py", *template.glob("*.yaml"), RECIPES / "quickstart" / "make_model.py"):
+        (folder / path.name).write_text(_renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+    (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
+    sys.stdout.write(f"Wrote {name}/: {', '.join(sorted(path.name for path in folder.iterdir()))}.\n")
+    sys.stdout.write(f"Next: read {name}/README.md\n")
+
+
+def _renamed(text: str, name: str) -> str:
+    """The template's files as they are called in the new folder."""
+    launch = re.compile(r"accelerate launch .*?-m trl_atropos\.train --config (\S+)", re.DOTALL)
+    text = launch.sub(r"trl-atropos train \1", text)
+    names = {
+        "recipes/quickstart/make_model.py": f"{name}/make_model.py",
+        "runs/quickstart/model": f"{name}/model",
+        "recipes/own_environment": name,
+        "runs/own-environment": f"runs/{Path(name).name}",
+        "Your own environment: copy this file, and change": "Your own environment: change",
+        " For another family: docs/own-model.md": "",
+    }
+    for before, after in names.items():
+        text = text.replace(before, after)
+    return text

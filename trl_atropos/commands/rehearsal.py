@@ -1,0 +1,296 @@
+"""`trl-atropos try RECIPE`: one group of each environment, before a run.
+
+`environment_site/groups.py` takes the environment's own code through one problem, on the server of the recipe and
+without an Atropos API. What it would have sent is read and checked by what reads and checks it in a run
+(`rollouts/wire.py`, `intake.py`, `versions.py`), and shown. An exception is shown as Python shows it.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_atropos.commands import POLL, divide, with_recipe
+from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
+from trl_atropos.logging import columns, cut
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, stated_flags, stated_settings
+from trl_atropos.services.signals import install_handlers
+
+if TYPE_CHECKING:
+    from trl_atropos.recipe import Recipe
+    from trl_atropos.rollouts.rollout import Rollout
+    from trl_atropos.rollouts.wire import ScoredGroup
+    from trl_atropos.services.environments import EnvironmentSpec
+    from trl_atropos.services.manager import Services
+
+USAGE = """usage: trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
+
+Takes each environment of a recipe through one problem: starts the server if the
+recipe does (or uses the one that runs), lets the environment sample and score a
+group, checks it as a run would, and shows the rollouts. An exception of the
+environment is shown with its traceback. Trains nothing; what it writes is in
+the folder `try` of the recipe's `output_dir`.
+
+Exit codes: 0 when a run would train on every group, 1 otherwise, 2 after wrong
+use.
+"""
+LINES = 4  # of a completion that are shown
+WIDEST = 110
+
+
+def main(words: list[str]) -> None:
+    """Exits with the code that the help text names."""
+    if not words or {"-h", "--help"} & set(words):
+        sys.stdout.write(USAGE)
+        sys.exit(0 if words else 2)
+    install_handlers()
+    from trl_atropos import logging
+    from trl_atropos.train import apply_recipe_environment, start_services, without_vllm
+
+    with without_vllm():
+        from trl_atropos.check.launch import Launch, read
+    from trl_atropos.services.manager import Services
+
+    logging.disable_propagation()
+    logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
+    try:
+        launcher, settings = divide(words)
+        flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in stated_flags(launcher).items()}
+        launch = Launch(config_file=flags.get("config_file"), num_processes=int(flags.get("num_processes") or 0))
+        settings = with_recipe(settings)
+        apply_recipe_environment(settings)
+        recipe = read(settings, stated_settings(settings), launch)
+        specs, recipe.environments, recipe.services.start_atropos = recipe.environments, [], False
+        if not specs:
+            raise AtroposTrainingError("The recipe names no environment", fix="Put its path under `environments`.")
+        if recipe.services.start_vllm:
+            recipe.training.vllm_server_base_url = recipe.training.vllm_server_urls[0]  # enough for a group
+        recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
+        with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
+            start_services(recipe, services)
+            _require_servers(recipe)
+            good = [_try(recipe, spec, services) for spec in specs]
+    except AtroposTrainingError as error:
+        sys.exit(f"\ntrl-atropos try: {error}")
+    sys.exit(0 if all(good) else 1)
+
+
+def _try(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> bool:
+    """Shows one group of an environment, and returns whether a run would train on it."""
+    began = time.monotonic()
+    line, log = _ask(recipe, spec, services)
+    seconds = time.monotonic() - began
+    try:
+        for text in _shown(recipe, spec, line, log, seconds):
+            sys.stdout.write(f"{text}\n")
+    except RolloutError as error:
+        _say(str(error))
+        return False
+    return True
+
+
+def _require_servers(recipe: "Recipe") -> None:
+    """Raises `ServiceError` if a server that this did not start is not there."""
+    from trl_atropos.services.manager import trouble_at
+
+    for url in recipe.training.vllm_server_urls:
+        if trouble := trouble_at(f"{url}/health"):
+            model, mode = recipe.model.model_name_or_path, recipe.training.vllm_mode
+            fix = f"Start it with `trl-atropos serve {model} --vllm_mode {mode}`, or set `start_vllm: true`."
+            raise ServiceError(f"No server answers at {url}, and the recipe starts none", trouble, fix)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write("\n".join(textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)) + "\n")
+
+
+def _width() -> int:
+    return min(WIDEST, columns() or WIDEST)
+
+
+# ---------------------------------------------------------------------------------------------- the environment's code
+
+
+def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
+    """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
+    from trl_atropos.services.environments import SITE, variables_of_environment
+
+    name, folder = f"environment-{spec.name}", Path(recipe.training.output_dir)
+    if spec.path is None:
+        what, fix = "is started by a `command`, which `try` cannot run", "Name its script as `path`, with a `config`."
+        raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
+    found, log = (folder / "environments" / f"{spec.name}.jsonl").absolute(), folder / "logs" / f"{name}.log"
+    spec = spec.model_copy(deep=True)
+    spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
+    recipe.write_environment_file(spec)
+    python, script, _, *flags = recipe.environment_command(spec)
+    found.unlink(missing_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    own = {TOKEN_VARIABLE: "", **{key: str(value) for key, value in spec.env.items()}}
+    limit = recipe.services.service_timeout
+    sys.stderr.write(f"[trl_atropos] Running one problem of {name}, log: {log}\n")
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [python, os.path.join(SITE, "groups.py"), script, "process", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=spec.cwd,
+            env={**os.environ, **variables_of_environment(own)},
+            start_new_session=True,  # a terminal's Ctrl-C reaches this process, which ends it
+        )
+        try:
+            ends = time.monotonic() + limit
+            while process.poll() is None and not _is_whole(found):
+                services.check()
+                if time.monotonic() > ends:
+                    fix = f"Look at its log, {log}, or give it longer."
+                    raise ServiceError(
+                        f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix
+                    )
+                time.sleep(POLL)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return (json.loads(found.read_text()) if _is_whole(found) else None), log
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_file() and path.read_bytes().endswith(b"\n")
+
+
+# ---------------------------------------------------------------------------------------------------- what it has sent
+
+
+def _shown(
+    recipe: "Recipe", spec: "EnvironmentSpec", line: dict[str, Any] | None, log: Path, seconds: float
+) -> Iterator[str]:
+    """What is printed of an environment. Raises `RolloutError` where a run would drop the group or end."""
+    from trl_atropos.services.manager import tail
+
+    if line is None:
+        text = tail(log)
+        yield from ("", *text[max(0, text.find("Traceback (most recent")) :].splitlines(), "")
+        raise RolloutError(f"Environment {spec.name!r} ended before its first group, with what is above.")
+    if "error" in line:
+        yield from ("", *line["traceback"].splitlines(), "")
+        place = line["place"].replace(f"{os.getcwd()}{os.sep}", "")
+        raise RolloutError(f"Environment {spec.name!r} failed: {line['error']} ({place}).")
+    if not line["groups"]:
+        refusals = _book(recipe).refusals()
+        reason = refusals or "Its `collect_trajectories` or `postprocess_histories` returned nothing for the problem."
+        raise RolloutError(f"Environment {spec.name!r} sent no group. {reason}")
+    for group in line["groups"]:
+        yield from _of_group(recipe, spec, group, seconds)
+
+
+def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], seconds: float) -> Iterator[str]:
+    from transformers import AutoTokenizer
+
+    from trl_atropos.rollouts.intake import Intake
+    from trl_atropos.rollouts.wire import RejectedGroup, parse_group
+
+    training, model = recipe.training, recipe.model.model_name_or_path
+    longest = training.max_sequence_length or _longest(recipe) or math.inf
+    intake = Intake(longest, training.temperature, training.single_row_groups, _vocabulary(recipe))
+    try:
+        group = parse_group(sent)
+        rollouts = intake.rollouts_of(group, spec.name)
+    except RejectedGroup as error:
+        raise RolloutError(f"A run would drop this group of environment {spec.name!r}: {error}.") from error
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=training.trust_remote_code)
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}  # as TRL tells who was cut off
+    yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s (with its start)."
+    prompt = None
+    for number, one in enumerate(rollouts, start=1):
+        if (new := one.prompt_ids.tolist()) != prompt:
+            prompt = new
+            yield f"\nprompt, {len(prompt)} tokens:"
+            yield from _text(tokenizer.decode(prompt))
+            yield ""
+        is_cut = int(one.completion_ids[-1]) not in ends
+        yield f"{number}. score {one.score:.4g}, {len(one.completion_ids)} tokens" + ", truncated" * is_cut
+        yield from _text(tokenizer.decode(one.completion_ids))
+    yield ""
+    for text in _judged(recipe, spec.name, group, rollouts, longest):
+        yield from textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)
+
+
+def _text(text: str) -> list[str]:
+    """Decoded tokens as a few lines, the middle left out."""
+    room = _width() - 3
+    whole = cut(repr(text)[1:-1], LINES * room)
+    return [f"   {whole[at : at + room]}" for at in range(0, len(whole), room)] or ["   (empty)"]
+
+
+def _judged(
+    recipe: "Recipe", name: str, group: "ScoredGroup", rollouts: "list[Rollout]", longest: float
+) -> Iterator[str]:
+    """What a run would make of the group: raises `RolloutError` where nothing can be trained."""
+    import numpy as np
+
+    size, batch = group.size, recipe.training.generation_batch_size
+    scores = np.array(group.scores)
+    yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
+    if batch % size:
+        raise RolloutError(
+            f"Groups of {size} do not fill a generation batch of {batch} rollouts: no batch would come. Set "
+            f"`per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size. "
+            "(If several processes will train, say so with `--num_processes` or `--config_file`.)"
+        )
+    if not rollouts:
+        raise RolloutError(f"Each rollout is longer than {longest:g} tokens, or its mask leaves none to train on.")
+    for rollout in rollouts:
+        rollout.environment = name
+    _book(recipe).tag(rollouts)  # raises if they were sampled at another temperature
+    unknown = sum(bool(np.isnan(rollout.logprobs[rollout.mask]).any()) for rollout in rollouts)
+    changed = sum(rollout.policy_version is None for rollout in rollouts) - unknown
+    for count, what in (
+        (size - len(rollouts), f"would be dropped: longer than {longest:g} tokens, or nothing in them to train on"),
+        (unknown, "came without log-probabilities for some tokens, so their staleness cannot be corrected"),
+        (changed, "are not known to the server: their tokens were changed, or sampled elsewhere"),
+    ):
+        if count > 0:
+            yield f"Of these {size}, {count} {what}."
+    if all(rollout.teaches_nothing(distils=False) for rollout in rollouts):
+        yield "All scores are equal: this group teaches nothing. A finer reward, or other problems, would."
+    yield f"A run would train on {len(rollouts)} of {size}."
+
+
+# ----------------------------------------------------------------------------------------------- what the model allows
+
+
+def _book(recipe: "Recipe") -> Any:
+    from trl_atropos.rollouts.versions import VersionBook
+
+    training = recipe.training
+    return VersionBook(training.vllm_server_urls, environment_token(), 60.0, training.temperature)
+
+
+def _longest(recipe: "Recipe") -> int | None:
+    """Tokens of a sequence that every server takes; `None` where one does not say it."""
+    from trl_atropos.server_client import ServerClient
+
+    try:
+        return min(ServerClient(url, 10.0).info().max_model_len for url in recipe.training.vllm_server_urls)
+    except ServerError:
+        return None
+
+
+def _vocabulary(recipe: "Recipe") -> int | None:
+    """How many token ids the model knows."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        recipe.model.model_name_or_path, trust_remote_code=recipe.training.trust_remote_code
+    )
+    return getattr(config.get_text_config(), "vocab_size", None)
