@@ -266,7 +266,7 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
         "def ask():\n    raise ValueError('400, Bad\\nRequest')\n"
         "def collect():\n    ask()\n"
         "try:\n    collect()\n"
-        "except Exception as e:\n    print(sitecustomize._describe(e), sitecustomize._place(e), sep=' | ')\n"
+        "except Exception as e:\n    print(sitecustomize.describe(e), sitecustomize.place_of(e), sep=' | ')\n"
     )
     command = [sys.executable, str(tmp_path / "mine.py")]
     env = variables_of_environment(dict(os.environ))

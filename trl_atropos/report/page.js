@@ -66,12 +66,12 @@ function median(values) {
   return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
 }
 
-// A running mean over the last tenth of the values, at most WINDOW of them.
+// A running mean over a tenth of the values around each, at most WINDOW of them.
 function smoothed(values) {
-  const size = Math.min(WINDOW, Math.ceil(values.length / 10));
+  const half = Math.floor(Math.min(WINDOW, Math.ceil(values.length / 10)) / 2);
   return values.map((_, i) => {
-    const last = values.slice(Math.max(0, i + 1 - size), i + 1).filter((value) => value !== null);
-    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
+    const near = values.slice(Math.max(0, i - half), i + half + 1).filter((value) => value !== null);
+    return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
   });
 }
 
