@@ -11,13 +11,13 @@ import itertools
 import random
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-NEXT_OPERATION = re.compile(r"(\d+)\*(\d+)|^(\d+)\+(\d+)")  # the first product, or else the first sum
+PRODUCT, FIRST_SUM = re.compile(r"(\d+)\*(\d+)"), re.compile(r"^(\d+)\+(\d+)")
 TEST_SIZE = 1000
 NUMBER = re.compile(r"[1-9]\d*")
 
@@ -110,13 +110,13 @@ def is_of_test(problem: str) -> bool:
     return zlib.crc32(problem.encode()) % 10 == 0
 
 
-def worked(problem: str, slip=lambda value: value) -> str:
-    """The steps to the value of a problem, joined by `=`. `slip` changes the result of each."""
+def worked(problem: str, slip: Callable[[int], int] = lambda result: result) -> str:
+    """The steps to the value of a problem, joined by `=`. `slip` may change the result of each."""
     steps = []
-    while operation := NEXT_OPERATION.search(problem):
-        a, b, c, d = operation.groups()
-        value = slip(int(a) * int(b) if a else int(c) + int(d))
-        problem = problem[: operation.start()] + str(value) + problem[operation.end() :]
+    while operation := PRODUCT.search(problem) or FIRST_SUM.search(problem):
+        a, b = map(int, operation.groups())
+        result = slip(a * b if "*" in operation[0] else a + b)
+        problem = problem[: operation.start()] + str(result) + problem[operation.end() :]
         steps.append(problem)
     return "=".join(steps)
 
