@@ -66,7 +66,7 @@ def measure(folder: Path) -> list[dict[str, float]]:
         return json.loads(kept.read_text())
     log = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
     begin = next(record for record in log if "begin" in record)
-    at = {0: begin["at"]} | {record["step"]: record["at"] for record in log if "logs" in record}
+    at = {record["step"]: record["at"] for record in reversed(log) if "logs" in record} | {0: begin["at"]}
     rollouts = yaml.safe_load(RECIPE.read_text())["per_device_train_batch_size"]
     saved = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
     asked = list(islice(problems("test"), ASKED))
