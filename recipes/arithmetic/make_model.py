@@ -3,7 +3,7 @@
     python recipes/arithmetic/make_model.py runs/arithmetic/model [--seed 42] [--size gpu]
 
 First it learns from a textbook, in which every problem is worked step by step. Then it learns from a class, in which
-three of five write an answer without a step, which is a guess, and the others slip now and then. It imitates them all,
+two of five write an answer without a step, which is a guess, and the others slip now and then. It imitates them all,
 so a sampled answer is right now and then. Neither has a problem of the test split.
 """
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import BatchEncoding, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 CHARACTERS = "0123456789+*="
-GUESSES, SLIPS = 0.6, 0.05  # shares of the class that guesses, and of the others' steps that are wrong
+GUESSES, SLIPS = 0.4, 0.05  # shares of the class that guesses, and of the others' steps that are wrong
 CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.2  # the latter in parts of the textbook's
 EVALUATE_EVERY = 50  # steps
 TESTED = 200  # problems
