@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import BatchEncoding, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 CHARACTERS = "0123456789+*="
-GUESSES, SLIPS = 0.4, 0.05  # shares of the class that guesses, and of the others' steps that are wrong
-CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.2  # the latter in parts of the textbook's
+GUESSES, SLIPS = 0.4, 0.03  # shares of the class that guesses, and of the others' steps that are wrong
+CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.1  # the latter in parts of the textbook's
 EVALUATE_EVERY = 50  # steps
 TESTED = 200  # problems
 
