@@ -43,6 +43,16 @@ ELSEWHERE = [
         'glob("recipes/*/*.yaml")',
     ),
     (
+        r"python recipes/arithmetic/make_model\.py|accelerate launch .*--config recipes/arithmetic/colocate\.yaml",
+        "tests/test_arithmetic.py::test_a_model_gets_better_at_problems_that_it_has_never_seen",
+        "recipes/arithmetic/colocate.yaml",
+    ),
+    (
+        r"python recipes/arithmetic/compare\.py (trl|draw)",
+        "tests/test_arithmetic.py::test_the_trainer_of_trl_runs_beside_it",
+        "compare.py",
+    ),
+    (
         r"accelerate launch .*trl_atropos\.train .*--config my_task/(colocate|cpu)\.yaml",
         "tests/test_recipes.py::test_a_recipe_trains_for_three_steps",
         "recipes/own_environment/",

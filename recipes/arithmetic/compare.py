@@ -1,0 +1,129 @@
+"""The same model and task with TRL's own `GRPOTrainer`, and one picture of both.
+
+    python recipes/arithmetic/compare.py trl runs/arithmetic-trl
+    python recipes/arithmetic/compare.py draw docs/arithmetic.svg --ours runs/arithmetic --trl runs/arithmetic-trl
+
+`trl` trains with the settings of `colocate.yaml`: model, reward, rollouts of a step, group size, learning rate, loss,
+temperature, length and steps. Its completions are sampled by Transformers in its own process, because vLLM in TRL's
+process needs a GPU. `draw` asks every checkpoint of the runs the same problems of the test split, which no run has
+trained on, and keeps the answer in `curve.json`: for each checkpoint its step, rollouts, seconds since training began,
+and pass@1. The seconds have no start-up and none of this evaluation. Give several folders to draw several seeds.
+"""
+
+import argparse
+import json
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+
+import yaml
+from environment import ArithmeticConfig, ArithmeticEnv, problems, score
+from make_model import mean, solve
+
+RECIPE = Path(__file__).with_name("colocate.yaml")
+ASKED = 500  # problems
+COLORS = {"ours": "#d9730d", "trl": "#4a86c8"}  # are read on white and on black
+LABELS = {"ours": "trl_atropos", "trl": "TRL's GRPOTrainer"}
+GREY = "#808890"
+
+
+def train_with_trl(folder: str, **changes) -> None:
+    """`changes` are settings that replace those of the recipe."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_atropos.report.run_log import RunLog
+
+    recipe = yaml.safe_load(RECIPE.read_text()) | {name: value for name, value in changes.items() if value is not None}
+    model = recipe["model_name_or_path"]
+    shared = {field.name for field in fields(GRPOConfig)} - {"vllm_mode", "output_dir", "report_to"}
+    settings = {name: setting for name, setting in recipe.items() if name in shared}
+    group_size = ArithmeticEnv.config_init()[0].group_size
+    number = recipe["max_steps"] * recipe["per_device_train_batch_size"] // group_size
+    asked = islice(problems("train", seed=recipe["seed"]), number)  # the same that the recipe's environment asks
+    args = GRPOConfig(
+        **settings, output_dir=folder, num_generations=group_size, use_cpu=True, bf16=False, report_to="none"
+    )
+    GRPOTrainer(
+        model=model,
+        reward_funcs=right_answers,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": f"{problem}="} for problem in asked]),
+        callbacks=[RunLog(folder, {"model_name_or_path": model})],  # as our own trainer has it, for the seconds
+    ).train()
+
+
+def right_answers(prompts: list[str], completions: list[str], **_) -> list[float]:
+    return [score(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def measure(folder: Path) -> list[dict[str, float]]:
+    """Step, rollouts, seconds and pass@1 of every checkpoint of a run, and of the model that it began with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kept = folder / "curve.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    log = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
+    begin = next(record for record in log if "begin" in record)
+    at = {record["step"]: record["at"] for record in reversed(log) if "logs" in record} | {0: begin["at"]}
+    rollouts = yaml.safe_load(RECIPE.read_text())["per_device_train_batch_size"]
+    saved = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    asked = list(islice(problems("test"), ASKED))
+    length = ArithmeticConfig().max_new_tokens
+    curve = []
+    for step, path in sorted({0: Path(begin["model"]["model_name_or_path"]), **saved}.items()):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        right = mean(solve(model, tokenizer, asked, length))
+        curve.append({"step": step, "rollouts": step * rollouts, "seconds": at[step] - at[0], "pass@1": right})
+        print(f"{folder}  step {step:4d}  {curve[-1]['seconds']:6.0f} s  pass@1 {right:.3f}")
+    kept.write_text(json.dumps(curve, indent=1))
+    return curve
+
+
+def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]]) -> None:
+    """Held-out pass@1 by rollouts, and by the clock, with a line for each run."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", **colors}):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        for axes, x, label in zip(
+            figure.subplots(1, 2, sharey=True), ("rollouts", "seconds"), ("rollouts", "seconds")
+        ):
+            for side, runs in curves.items():
+                for index, run in enumerate(runs):
+                    along, up = [point[x] for point in run], [point["pass@1"] for point in run]
+                    axes.plot(along, up, color=COLORS[side], linewidth=1.8, label=None if index else LABELS[side])
+            axes.set(xlabel=label, ylim=(0, 1))
+            axes.grid(color=GREY, alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.patch.set_visible(False)
+        figure.axes[0].set_ylabel("pass@1 on problems never seen")
+        figure.axes[0].legend(frameon=False, loc="lower right")
+        figure.savefig(picture, transparent=True, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    with_trl = commands.add_parser("trl", help="train with TRL's own trainer")
+    with_trl.add_argument("folder")
+    with_trl.add_argument("--model_name_or_path", help="folder of the model (default: that of colocate.yaml)")
+    with_trl.add_argument("--max_steps", type=int, help="optimizer steps (default: those of colocate.yaml)")
+    with_trl.add_argument("--seed", type=int, default=42)
+    drawing = commands.add_parser("draw", help="measure the checkpoints of runs, and draw them")
+    drawing.add_argument("picture")
+    drawing.add_argument("--ours", nargs="+", type=Path, default=[])
+    drawing.add_argument("--trl", nargs="+", type=Path, default=[])
+    options = parser.parse_args()
+    if options.command == "trl":
+        changes = {
+            "model_name_or_path": options.model_name_or_path,
+            "max_steps": options.max_steps,
+            "seed": options.seed,
+        }
+        train_with_trl(options.folder, **changes)
+    else:
+        draw(options.picture, {side: [measure(run) for run in getattr(options, side)] for side in LABELS})
