@@ -27,6 +27,6 @@ def test_a_sample_is_one_line_of_the_terminals_width(tmp_path, monkeypatch, colu
     log, text = RunLog(tmp_path), {"long": "x\n" * 400, "short": "ab="}
     log.first_rollouts = [SimpleNamespace(prompt_ids=one, completion_ids="long", score=1.0) for one in text]
     summary = {"reward_first": 0.0, "reward_last": 1.0, "probe_max_abs_diff": 0.0, "wall_s": 3.0}
-    samples = [line for line in closing_lines(summary, log, text.get, "c.png", False) if " -> '" in line]
+    samples = [line for line in closing_lines(summary, log, text.get, "c.png", False, []) if " -> '" in line]
     assert [len(line) for line in samples] == [columns, columns]
     assert samples[1].startswith("  'ab=' -> 'x\\nx") and "…" in samples[1] and samples[1].endswith("'  1.000")
