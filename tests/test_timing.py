@@ -24,6 +24,7 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.metrics import timing
 from trl_atropos.metrics.timing import (
     COMPUTE,
+    EVALUATE,
     INGEST,
     OPTIMIZER,
     OTHER,
@@ -450,7 +451,7 @@ def test_what_the_fence_does_around_the_optimizers_step_is_publishing(server, ti
 
 def logged(**seconds: float) -> dict[str, float]:
     spent = dict.fromkeys(PARTS, 0.0) | seconds
-    return {f"time/{name}": value for name, value in spent.items()} | {"time/step": sum(spent.values())}
+    return {f"time/{name}": value for name, value in spent.items()} | {"time/step": sum(spent[part] for part in PARTS)}
 
 
 @pytest.mark.parametrize(
@@ -459,6 +460,8 @@ def logged(**seconds: float) -> dict[str, float]:
         ({WAIT: 6.1, COMPUTE: 3.9}, "the environments cannot keep up: 61 % of the step is waiting"),
         ({WAIT: 2, COMPUTE: 7, OPTIMIZER: 1}, "the trainer is the bottleneck: 80 % of the step is computing"),
         ({PUBLISH: 3, COMPUTE: 2}, "publishing is the bottleneck: 60 % of the step"),
+        ({OTHER: 7, EVALUATE: 6, COMPUTE: 3}, "training waits for evaluations: 60 % of the step"),
+        ({OTHER: 7, EVALUATE: 1, COMPUTE: 3}, "saving, logging and callbacks are the bottleneck: 60 % of the step"),
         ({INGEST: 3, COMPUTE: 2}, "taking rollouts in is the bottleneck: 60 % of the step"),
         ({OTHER: 3, COMPUTE: 2}, "saving, logging and callbacks are the bottleneck: 60 % of the step"),
         ({WAIT: 4.5, COMPUTE: 4.5, OTHER: 1}, None),

@@ -121,12 +121,14 @@ def bottleneck(logs: dict[str, float]) -> str | None:
     if not step:
         return None
     share = {name: logs[f"time/{name}"] / step for name in PARTS}
+    evaluating = logs.get(f"time/{EVALUATE}", 0.0) / step
     shares = {
         "the environments cannot keep up: {} of the step is waiting": share[WAIT],
         "the trainer is the bottleneck: {} of the step is computing": share[COMPUTE] + share[OPTIMIZER],
         "publishing is the bottleneck: {} of the step": share[PUBLISH],
         "taking rollouts in is the bottleneck: {} of the step": share[INGEST],
-        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER],
+        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER] - evaluating,
+        "training waits for evaluations: {} of the step": evaluating,
     }
     text, largest = max(shares.items(), key=lambda item: item[1])
     return text.format(f"{round(100 * largest)} %") if largest >= DOMINATES else None

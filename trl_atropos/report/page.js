@@ -1,6 +1,6 @@
 // Puts the page together: unpacks the data, then status, tiles, curves, warnings, rollouts and settings.
 
-const TIMES = ["wait_for_rollouts", "ingest", "forward_backward", "optimizer", "publish", "save", "other"]; // of timing.py
+const TIMES = ["wait_for_rollouts", "ingest", "forward_backward", "optimizer", "publish", "save", "evaluate", "other"]; // of timing.py
 const WINDOW = 20; // values in a running mean, at most
 
 async function unpack(id) {
@@ -123,8 +123,10 @@ function rewardSeries(data) {
 
 function timeSeries(data) {
   const found = TIMES.map((name) => curve(data, `time/${name}`, name.replaceAll("_", " "))).filter(Boolean);
-  const [other, save] = ["other", "save"].map((name) => found.find((each) => each.label === name));
-  if (other && save && other.values.length === save.values.length) other.values = other.values.map((value, i) => value - save.values[i]); // it is a share
+  const other = found.find((each) => each.label === "other");
+  for (const share of found.filter((each) => ["save", "evaluate"].includes(each.label))) { // of `other`
+    if (other && other.values.length === share.values.length) other.values = other.values.map((value, i) => value - share.values[i]);
+  }
   const total = found.flatMap((each) => each.values).reduce((sum, value) => sum + value, 0) || 1;
   for (const each of found) each.label += ` (${Math.round((100 * each.values.reduce((sum, value) => sum + value, 0)) / total)} %)`;
   return found;
