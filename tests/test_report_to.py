@@ -155,7 +155,7 @@ def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(
     entries = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
     assert [entry["batch"] for entry in entries if "batch" in entry] == [[step, step] for step in (1, 2, 3, 4)]
     assert [entry["spool"] for entry in entries if "batch" in entry] == ["abc"] * 4
-    assert run.began["model"] == {"model_name_or_path": str(tiny_model)}
+    assert run.began["model"] == {"model_name_or_path": tiny_model.name}
 
 
 def test_what_is_warned_of_after_a_run_was_broken_off_is_not_in_its_log(tiny_model, tmp_path):

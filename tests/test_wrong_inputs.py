@@ -363,7 +363,7 @@ IN_THE_RECIPE = {
         "List each server once",
     ),
     "odd_batch": ({"per_device_train_batch_size": 3}, "has 3 rollouts", "must be even", "Change `per_device"),
-    "evaluation": ({"eval_strategy": "steps"}, "Evaluation inside the trainer is not supported", "Remove `eval_str"),
+    "evaluation": ({"eval_strategy": "steps"}, "There is nothing to evaluate", "List `evaluations`"),
     "bare_no": ({"save_strategy": False}, "`save_strategy` is False", "quotes"),
     "url_without_scheme": (
         {"atropos_url": "localhost:8000"},
