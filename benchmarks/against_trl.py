@@ -133,6 +133,7 @@ def recipe_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], cuda:
     from trl_atropos.services.manager import free_port
 
     recipe = yaml.safe_load(RECIPE.read_text())
+    recipe.pop("evaluations", None)  # which TRL's side would not have
     length = PROMPT + settings["tokens"]
     environment = {
         "max_new_tokens": settings["tokens"],

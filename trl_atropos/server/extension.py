@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
-from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
+from trl_atropos.tensors.channel import Channel, copy_all, message_layout, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import export_storage
 
 compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
@@ -169,7 +169,7 @@ class WeightReceiver:
                 self._load(buffer, message.tensors)
             elif message.copies:
                 with torch.no_grad():
-                    torch._foreach_copy_([target for target, _ in message.copies], message.sources_in(buffer))
+                    copy_all([target for target, _ in message.copies], message.sources_in(buffer))
         if numbers[-1] == len(self.messages) - 1:
             self._finish_reload()
         _synchronize(self.channel.device)
@@ -252,7 +252,7 @@ class AdapterReceiver:
         slot, targets, sources = self.plans.get(adapter_id, (None, [], []))
         with torch.no_grad():
             if slot is not None and self.adapters.lora_index_to_id[slot] == adapter_id:
-                torch._foreach_copy_(targets, sources)
+                copy_all(targets, sources)
             else:
                 self._activate(adapter_id)
         _synchronize(self.device)

@@ -23,7 +23,7 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, message_layout, unpack
+from trl_atropos.tensors.channel import ALIGNMENT, copy_all, message_layout, unpack
 from trl_atropos.weights import gather
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
 
@@ -113,7 +113,7 @@ class FullWeights(Transfer):
     def send(self, policy_version: int) -> int:
         if self._stays and self._note_copies():
             if self._views:
-                torch._foreach_copy_(self._views, self._values)
+                copy_all(self._views, self._values)
             messages = (self._fill(number, fixed) for number, fixed in enumerate(self._fixed))
             return self._written + together(lambda: self._send_messages(messages))
         written = sum(view.nbytes for views in self.views for view in views.values())
@@ -155,7 +155,7 @@ class FullWeights(Transfer):
         content = self._channel.staging(self._room, number)[: message_layout(fixed.tensors)[1]]
         if not fixed.targets or fixed.targets[0].data_ptr() != content.data_ptr():
             fixed.targets = unpack(content, fixed.tensors)
-        torch._foreach_copy_(fixed.targets, fixed.sources)
+        copy_all(fixed.targets, fixed.sources)
         return Message(fixed.tensors, content)
 
     def _write_views(self) -> Iterator[gather.Named]:
