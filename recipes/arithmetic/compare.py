@@ -7,7 +7,8 @@
 temperature, length and steps. Its completions are sampled by Transformers in its own process, because vLLM in TRL's
 process needs a GPU. `draw` asks every checkpoint of the runs the same problems of the test split, which no run has
 trained on, and keeps the answer in `curve.json`: for each checkpoint its step, rollouts, seconds since training began,
-and pass@1. The seconds have no start-up and none of this evaluation. Give several folders to draw several seeds.
+and pass@1. The seconds have no start-up and none of this evaluation. Give several folders to draw several seeds, after
+each was measured with its own `--model`.
 """
 
 import argparse
@@ -57,8 +58,8 @@ def right_answers(prompts: list[str], completions: list[str], **_) -> list[float
     return [score(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def measure(folder: Path) -> list[dict[str, float]]:
-    """Step, rollouts, seconds and pass@1 of every checkpoint of a run, and of the model that it began with."""
+def measure(folder: Path, first: Path) -> list[dict[str, float]]:
+    """Step, rollouts, seconds and pass@1 of every checkpoint of a run, and of the model that it began with, `first`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kept = folder / "curve.json"
@@ -72,7 +73,7 @@ def measure(folder: Path) -> list[dict[str, float]]:
     asked = list(islice(problems("test"), ASKED))
     length = ArithmeticConfig().max_new_tokens
     curve = []
-    for step, path in sorted({0: Path(begin["model"]["model_name_or_path"]), **saved}.items()):
+    for step, path in sorted({0: first, **saved}.items()):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         right = mean(solve(model, tokenizer, asked, length))
         curve.append({"step": step, "rollouts": step * rollouts, "seconds": at[step] - at[0], "pass@1": right})
@@ -117,6 +118,8 @@ if __name__ == "__main__":
     drawing.add_argument("picture")
     drawing.add_argument("--ours", nargs="+", type=Path, default=[])
     drawing.add_argument("--trl", nargs="+", type=Path, default=[])
+    begins = "folder of the model that the runs began with (default: that of colocate.yaml)"
+    drawing.add_argument("--model", type=Path, default=Path("runs/arithmetic/model"), help=begins)
     options = parser.parse_args()
     if options.command == "trl":
         changes = {
@@ -126,4 +129,6 @@ if __name__ == "__main__":
         }
         train_with_trl(options.folder, **changes)
     else:
-        draw(options.picture, {side: [measure(run) for run in getattr(options, side)] for side in LABELS})
+        draw(
+            options.picture, {side: [measure(run, options.model) for run in getattr(options, side)] for side in LABELS}
+        )
