@@ -59,7 +59,7 @@ def right_answers(prompts: list[str], completions: list[str], **_) -> list[float
 
 
 def measure(folder: Path, first: Path) -> list[dict[str, float]]:
-    """Step, rollouts, seconds and pass@1 of every checkpoint of a run, and of the model that it began with, `first`."""
+    """Step, rollouts, seconds and pass@1 of `first`, the model that a run began with, and of every checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kept = folder / "curve.json"
