@@ -172,7 +172,7 @@ HERE = [
     (r"trl-atropos report ", run_report),
     (r"trl-atropos (init|slurm) ", run_command),
     (r"python -m trl_atropos\.train .*--replay_paths ", run_replay),
-    (r"python \S+/make_model\.py ", make_model),
+    (r"python (recipes/quickstart|my_task)/make_model\.py ", make_model),
     (r"python docs/make_reference\.py", run_script),
     (r"(cp -r|sed -i) ", run_script),
     (r"pip install .*-e ", require_extras),
