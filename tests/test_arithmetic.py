@@ -97,6 +97,7 @@ def compare(*words: str | Path) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.full
 @pytest.mark.slow(200)
 def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path):
     flags = ("--max_steps", "60", "--save_steps", "60")
@@ -110,6 +111,7 @@ def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path)
     assert after["pass@1"] > before["pass@1"] + 0.25
 
 
+@pytest.mark.full
 @pytest.mark.slow(60)
 def test_the_trainer_of_trl_runs_beside_it(model, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", model, "--max_steps", "2")
