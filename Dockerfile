@@ -1,7 +1,7 @@
 # An image for GPUs, in the versions of configs/constraints-gpu.txt: those were run on NVIDIA H200 with Python 3.12.
 # This file itself was not built or run yet. Needs a driver for CUDA 13 and the NVIDIA container toolkit:
 #   docker build --tag trl_atropos .
-#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/work/runs" --volume "$HOME/.cache:/root/.cache" \
+#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/app/runs" --volume "$HOME/.cache:/root/.cache" \
 #       trl_atropos train recipes/gsm8k/colocate.yaml
 # torch's wheels bring CUDA's libraries. The compiler is for Triton, which builds a launcher for each kernel.
 
@@ -22,7 +22,7 @@ RUN pip install --constraint configs/constraints-gpu.txt ".[vllm]"
 RUN pip install "setuptools>=77" wheel \
     && DS_BUILD_OPS=0 pip install --constraint configs/constraints-gpu.txt --no-build-isolation "deepspeed>=0.19"
 
-WORKDIR /work
+WORKDIR /app
 COPY configs configs
 COPY recipes recipes
 ENTRYPOINT ["trl-atropos"]

@@ -43,6 +43,11 @@ def environment_token() -> str:
     return token
 
 
+def served_rank(rank: int) -> int:
+    """The least `--max-lora-rank` with which vLLM serves adapters of a rank."""
+    return next((known for known in LORA_RANKS if known >= rank), rank)
+
+
 def reason_in(text: str) -> str:
     """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
     try:

@@ -28,7 +28,7 @@ from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, environment_token, server_flags, stated_flags, values_of
+from trl_atropos.protocol import ADAPTER_MODES, environment_token, served_rank, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
 from trl_atropos.services.evaluations import GROUPS
@@ -102,8 +102,7 @@ class Recipe:
         if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
             given.append("--enable-lora")
         if sends_adapter and "--max-lora-rank" not in stated:
-            rank = next((rank for rank in LORA_RANKS if rank >= self.model.lora_r), self.model.lora_r)
-            given += ["--max-lora-rank", str(rank)]
+            given += ["--max-lora-rank", str(served_rank(self.model.lora_r))]
         return given
 
     def placeholders(self) -> dict[str, str]:

@@ -240,8 +240,6 @@ def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
 
 def start_services(recipe: "Recipe", services: "Services") -> None:
     """Starts the API, the server and the environments, and waits until the first two are healthy."""
-    from trl_atropos.protocol import TOKEN_VARIABLE
-    from trl_atropos.services.environments import variables_of_environment
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
     config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
@@ -254,10 +252,11 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
         services.wait_healthy(ATROPOS, config.service_timeout)
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
     for spec in recipe.environments:
-        env = variables_of_environment({TOKEN_VARIABLE: "", **{name: str(value) for name, value in spec.env.items()}})
         recipe.write_environment_file(spec)
         command = recipe.environment_command(spec)
-        services.start(f"{ENVIRONMENT}{spec.name}", command, env=env, cwd=spec.cwd, restarts=again, scratch=True)
+        services.start(
+            f"{ENVIRONMENT}{spec.name}", command, env=spec.variables(), cwd=spec.cwd, restarts=again, scratch=True
+        )
     for name in names:
         services.wait_healthy(name, config.service_timeout)
 

@@ -122,7 +122,8 @@ def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):
     done, told = cluster(["--config", RECIPE, "--nodes", "3"], serves=False)
     assert done.returncode == 1
     assert "A server has ended: see " in done.stderr and "out/server-*.log" in done.stderr
-    assert [one["words"][0] for one in told] == ["serve", "serve"]
+    # No trainer. The second server may have been ended before it could note anything.
+    assert {one["words"][0] for one in told} == {"serve"}
     assert not (tmp_path / "out/token-7").exists()
 
 

@@ -8,20 +8,17 @@ without an Atropos API. What it would have sent is read and checked by what read
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_atropos.commands import POLL, divide, with_recipe
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.logging import columns, cut
-from trl_atropos.protocol import TOKEN_VARIABLE, environment_token, stated_flags, stated_settings
+from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:
@@ -121,7 +118,7 @@ def _width() -> int:
 
 def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
     """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
-    from trl_atropos.services.environments import SITE, variables_of_environment
+    from trl_atropos.services.environments import SITE
 
     name, folder = f"environment-{spec.name}", Path(recipe.training.output_dir)
     if spec.path is None:
@@ -133,34 +130,18 @@ def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tup
     recipe.write_environment_file(spec)
     python, script, _, *flags = recipe.environment_command(spec)
     found.unlink(missing_ok=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    own = {TOKEN_VARIABLE: "", **{key: str(value) for key, value in spec.env.items()}}
+    log.unlink(missing_ok=True)  # whose traceback may be shown
     limit = recipe.services.service_timeout
-    sys.stderr.write(f"[trl_atropos] Running one problem of {name}, log: {log}\n")
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [python, os.path.join(SITE, "groups.py"), script, "process", *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=spec.cwd,
-            env={**os.environ, **variables_of_environment(own)},
-            start_new_session=True,  # a terminal's Ctrl-C reaches this process, which ends it
-        )
-        try:
-            ends = time.monotonic() + limit
-            while process.poll() is None and not _is_whole(found):
-                services.check()
-                if time.monotonic() > ends:
-                    fix = f"Look at its log, {log}, or give it longer."
-                    raise ServiceError(
-                        f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix
-                    )
-                time.sleep(POLL)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
+    services.start(name, command, env=spec.variables(), cwd=spec.cwd, ends=True)
+    ends = time.monotonic() + limit
+    while services.exit_code(name) is None and not _is_whole(found):
+        services.check()
+        if time.monotonic() > ends:
+            fix = f"Look at its log, {log}, or give it longer."
+            raise ServiceError(f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix)
+        time.sleep(POLL)
+    services.end(name)
     return (json.loads(found.read_text()) if _is_whole(found) else None), log
 
 

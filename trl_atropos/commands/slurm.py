@@ -15,7 +15,7 @@ from typing import Any
 
 from trl_atropos.commands import with_recipe
 from trl_atropos.errors import AtroposTrainingError, RecipeError
-from trl_atropos.protocol import ADAPTER_MODES, LORA_RANKS, parallel, server_flags, stated_settings, values_of
+from trl_atropos.protocol import ADAPTER_MODES, parallel, served_rank, server_flags, stated_settings, values_of
 
 DESCRIPTION = """\
 Writes a batch script for a run over several nodes of a SLURM cluster: the first
@@ -127,6 +127,5 @@ def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:
     if longest and "--max-model-len" not in stated:
         flags += ["--max-model-len", str(longest)]
     if settings.get("vllm_mode") in ADAPTER_MODES and "--max-lora-rank" not in stated:
-        rank = int(settings.get("lora_r") or 16)  # peft's default
-        flags += ["--max-lora-rank", str(next((one for one in LORA_RANKS if one >= rank), rank))]
+        flags += ["--max-lora-rank", str(served_rank(int(settings.get("lora_r") or 16)))]  # peft's default
     return flags

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trl_atropos.errors import RecipeError, RolloutError
+from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 
@@ -109,6 +110,11 @@ class EnvironmentSpec(BaseModel):
             flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
             return " ".join([f"python {self.path} serve", *flags])
         return self.command if isinstance(self.command, str) else " ".join(self.command)
+
+    def variables(self, **further: str) -> dict[str, str]:
+        """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`, and no token."""
+        own = {name: str(value) for name, value in self.env.items()}
+        return variables_of_environment({TOKEN_VARIABLE: "", **further, **own})
 
     def words(self) -> list[str]:
         """The command as words, with its placeholders."""

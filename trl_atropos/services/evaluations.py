@@ -25,9 +25,9 @@ from typing import Any
 
 from trl_atropos.errors import EvaluationError, ServerError
 from trl_atropos.metrics.evaluation import measures
-from trl_atropos.protocol import EVALUATION_KEY, TOKEN_VARIABLE
+from trl_atropos.protocol import EVALUATION_KEY
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.environments import EvaluationSpec, variables_of_environment
+from trl_atropos.services.environments import EvaluationSpec
 from trl_atropos.services.manager import Services
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,7 @@ class Evaluator:
         folder.mkdir(parents=True)
         key = f"{EVALUATION_KEY}{spec.name}-{uuid.uuid4().hex}"
         process = self._processes[spec.name] = _Process(spec, folder, key)
-        own = {"TRL_ATROPOS_GO": str(folder / GO), TOKEN_VARIABLE: ""}
-        env = variables_of_environment(own | {name: str(value) for name, value in spec.env.items()})
+        env = spec.variables(TRL_ATROPOS_GO=str(folder / GO))
         command = self._command_of(spec, folder, process.key)
         self._services.start(self._service(spec), command, env=env, cwd=spec.cwd, scratch=True, ends=True)
 

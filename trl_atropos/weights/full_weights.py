@@ -13,6 +13,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,10 @@ class FixedMessage:
     tensors: list[ParameterSpec] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)  # their places in the channel's buffer
+
+    @cached_property  # asked once all tensors are in it
+    def num_bytes(self) -> int:
+        return message_layout(self.tensors)[1]
 
 
 class FullWeights(Transfer):
@@ -152,7 +157,7 @@ class FullWeights(Transfer):
 
     def _fill(self, number: int, fixed: FixedMessage) -> Message:
         """Copies the tensors of a message to where it is sent from, all at once."""
-        content = self._channel.staging(self._room, number)[: message_layout(fixed.tensors)[1]]
+        content = self._channel.staging(self._room, number)[: fixed.num_bytes]
         if not fixed.targets or fixed.targets[0].data_ptr() != content.data_ptr():
             fixed.targets = unpack(content, fixed.tensors)
         copy_all(fixed.targets, fixed.sources)
