@@ -113,8 +113,9 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
     lengths = [p + c for p, c in zip(PROMPTS, COMPLETIONS)]
     useful = sum(lengths)
     assert inputs["input_ids"].shape == (1, math.ceil(useful / multiple) * multiple)
-    assert torch.equal(inputs["input_ids"][0, :useful], ids[mask.bool()])
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # neighbours of the same length are one batch
+    assert torch.equal(inputs["input_ids"][0, :useful], torch.cat([ids[one][mask[one].bool()] for one in order]))
+    positions = torch.cat([torch.arange(lengths[one]) for one in order])
     assert torch.equal(inputs["position_ids"][0, :useful], positions)
     assert int(inputs["rollout_lengths"].sum()) == inputs["input_ids"].size(1)
 

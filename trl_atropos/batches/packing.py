@@ -53,10 +53,12 @@ class Layout(NamedTuple):
             prompt_width: P; `width`: C.
         """
         prompts = np.asarray(prompts)
-        lengths = prompts + completions
+        # By length, because attention takes neighbours of the same length at once.
+        order = np.argsort(prompts + completions, kind="stable")
+        lengths = (prompts + completions)[order]
         ends = lengths.cumsum()
-        rollout = np.repeat(np.arange(len(ends)), lengths)
-        position = np.arange(ends[-1]) - (ends - lengths)[rollout]
+        rollout = np.repeat(order, lengths)
+        position = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         column = position - prompts[rollout]  # of the completion; below 0 in the prompt
         tokens = rollout * (prompt_width + width) + prompt_width + column
         scored = np.flatnonzero(column >= 0)
