@@ -72,6 +72,8 @@ def main(words: list[str]) -> None:
             recipe.training.vllm_server_base_url = recipe.training.vllm_server_urls[0]  # enough for a group
         recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
+            for spec in specs:  # they load while the server starts
+                _start(recipe, spec, services)
             start_services(recipe, services)
             _require_servers(recipe)
             good = [_try(recipe, spec, services) for spec in specs]
@@ -116,24 +118,36 @@ def _width() -> int:
 # ---------------------------------------------------------------------------------------------- the environment's code
 
 
-def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
-    """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
+def _files(recipe: "Recipe", spec: "EnvironmentSpec") -> tuple[Path, Path, Path]:
+    """What an environment waits for, what `groups.py` writes of its problem, and its log."""
+    folder = Path(recipe.training.output_dir).absolute()
+    found = folder / "environments" / f"{spec.name}.jsonl"
+    return found.with_suffix(".go"), found, folder / "logs" / f"environment-{spec.name}.log"
+
+
+def _start(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> None:
     from trl_atropos.services.environments import SITE
 
-    name, folder = f"environment-{spec.name}", Path(recipe.training.output_dir)
     if spec.path is None:
         what, fix = "is started by a `command`, which `try` cannot run", "Name its script as `path`, with a `config`."
         raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
-    found, log = (folder / "environments" / f"{spec.name}.jsonl").absolute(), folder / "logs" / f"{name}.log"
+    go, found, log = _files(recipe, spec)
+    for file in (go, found, log):
+        file.unlink(missing_ok=True)
     spec = spec.model_copy(deep=True)
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
     recipe.write_environment_file(spec)
     python, script, _, *flags = recipe.environment_command(spec)
-    found.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)  # whose traceback may be shown
-    limit = recipe.services.service_timeout
     command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
-    services.start(name, command, env=spec.variables(), cwd=spec.cwd, ends=True)
+    env = spec.variables(TRL_ATROPOS_GO=str(go))
+    services.start(f"environment-{spec.name}", command, env=env, cwd=spec.cwd, ends=True)
+
+
+def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
+    """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
+    go, found, log = _files(recipe, spec)
+    name, limit = f"environment-{spec.name}", recipe.services.service_timeout
+    go.touch()
     ends = time.monotonic() + limit
     while services.exit_code(name) is None and not _is_whole(found):
         services.check()
@@ -190,7 +204,7 @@ def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], s
         raise RolloutError(f"A run would drop this group of environment {spec.name!r}: {error}.") from error
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=training.trust_remote_code)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}  # as TRL tells who was cut off
-    yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s (with its start)."
+    yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s."
     prompt = None
     for number, one in enumerate(rollouts, start=1):
         if (new := one.prompt_ids.tolist()) != prompt:
