@@ -128,7 +128,8 @@ class AtroposGRPOConfig(GRPOConfig):
         probe_every_n_steps (`int`, *optional*):
             Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
             tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
-            probes off. By default, all are on the CPU; on a GPU, probes take at most 2 percent of the run's time.
+            probes off. By default, probes take at most 2 percent of the run's time. That the server has the trainer's
+            weights is proven after every publish, whether it is probed or not.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
             Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
             server needs `--enable-sleep-mode`.

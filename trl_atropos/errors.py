@@ -61,6 +61,10 @@ class ProbeError(AtroposTrainingError):
     result = None  # the `ProbeResult`, where tokens were compared
 
 
+class FingerprintError(AtroposTrainingError):
+    """After a publish, a server's parameters were not the trainer's, bit for bit."""
+
+
 class GatherError(AtroposTrainingError):
     """The trainer's weights cannot be put together for a server."""
 

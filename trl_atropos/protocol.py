@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -118,6 +118,20 @@ class ParameterSpec(Strict):
     def of(cls, name: str, shape: Iterable[int], dtype: Any, pieces: Any = None) -> "ParameterSpec":
         """`dtype` is torch's."""
         return cls(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces)
+
+
+class TraceQuery(Strict):
+    """Body of `POST /trl_atropos/fingerprints/trace`."""
+
+    of: Literal["weights", "adapter"]
+    parameters: list[ParameterSpec]
+
+
+class FingerprintsReply(Strict):
+    """Answer of `POST /trl_atropos/fingerprints`: of each parameter that was traced."""
+
+    policy_version: int
+    fingerprints: list[int | None]  # None: of a parameter that was refused, or that two workers keep differently
 
 
 class VersionsQuery(Strict):

@@ -22,10 +22,12 @@ from trl_atropos.protocol import (
     TOKEN_VARIABLE,
     Attachment,
     EvaluationReply,
+    FingerprintsReply,
     Note,
     ParameterSpec,
     RefusalsReply,
     ServerInfo,
+    TraceQuery,
     VersionsQuery,
     VersionsReply,
     environment_token,
@@ -67,19 +69,19 @@ class ServerClient:
         phase: str = "sampling the probe",
     ) -> list[tuple[list[int], list[float]]]:
         """Samples continuations. Returns the token ids and the log-probabilities of each, `num_tokens` of both."""
-        body = {
-            "prompt": {"prompt_token_ids": prompt_ids},
-            "n": num_samples,
-            "max_tokens": num_tokens,
-            "temperature": temperature,
-            "ignore_eos": True,
-            "logprobs": 0,
-        }
-        reply = self._call("/generate", phase, body)
+        reply = self._generate(prompt_ids, num_tokens, phase, n=num_samples, temperature=temperature, logprobs=0)
         return [
             (tokens, [next(iter(entry[0].values())) for entry in entries])
             for tokens, entries in zip(reply["token_ids"], reply["logprobs"], strict=True)
         ]
+
+    def cached_tokens(self, prompt_ids: list[int]) -> int:
+        """Samples one token. Returns how many tokens of the prompt came from the cache. They are all in it then."""
+        return self._generate(prompt_ids, 1, "asking what is cached")["cached_tokens"]
+
+    def _generate(self, prompt_ids: list[int], num_tokens: int, phase: str, **settings: Any) -> dict:
+        body = {"prompt": {"prompt_token_ids": prompt_ids}, "max_tokens": num_tokens, "ignore_eos": True, **settings}
+        return self._call("/generate", phase, body)
 
     def versions(self, keys: list[bytes]) -> list[Note | None]:
         """What the server has noted of the completions with these keys."""
@@ -160,6 +162,18 @@ class ServerClient:
     def load_adapter(self) -> None:
         """Lets the server receive the adapter's next version. Returns when it has."""
         self._call("/adapter/load", "loading the adapter", {})
+
+    def trace(self, of: str, specs: list[ParameterSpec]) -> dict[str, str]:
+        """Lets the server find its memory of the trainer's `"weights"` or of the `"adapter"` that it serves. Returns
+        why parameters have no fingerprint, by name."""
+        body = TraceQuery(of=of, parameters=specs).model_dump()
+        return self._call("/fingerprints/trace", f"finding where the server keeps the {of}", body)["refused"]
+
+    def fingerprints(self, of: str) -> FingerprintsReply:
+        """Of what was traced."""
+        return FingerprintsReply.model_validate(
+            self._call("/fingerprints", f"comparing the {of} bit for bit", {"of": of})
+        )
 
     def swap_adapter(self, name: str, path: str) -> None:
         """Loads the adapter in `path` under `name`, in place of the one there if any."""

@@ -267,6 +267,7 @@ class Outcome:
     why: str = ""  # for "copied" and "refused"
     largest: float = 0.0  # difference of log-probabilities after the step, in nats, on any token
     mean: float = 0.0
+    unproven: dict[str, str] = field(default_factory=dict)  # parameters without a fingerprint, and why
 
 
 @dataclass
@@ -399,7 +400,8 @@ def step(engine, row: Row, mode: str, folder: Path, recording: str) -> Outcome:
     if not (largest <= bound and mean <= mean_bound):
         raise AssertionError(f"after the step, vLLM and the trainer differ by up to {largest:.2g} nats ({mean:.2g})")
     how = {"Colocate": "shared", "FullWeights": "copied" if mode == "colocate" else "sent"}
-    return Outcome(how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean)
+    (refused,) = publisher._proof._refused.values()
+    return Outcome(how[type(publisher.transfer).__name__], "; ".join(warned), largest, mean, refused)
 
 
 @contextmanager

@@ -11,9 +11,17 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 
-from trl_atropos.protocol import PROTOCOL_VERSION, Attachment, ParameterSpec, ServerInfo, machine_id
+from trl_atropos.protocol import (
+    PROTOCOL_VERSION,
+    Attachment,
+    FingerprintsReply,
+    ParameterSpec,
+    ServerInfo,
+    machine_id,
+)
 from trl_atropos.server import compat
 from trl_atropos.server.launch import CPU_REQUIRED, REQUIRED
+from trl_atropos.tensors.fingerprint import Assembly
 
 # vLLM looks at each class of models in a process of its own first, which imports all of vLLM once more.
 registry._run_in_subprocess = lambda look: look()
@@ -101,6 +109,19 @@ class Engine:
 
     def finish_weights(self) -> list[str]:
         return self._worker("finish_weights")
+
+    def trace(self, of: str, specs: list[ParameterSpec]) -> dict[str, str]:
+        found = self._worker("trace", of, [spec.model_dump() for spec in specs], None)
+        self.assembly = Assembly({spec.name: spec.shape for spec in specs}, [found["parts"]])
+        return self.assembly.refused | found["refused"]
+
+    def fingerprints(self, of: str) -> FingerprintsReply:
+        sums = self.assembly.sum([self._worker("fingerprints", of, None)])
+        return FingerprintsReply(policy_version=self.policy_version, fingerprints=sums)
+
+    def cached_tokens(self, prompt_ids: list[int]) -> int:
+        """Prefixes are not cached here."""
+        return 0
 
     def sample(
         self, prompt_ids: list[int], num_tokens: int, temperature: float, num_samples: int = 1

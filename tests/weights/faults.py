@@ -72,7 +72,12 @@ def make_trainer(server: Server, mode: str, recording: str, folder: Path) -> Atr
         transfer.chunk_bytes = SMALL_CHUNK
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if chosen.lora else None
     trainer = trainers.make_trainer(
-        ServerPublisher(transfer), recording, server.model, folder, mode=chosen.vllm_mode, peft_config=adapter
+        ServerPublisher(transfer, probe_every_n_steps=1),
+        recording,
+        server.model,
+        folder,
+        mode=chosen.vllm_mode,
+        peft_config=adapter,
     )
     assert type(trainer.policy_publisher.transfer).__name__ == chosen.transfer
     return trainer

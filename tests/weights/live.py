@@ -100,6 +100,15 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
     publisher._publish(counted)
 
 
+def assert_proven(publisher: ServerPublisher, publishes: int) -> None:
+    """So many publishes were compared bit for bit, each parameter in each. On ranks with servers."""
+    proof = publisher._proof
+    for subject in proof.subjects:
+        assert proof._compared[subject.of] == min(publishes, subject.times or publishes)
+        for client in publisher.servers.clients:
+            assert proof._refused[client.url, subject.of] == {}
+
+
 Weights = dict[str, torch.Tensor]  # by parameter name
 
 

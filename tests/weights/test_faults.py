@@ -52,8 +52,9 @@ SAYS = {
     "/v1/load_lora_adapter": "while loading the adapter in",
     "/resume": "while resuming the server",
     "/info": "while asking the server what it is",
-    "/generate": "while sampling the probe",
+    "/generate": "while asking what is cached",
 }
+BESIDE = "while comparing the .* bit for bit"  # at the same time as the last two
 REPEATED = {("lora", "/info")}  # calls that a publish makes several of
 WITHOUT_ENGINE = ("/info", "/v1/unload_lora_adapter")  # answered even if that is dead
 # From which call on the weights are no longer surely those of the version that the server names, until it resumes.
@@ -203,7 +204,8 @@ def calls_hit(mode: str, point: str) -> list[str]:
 def expected_phases(mode: str, point: str) -> str:
     rest = calls_hit(mode, point)
     with_engine = next(i for i, call in enumerate(rest) if call not in WITHOUT_ENGINE)
-    return "|".join(SAYS[call] for call in rest[: with_engine + 1])
+    met = rest[: with_engine + 1]
+    return "|".join([*(SAYS[call] for call in met), *([BESIDE] if {"/info", "/generate"} & set(met) else [])])
 
 
 def expected_ends(mode: str, point: str, way: str) -> list[tuple[str, int | None]]:

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from trl_atropos.weights.probe import LEAST_APART, MAX_SHARE, ProbeResult, Schedule, Tolerance, num_positions
 
 
-def probed(every: int | None, device: str, step: float, probe: float, steps: int) -> tuple[list[int], float]:
+def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[list[int], float]:
     """Publishes that are probed in a run whose steps and probes take so many seconds, and the share of the probes."""
-    schedule, now, found = Schedule(every, device), 100.0, []
+    schedule, now, found = Schedule(every), 100.0, []
     for publish in range(steps + 1):  # the first one is before the first step
         now += step if publish else 0.0
         if schedule.due(now, last=publish == steps):
@@ -23,8 +23,8 @@ def probed(every: int | None, device: str, step: float, probe: float, steps: int
 
 
 @pytest.mark.parametrize("step", [0.02, 0.6, 4.5, 30.0])
-def test_on_a_gpu_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step):
-    found, share = probed(None, "cuda", step, probe=0.107, steps=2000)
+def test_probes_take_at_most_their_share_of_the_time_but_run_first_and_last(step):
+    found, share = probed(None, step, probe=0.107, steps=2000)
     assert (found[0], found[-1]) == (0, 2000)
     last_one = 0.107 / (2000 * step)  # which is run in any case
     assert share <= MAX_SHARE + last_one
@@ -33,7 +33,7 @@ def test_on_a_gpu_probes_take_at_most_their_share_of_the_time_but_run_first_and_
 
 
 def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
-    schedule = Schedule(None, "cuda")
+    schedule = Schedule(None)
     assert schedule.due(0.0, last=False)
     schedule.ran(1.0, 1.0)
     for _ in range(LEAST_APART - 1):
@@ -42,14 +42,10 @@ def test_a_probe_that_takes_longer_than_the_last_one_is_waited_for_longer():
     assert schedule.due(1.0 + 1.01 / MAX_SHARE, last=False)
 
 
-def test_on_the_cpu_every_publish_is_probed():
-    assert probed(None, "cpu", step=0.01, probe=0.1, steps=20)[0] == list(range(21))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_number_of_publishes_is_kept_on_every_device(device):
-    assert probed(4, device, step=0.01, probe=0.1, steps=10)[0] == [0, 4, 8, 10]
-    assert probed(0, device, step=0.01, probe=0.1, steps=10)[0] == []
+def test_a_number_of_publishes_is_kept():
+    assert probed(1, step=0.01, probe=0.1, steps=20)[0] == list(range(21))
+    assert probed(4, step=0.01, probe=0.1, steps=10)[0] == [0, 4, 8, 10]
+    assert probed(0, step=0.01, probe=0.1, steps=10)[0] == []
 
 
 def test_the_first_look_sets_the_bounds_of_the_next_ones_and_never_widens_them():
@@ -89,7 +85,7 @@ def test_a_model_has_so_many_positions(config, positions):
 
 
 def test_the_first_publish_of_another_training_is_probed_again():
-    schedule = Schedule(None, "cuda")
+    schedule = Schedule(None)
     assert schedule.due(0.0, last=False)
     schedule.ran(1.0, 1.0)
     schedule.publishes = schedule.probed = 0  # as when a training begins

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 from peft import LoraConfig
 
 from tests.server_process import Server, running_server
-from tests.weights.live import snapshot
+from tests.weights.live import assert_proven, disturb, publish, snapshot
 from tests.weights.test_sharded_publish import ADAPTER, continuations, give_back_the_weights, servers_for
-from tests.weights.trainers import make_trainer
+from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import largest_difference
+from trl_atropos.errors import FingerprintError
 from trl_atropos.server_client import Servers
+from trl_atropos.tensors.channel import unpack
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,7 +28,7 @@ def train(servers: list[Server], mode: str, adapted: bool, recording: str, folde
     """A run on servers that have been trained before. Returns its publisher."""
     give_back_the_weights(servers, recording, folder)
     connected = Servers([one.url for one in servers], 60, servers[0].token)
-    publisher = ServerPublisher(transfer_of(mode, connected, "auto", str(folder)))
+    publisher = ServerPublisher(transfer_of(mode, connected, "auto", str(folder)), probe_every_n_steps=1)
     peft_config = LoraConfig(**ADAPTER) if adapted else None
     trainer = make_trainer(
         publisher, recording, servers[0].model, folder, mode=mode, peft_config=peft_config, max_steps=STEPS
@@ -34,6 +37,7 @@ def train(servers: list[Server], mode: str, adapted: bool, recording: str, folde
     trainer.train()
     assert publisher.policy_version == STEPS
     assert 0 < publisher.probe_max_abs_diff <= 1e-4
+    assert_proven(publisher, STEPS + 1)
     for server in servers:
         samples = continuations(server)
         assert {(one.begun, one.ended) for one in samples} == {(STEPS, STEPS)}
@@ -85,6 +89,35 @@ def test_full_weights_take_the_place_of_a_former_trainers_adapter(two_servers, r
 def test_weights_reach_both_workers_of_a_server(two_workers, mode, adapted, recording, tmp_path):
     publisher = train([two_workers], mode, adapted, recording, tmp_path)
     assert publisher.servers.info.num_workers == 2
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj", "embed_tokens"])  # split by rows, by columns, and with padding
+def test_workers_with_each_others_shard_are_found(two_workers, name, recording, tmp_path):
+    give_back_the_weights([two_workers], recording, tmp_path)
+    publisher = make_publisher(two_workers, tmp_path, "server", probe_every_n_steps=0)
+    trainer = make_trainer(publisher, recording, two_workers.model, tmp_path, mode="server")
+    fill, wrong = publisher.transfer._fill, []
+
+    def faulty(number, fixed):
+        message = fill(number, fixed)
+        for spec, values in zip(message.tensors, unpack(message.content, message.tensors), strict=True):
+            if wrong == [] and name in spec.name:
+                wrong.append(spec.name)
+                dim = int(name == "o_proj")
+                values.copy_(torch.cat(values.chunk(2, dim)[::-1], dim))
+        return message
+
+    try:
+        publisher.hold()
+        publish(trainer, lambda: disturb(trainer.model, 0.01))
+        publisher.before_backward()
+        publisher.transfer._fill = faulty
+        publish(trainer, lambda: None)
+        with pytest.raises(FingerprintError) as error:
+            publisher.before_backward()
+        assert " 1 of " in str(error.value) and wrong[0] in str(error.value)
+    finally:
+        publisher.close()
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.server_process import Server, running_server
 from tests.sharded import forget_sharding, launch, sharding_arguments
-from tests.weights.live import snapshot
+from tests.weights.live import assert_proven, snapshot
 from tests.weights.trainers import make_trainer
 from tests.weights.watched import largest_difference, sample
-from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.errors import AtroposTrainingError, FingerprintError
 from trl_atropos.server_client import Servers
+from trl_atropos.weights import gather
 from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher, ServerPublisher, transfer_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -54,7 +55,7 @@ class Job:
     def trainer(self, kind: str, mode: str, adapted: bool = False, urls: list[str] | None = None, **settings: Any):
         """A trainer of this process, on its half of the batch."""
         servers = Servers(urls or self.urls, 60, self.token)
-        publisher = ServerPublisher(transfer_of(mode, servers, "auto", self.folder))
+        publisher = ServerPublisher(transfer_of(mode, servers, "auto", self.folder), probe_every_n_steps=1)
         return train_on(publisher, self, mode, adapted, per_device_train_batch_size=4, **sharded(kind) | settings)
 
 
@@ -95,12 +96,36 @@ def take_turns(kind: str, job: Job) -> dict[str, Any]:
         trainer = job.trainer(kind, mode, adapted, [url])
         trainer.train()
         told[case] = outcome(trainer)
+        assert_proven(trainer.policy_publisher, STEPS + 1)
         told[case]["weights"] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
             told[case]["samples"] = continuations(Server(url, job.token, job.model))
         trainer.accelerator.wait_for_everyone()
         forget_sharding()
+    if kind in ("zero3", "fsdp2"):  # otherwise, the second process publishes nothing
+        told["fault"] = lose_a_bit(kind, job)
     return told
+
+
+def lose_a_bit(kind: str, job: Job) -> dict[str, str]:
+    """What is raised after one element of the second process has changed behind the back of a publish."""
+    trainer = job.trainer(kind, "server", False, job.urls[:1])
+    transfer, name = trainer.policy_publisher.transfer, "model.layers.1.mlp.up_proj.weight"
+    send = transfer.send
+
+    def faulty(version: int) -> int:
+        sent = send(version)
+        for entry in gather.entries_of(trainer.model, trainer.accelerator):
+            if (version, entry.name) == (2, name) and not trainer.accelerator.is_main_process:
+                for values, _ in gather.local_parts(entry.parameter, trainer.accelerator):
+                    values.view(-1).view(torch.int32)[3] += 1
+        return sent
+
+    transfer.send = faulty
+    with pytest.raises(FingerprintError) as error:
+        trainer.train()
+    forget_sharding()
+    return {"name": name, "error": str(error.value)}
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -224,6 +249,9 @@ def pair(server_model, tmp_path_factory) -> Iterator[list[Server]]:
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.full), "zero3", "fsdp2"])
 def test_the_servers_end_up_with_the_whole_weights_of_sharded_trainers(kind, pair, recording, tmp_path):
     ranks = run(kind, "take turns", pair, recording, tmp_path)
+    for told in (rank["fault"] for rank in ranks if kind in ("zero3", "fsdp2")):
+        found = f"policy version 2, 1 of .* parameters of the server at {pair[0].url} are not .*: {told['name']}"
+        assert re.search(found, told["error"])
     for case, (mode, adapted) in CASES.items():
         for told in (rank[case] for rank in ranks):
             assert told["transfer"] == ("MemoryLora" if mode == "nccl_lora" else "FullWeights")

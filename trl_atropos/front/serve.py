@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 NAME = "engine"
 POLL = 0.2  # seconds
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
+TRACE_TIMEOUT = 600.0  # seconds: a loader is asked about one parameter after the other
 LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients get the reason
 WHY_WITHIN = GRACE + KILL_DEADLINE  # seconds until the guard of a dying engine, which broke a connection, reports
 # Headers that belong to one connection, not to the message; and those that the client library writes itself.
@@ -147,6 +148,8 @@ class Front(ControlPlane):
             "/hold": (self.hold, "lease"),
             "/pause": (self.pause, "lease"),
             "/restart": (self.restart, ""),
+            "/fingerprints/trace": (lambda body: self._of_engine("/fingerprints/trace", body), ""),
+            "/fingerprints": (self.fingerprints, ""),
             "/resume": (self.resume, ""),
         }
 
@@ -191,6 +194,14 @@ class Front(ControlPlane):
 
     async def attach(self, _body: dict) -> dict:
         raise Refused(NOT_TO_ATTACH)
+
+    async def fingerprints(self, body: dict) -> dict:
+        return await self._of_engine("/fingerprints", body) | {"policy_version": self.policy_version}
+
+    async def _of_engine(self, route: str, body: dict) -> dict:
+        if self.engine.model is None:
+            raise Refused("the engine is away")
+        return await self.engine.ask("POST", route, body, TRACE_TIMEOUT)
 
     async def pause(self, _body: dict) -> dict:
         """Returns when nothing is in flight; what arrives is held until `resume`. An engine starts with empty caches

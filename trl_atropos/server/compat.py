@@ -52,7 +52,9 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
     "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
     "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
-    "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config", "rank", "device", "model_runner"),
+    "vllm.v1.worker.worker_base:WorkerBase": (
+        *("vllm_config", "rank", "device", "model_runner", "add_lora(lora_request)"),
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
@@ -186,6 +188,21 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parent, name, child in wrapped:
             setattr(parent, name, child)
+
+
+@contextmanager
+def as_if_empty(adapters, slot: int) -> Iterator[None]:
+    """Lets vLLM's manager of adapters take one into `slot` as if it had none, and forgets it afterwards."""
+    names = ("_registered_adapters", "_active_adapters", "lora_index_to_id")
+    kept = {name: getattr(adapters, name) for name in names}
+    for name in names[:2]:
+        setattr(adapters, name, type(kept[name])(adapters.lora_slots, lambda _: None))
+    adapters.lora_index_to_id = [-1] * slot + [None] * (adapters.lora_slots - slot)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(adapters, name, value)
 
 
 def adapter_name_mapper(model: torch.nn.Module):

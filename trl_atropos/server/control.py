@@ -30,6 +30,7 @@ from trl_atropos.server.launch import READY_VARIABLE
 from trl_atropos.server.ledger import Refusals
 from trl_atropos.server.routes import ControlPlane, Refused, error
 from trl_atropos.server.sampling import Sampling
+from trl_atropos.tensors.fingerprint import Assembly
 
 logger = logging.getLogger("vllm.trl_atropos")
 
@@ -59,6 +60,7 @@ class Control(ControlPlane):
         self.description: dict | None = None  # the part of `info` that never changes
         self.next_adapter: int | None = None  # the id of the adapter that is loaded and waits for `resume`
         self.adapters_loaded = 0
+        self.assemblies: dict[str, Assembly] = {}  # of "weights" and of "adapter"
         self.asked: tuple[float, asyncio.Task] | None = None  # what `/health` last asked the engine, and when
         self.questions = {
             ("GET", "/info"): self.info,
@@ -78,6 +80,8 @@ class Control(ControlPlane):
             "/weights/finish": (self.finish_weights, "lease and pause"),
             "/adapter/setup": (self.set_up_adapter, "lease"),
             "/adapter/load": (self.load_adapter, "lease and pause"),
+            "/fingerprints/trace": (self.trace, ""),
+            "/fingerprints": (self.fingerprints, ""),
             "/sleep": (self.sleep, "lease"),
             "/wake": (self.wake, "lease and pause"),
         }
@@ -250,6 +254,32 @@ class Control(ControlPlane):
             self.torn |= self.sampling.in_flight[adapter_id] > 0
             raise Refused(str(problem)) from problem
         self.next_adapter = adapter_id
+
+    async def trace(self, body: dict) -> dict:
+        """Finds where the trainer's parameters are kept, or those of the adapter that is served."""
+        query = protocol.TraceQuery.model_validate(body)
+        workers = await self._workers("trace", query.of, body["parameters"], self._served_adapter(query.of))
+        shapes = {spec.name: spec.shape for spec in query.parameters}
+        self.assemblies[query.of] = assembly = Assembly(shapes, [worker["parts"] for worker in workers])
+        return {"refused": assembly.refused | workers[0]["refused"]}
+
+    async def fingerprints(self, body: dict) -> dict:
+        of = body["of"]
+        if of not in self.assemblies:
+            raise Refused("fingerprints of what was not traced")
+        assembly = self.assemblies[of]
+        if of == "adapter" and self.sampling.adapter is None:
+            found = [None] * len(assembly.names)
+        else:
+            found = assembly.sum(await self._workers("fingerprints", of, self._served_adapter(of)))
+        return protocol.FingerprintsReply(policy_version=self.sampling.policy_version, fingerprints=found).model_dump()
+
+    def _served_adapter(self, of: str) -> list | None:
+        if of != "adapter":
+            return None
+        if (adapter := self.sampling.adapter) is None:
+            raise Refused("no adapter is served")
+        return [adapter.lora_name, adapter.lora_int_id, adapter.lora_path]
 
     async def sleep(self, body: dict) -> None:
         """Gives the device's memory back until `wake`. Requests in flight stay; new ones wait."""

@@ -5,6 +5,7 @@ calls its methods through `collective_rpc`; they take and return plain JSON valu
 registers the loader of `layout.py`, before the model is built.
 """
 
+from bisect import bisect_right
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,11 +13,13 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, copy_all, message_layout, open_receiver, unpack
+from trl_atropos.tensors.fingerprint import Fingerprints, Part, unsigned
 from trl_atropos.tensors.shared_memory import export_storage
 
 compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
@@ -46,6 +49,30 @@ class WorkerExtension:
             views, refused = layout.trace(model, _parsed(specs), self.device)
         storages = [export_storage(storage) for storage in layout.unique_storages(model).values()]
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
+
+    def trl_atropos_trace(self, of: str, specs: list[dict], adapter: list | None) -> dict:
+        """Finds which parts of the trainer's parameters this worker keeps, or of the adapter that it has loaded."""
+        specs, refused = _parsed(specs), {}
+        if of == "adapter":
+            receiver = getattr(self, "_trl_atropos_adapter", None)
+            if receiver is None or receiver.tensors != specs:  # the adapter came as files
+                receiver = self._trl_atropos_adapter = AdapterReceiver(self, specs, {"target_modules": []})
+            parts = receiver.parts(LoRARequest(*adapter))
+        elif reason := layout.refusal_of_packed_layers() or _refusal_to_compare(self.vllm_config, self.device):
+            parts, refused = [[] for _ in specs], dict.fromkeys((spec.name for spec in specs), reason)
+        else:
+            model = self.model_runner.get_model()
+            with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
+                parts, refused = layout.parts_of(model, specs)
+            self._trl_atropos_fingerprints = fingerprints_of(parts, specs)
+        return {"parts": [[part for _, part in some] for some in parts], "refused": refused}
+
+    def trl_atropos_fingerprints(self, of: str, adapter: list | None) -> list[int]:
+        """Of each part that was found, in that order."""
+        known = self._trl_atropos_fingerprints
+        if of == "adapter":
+            known = self._trl_atropos_adapter.fingerprints(LoRARequest(*adapter))
+        return unsigned(known.compute())
 
     def trl_atropos_open_channel(self, specification: dict) -> None:
         """Joins the trainer's channel, in place of an earlier one."""
@@ -101,6 +128,16 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
         found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
     packed = layout.refusal_of_packed_layers()
     return found if packed is None else [*found, packed]
+
+
+def _refusal_to_compare(config: VllmConfig, device: torch.device) -> str | None:
+    return "vLLM transforms its weights after loading them" if needs_reload(config, device) else None
+
+
+def fingerprints_of(parts: list[list[tuple[torch.Tensor, Part]]], specs: list[ParameterSpec]) -> Fingerprints:
+    """One fingerprint for each part, parameter by parameter."""
+    flat = [(values, part, spec.shape) for some, spec in zip(parts, specs, strict=True) for values, part in some]
+    return Fingerprints([(*one, number) for number, one in enumerate(flat)], len(flat))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -218,6 +255,15 @@ def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
     return sorted(name for name, place in places.items() if place not in filled)
 
 
+@dataclass
+class AdapterPlan:
+    """What vLLM copies to put an adapter into a slot: into its stacked buffers, and from where in the message."""
+
+    slot: int
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    fingerprints: Fingerprints | None = None
+
+
 class AdapterReceiver:
     """
     Receives LoRA adapters from memory to memory: no file, and no request waits for one.
@@ -230,10 +276,11 @@ class AdapterReceiver:
     """
 
     def __init__(self, worker: WorkerExtension, tensors: list[ParameterSpec], config: dict):
+        self.worker = worker
         self.manager = worker.model_runner.lora_manager
         self.adapters = self.manager._adapter_manager
         self.device = worker.device
-        self.channel = worker._trl_atropos_channel
+        self.channel = getattr(worker, "_trl_atropos_channel", None)
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
@@ -243,7 +290,7 @@ class AdapterReceiver:
         self.helper.rank_pattern, self.helper.alpha_pattern = {}, {}
         self.helper.validate_legal(self.manager.lora_config)
         self.values: dict[int, torch.Tensor] = {}  # by adapter id: the message
-        self.plans: dict[int, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}  # slot, targets, sources
+        self.plans: dict[int, AdapterPlan] = {}
 
     def load(self, adapter_id: int) -> None:
         """Receives the adapter and puts it into the buffers of `adapter_id`, which no request may be using."""
@@ -251,10 +298,10 @@ class AdapterReceiver:
         if adapter_id not in self.values:
             self.values[adapter_id] = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         self.values[adapter_id].copy_(message)
-        slot, targets, sources = self.plans.get(adapter_id, (None, [], []))
+        plan = self.plans.get(adapter_id)
         with torch.no_grad():
-            if slot is not None and self.adapters.lora_index_to_id[slot] == adapter_id:
-                copy_all(targets, sources)
+            if plan is not None and self.adapters.lora_index_to_id[plan.slot] == adapter_id:
+                copy_all([target for target, _ in plan.copies], [source for _, source in plan.copies])
             else:
                 self._activate(adapter_id)
         _synchronize(self.device)
@@ -262,8 +309,23 @@ class AdapterReceiver:
     def _activate(self, adapter_id: int) -> None:
         """The slow way, through vLLM's own code."""
         values = self.values[adapter_id]
+        lora = self._lora_model(adapter_id, values)
+        self.adapters.remove_adapter(adapter_id)
+        if len(self.adapters) >= self.adapters.capacity:
+            self.adapters.remove_oldest_adapter()
+        self.adapters.add_adapter(lora)
+        with layout.CopyTracer(values) as tracer:
+            self.adapters.activate_adapter(adapter_id)
+        self.plans[adapter_id] = AdapterPlan(self.adapters.lora_index_to_id.index(adapter_id), tracer.copies)
+        try:
+            self._check_coverage(self._parts(self.plans[adapter_id]))
+        except ValueError:
+            del self.plans[adapter_id]
+            raise
+
+    def _lora_model(self, adapter_id: int, values: torch.Tensor) -> LoRAModel:
         model = self.adapters.model
-        lora = LoRAModel.from_lora_tensors(
+        return LoRAModel.from_lora_tensors(
             lora_model_id=adapter_id,
             tensors=dict(zip([t.name for t in self.tensors], unpack(values, self.tensors), strict=True)),
             peft_helper=self.helper,
@@ -273,27 +335,53 @@ class AdapterReceiver:
             weights_mapper=compat.adapter_name_mapper(model),
             skip_prefixes=getattr(model, "lora_skip_prefixes", None),
         )
-        self.adapters.remove_adapter(adapter_id)
-        if len(self.adapters) >= self.adapters.capacity:
-            self.adapters.remove_oldest_adapter()
-        self.adapters.add_adapter(lora)
-        with layout.CopyTracer(values) as tracer:
-            self.adapters.activate_adapter(adapter_id)
-        self._check_coverage(tracer.copies)
-        slot = self.adapters.lora_index_to_id.index(adapter_id)
-        self.plans[adapter_id] = (slot, [t for t, _ in tracer.copies], [s for _, s in tracer.copies])
 
-    def _check_coverage(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _plan(self, adapter: LoRARequest) -> AdapterPlan:
+        """Of an adapter that vLLM serves. If it came as files, vLLM's code is watched as it fills that slot with
+        another adapter, which never arrives there."""
+        adapter_id = adapter.lora_int_id
+        # Others may be in the slots. What the engine's next step needs of those, it takes back.
+        if adapter_id not in self.adapters.lora_index_to_id:
+            if adapter_id in self.values:
+                self._activate(adapter_id)
+            else:
+                self.worker.add_lora(adapter)
+        slot, plan = self.adapters.lora_index_to_id.index(adapter_id), self.plans.get(adapter_id)
+        if plan is None or plan.slot != slot:
+            values = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            tracer = layout.CopyTracer(values, layout.memory_of_adapters(self.adapters))
+            with torch.no_grad(), compat.as_if_empty(self.adapters, slot):
+                self.adapters.add_adapter(self._lora_model(adapter_id, values))
+                with tracer:
+                    self.adapters.activate_adapter(adapter_id)
+            plan = self.plans[adapter_id] = AdapterPlan(slot, tracer.copies)
+        return plan
+
+    def parts(self, adapter: LoRARequest) -> list[list[tuple[torch.Tensor, Part]]]:
+        """The memory behind each of the adapter's tensors, and which parts of it are there."""
+        return self._parts(self._plan(adapter))
+
+    def _parts(self, plan: AdapterPlan) -> list[list[tuple[torch.Tensor, Part]]]:
+        found: list[list[tuple[torch.Tensor, Part]]] = [[] for _ in self.tensors]
+        for target, source in plan.copies:
+            begins = [offset // source.element_size() for offset in self.offsets]
+            number = bisect_right(begins, source.storage_offset()) - 1
+            found[number].append((target, Part.of(source).moved(-begins[number])))
+        return found
+
+    def fingerprints(self, adapter: LoRARequest) -> Fingerprints:
+        plan = self._plan(adapter)
+        if plan.fingerprints is None:
+            plan.fingerprints = fingerprints_of(self._parts(plan), self.tensors)
+        return plan.fingerprints
+
+    def _check_coverage(self, parts: list[list[tuple[torch.Tensor, Part]]]) -> None:
         """Raises `ValueError` if a tensor of the trainer did not arrive whole."""
-        itemsize = copies[0][1].element_size() if copies else 1
-        arrived = dict.fromkeys(self.offsets, 0)
-        for _, source in copies:
-            begin = source.storage_offset() * itemsize
-            arrived[max(offset for offset in self.offsets if offset <= begin)] += source.numel()
+        arrived = [sum(target.numel() for target, _ in some) for some in parts]
         lost = [
             tensor.name
-            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
-            if arrived[offset] == 0 or (not self.splits and arrived[offset] != tensor.shape[0] * tensor.shape[1])
+            for tensor, count in zip(self.tensors, arrived, strict=True)
+            if count == 0 or (not self.splits and count != tensor.shape[0] * tensor.shape[1])
         ]
         if lost:
             raise ValueError(f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: {lost[:3]})")

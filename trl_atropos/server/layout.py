@@ -12,6 +12,7 @@ and notes where a copy of the probe would have gone. That works for any architec
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from trl_atropos.protocol import ParameterSpec, View
 from trl_atropos.server import compat
+from trl_atropos.tensors.fingerprint import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage
 
 LOAD_FORMAT = "trl_atropos_shared"
@@ -178,6 +180,18 @@ def memory_of(model: torch.nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
+def memory_of_adapters(adapters: Any) -> set[int]:
+    """The data pointers of the storages behind vLLM's buffers of all adapters' tensors."""
+    buffers = [
+        buffer
+        for module in adapters.modules.values()
+        for name, value in vars(module).items()
+        if name.startswith("lora_") and "stacked" in name
+        for buffer in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return _storages(*buffers)
+
+
 def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
     """The storages behind the model's parameters that another process can open, by data pointer, in order."""
     found: dict[int, torch.UntypedStorage] = {}
@@ -195,12 +209,44 @@ def trace(
     """Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for
     each other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`."""
     shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
-    memory = memory_of(model)
     views: dict[str, View] = {}
     refused: dict[str, str] = {}
+    for spec, copies, trouble in _traced(model, specs, device):
+        outcome = trouble or _place(spec, copies, shared)
+        (views if isinstance(outcome, View) else refused)[spec.name] = outcome
+    return views, refused
+
+
+def parts_of(
+    model: torch.nn.Module, specs: list[ParameterSpec]
+) -> tuple[list[list[tuple[torch.Tensor, Part]]], dict[str, str]]:
+    """Returns (parts, refused): this worker's memory of each parameter, and where that stands in the trainer's; and by
+    name why vLLM does not keep a parameter bit for bit."""
+    parts, refused = [], {}
+    # As from a checkpoint: in the machine's memory, of which nothing is taken, because nothing is written or read.
+    for spec, copies, trouble in _traced(model, specs, torch.device("cpu")):
+        kept = next((str(target.dtype) for target, source in copies if target.dtype is not source.dtype), None)
+        if trouble or kept:
+            refused[spec.name] = trouble or f"vLLM keeps it as {kept}"
+        found = [] if spec.name in refused else [(target, Part.of(source)) for target, source in copies]
+        try:
+            for target, part in found:
+                list(rectangles(target, part, spec.shape))
+        except ValueError as error:
+            found, refused[spec.name] = [], str(error)
+        parts.append(found)
+    return parts, refused
+
+
+def _traced(
+    model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
+) -> Iterator[tuple[ParameterSpec, list[tuple[torch.Tensor, torch.Tensor]], str | None]]:
+    """Yields each parameter with what vLLM's loader would copy, (vLLM's memory, part of the parameter), and what else
+    it would do, or why it cannot be known. Nothing is written."""
+    memory = memory_of(model)
     for spec in specs:
         if spec.pieces == []:
-            refused[spec.name] = "transformers computes it from the tensors of the checkpoint"
+            yield spec, [], "transformers computes it from the tensors of the checkpoint"
             continue
         probe = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         parts = [(piece.name, probe.as_strided(piece.size, piece.stride, piece.offset)) for piece in spec.pieces or ()]
@@ -212,9 +258,7 @@ def trace(
             trouble = f"vLLM's loader refused it: {type(error).__name__}: {error}"[:300]
         if tracer.others:
             trouble = f"vLLM transforms it while loading ({tracer.others[0]})"
-        outcome = trouble or _place(spec, tracer.copies, shared)
-        (views if isinstance(outcome, View) else refused)[spec.name] = outcome
-    return views, refused
+        yield spec, tracer.copies, trouble
 
 
 def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:

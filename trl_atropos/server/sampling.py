@@ -98,6 +98,7 @@ class Sampling:
             "finish_reasons": [FINISHED[completion.finish_reason] for completion in completions],
             "prompt_token_ids": list(result.prompt_token_ids),
             "token_ids": [list(completion.token_ids) for completion in completions],
+            "cached_tokens": result.num_cached_tokens or 0,  # of the prompt, which were not computed anew
         }
         if params.logprobs is not None:
             reply["logprobs"] = [

@@ -17,6 +17,7 @@ from trl.trainer.utils import create_model_from_path
 from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.server_client import Servers
+from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
 from trl_atropos.weights.full_weights import FullWeights
 from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.lora import MemoryLora
@@ -79,7 +80,12 @@ class Colocate(Transfer):
         return [f"{name}: {reason}" for name, reason in refused.items()]
 
     def attach(self, trainer: Any) -> None:
-        self._model = trainer.model
+        self._model, self._trainer = trainer.model, trainer
+
+    def fingerprinted(self) -> list[Fingerprinted]:
+        """As they were loaded, and after the first step: that this is the server's memory. `check` shows that it stays
+        so."""
+        return [fingerprinted_base(self._trainer, self.servers)._replace(times=2)]
 
     def check(self) -> None:
         """Everything depends on the parameters still being the server's memory: checked before the step writes."""

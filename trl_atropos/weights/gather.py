@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel, PeftType, get_peft_model_state_dict
@@ -29,6 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trl_atropos.errors import GatherError
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
+from trl_atropos.tensors.fingerprint import Part
 
 WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all parameters
 ADAPTER = "default"  # PEFT's name of the adapter that TRL trains
@@ -82,12 +84,46 @@ def shapes_of(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> list[ParameterSpec]:
     """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
-    # DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has met the parameter.
-    return [
-        ParameterSpec.of(entry.name, getattr(entry.parameter, "ds_shape", entry.parameter.shape), entry.dtype)
-        for unit in _full_units(model, accelerator, dtype)
-        for entry in unit.entries
-    ]
+    entries = entries_of(model, accelerator, dtype)
+    return [ParameterSpec.of(name, shape_of(parameter), dtype) for name, parameter, dtype in entries]
+
+
+def entries_of(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None) -> list[Entry]:
+    """The parameters of the plain model, without what an adapter adds to them, and the dtype of each in a publish."""
+    return [entry for unit in _full_units(model, accelerator, dtype) for entry in unit.entries]
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """Of the whole parameter. DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has
+    met the parameter."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def local_parts(parameter: torch.nn.Parameter, accelerator: Accelerator) -> Iterator[tuple[torch.Tensor, Part]]:
+    """Yields what this rank holds of a parameter, and where that stands in it. If they are sharded, the parts of all
+    ranks make up the parameter once."""
+    kind, whole = sharding_of(accelerator), Part.whole(shape_of(parameter))
+    if kind == "zero3":
+        shard = parameter.ds_tensor.detach().flatten()
+        begin = shard.numel() * dist.get_rank(parameter.ds_process_group)
+        count = min(shard.numel(), parameter.ds_numel - begin)  # the last ones are padded
+        if count > 0:
+            yield shard[:count], Part(begin, [count], [1])
+    elif isinstance(parameter, DTensor) and all(one.is_replicate() or one.is_shard(0) for one in parameter.placements):
+        local, begin, first = parameter.detach().to_local(), 0, True
+        for placement, size, rank in zip(
+            parameter.placements, parameter.device_mesh.shape, parameter.device_mesh.get_coordinate(), strict=True
+        ):
+            if placement.is_replicate():
+                first &= rank == 0
+            else:
+                begin = -(-parameter.shape[0] // size) * rank
+        if first:
+            yield local, Part(begin * whole.stride[0], list(local.shape), whole.stride)
+    else:
+        tensor = _gather([parameter], accelerator)[0]
+        if kind in WHOLE or accelerator.is_main_process:
+            yield tensor, whole
 
 
 def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:

@@ -24,7 +24,9 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.weights.gather import ADAPTER, WHOLE, iter_adapter_parameters, sharding_of
+from trl_atropos.tensors.fingerprint import Fingerprints, Part, fingerprint
+from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
+from trl_atropos.weights.gather import ADAPTER, WHOLE, base_model, iter_adapter_parameters, sharding_of
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
 logger = logging.getLogger(__name__)
@@ -51,15 +53,9 @@ class MemoryLora(Transfer):
         whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
         dtype = self.servers.info.lora.dtype
         self._tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
-        # What each B is multiplied by: alpha over rank, or as rsLoRA and patterns say.
-        scales = {
-            f"{name}.{leaf}": float(module.scaling[ADAPTER])
-            for name, module in trainer.model.named_modules()
-            if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
-            for leaf in ("lora_B.weight", "lora_embedding_B")
-        }
-        self._scales = {index: scales[spec.name] for index, spec in enumerate(self._tensors) if spec.name in scales}
+        self._scales = _scales_of(trainer.model, self._tensors)
         self._values: list[torch.Tensor] | None = None
+        self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None  # of the adapter as it is published
         self._num_bytes = message_layout(self._tensors)[1]
         together(lambda: self._connect(trainer))
 
@@ -83,22 +79,47 @@ class MemoryLora(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
-        model, accelerator = self._trainer.model, self._trainer.accelerator
-        values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
-        if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
-            self._values = values
-        together(lambda: self._push(list(values)))
+        values = self._gathered()
+        together(lambda: self._push(values))
         return self._num_bytes
 
     def _push(self, values: list[torch.Tensor]) -> None:
         if not self.servers.clients:
             return
+        self._fill(self._slots, values)
+        send_messages(self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter())
+
+    def _fill(self, slots: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
             scaled = torch._foreach_mul([values[index] for index in self._scales], list(self._scales.values()))
             for index, product in zip(self._scales, scaled, strict=True):
                 values[index] = product
-        torch._foreach_copy_(self._slots, values)
-        send_messages(self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter())
+        torch._foreach_copy_(slots, values)
+
+    def fingerprinted(self) -> list[Fingerprinted]:
+        adapter = Fingerprinted("adapter", self._tensors, self._own_fingerprints)
+        return [*_base_of(self._trainer, self.servers), adapter]
+
+    @torch.no_grad()
+    def _own_fingerprints(self) -> torch.Tensor:
+        """Of the adapter as it is now, in memory that no publish uses."""
+        values = self._gathered()
+        if not self.servers.clients:
+            return torch.zeros(0, dtype=torch.int64)
+        if self._copy is None:
+            slots = unpack(torch.empty_like(self._message), self._tensors)
+            parts = [(slot, Part.whole(slot.shape), slot.shape, number) for number, slot in enumerate(slots)]
+            self._copy = slots, Fingerprints(parts, len(slots))
+        slots, fingerprints = self._copy
+        self._fill(slots, values)
+        return fingerprints.compute()
+
+    def _gathered(self) -> list[torch.Tensor]:
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
+        if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
+            self._values = values
+        return list(values)
 
 
 class FileLora(Transfer):
@@ -115,6 +136,25 @@ class FileLora(Transfer):
         # vLLM before 0.32 tells cached prefixes apart by the adapter's name alone, which stays the same.
         self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
+
+    def fingerprinted(self) -> list[Fingerprinted]:
+        model, accelerator = self._trainer.model, self._trainer.accelerator
+        dtype = self.servers.info.lora.dtype
+        named = iter_adapter_parameters(model, accelerator)
+        tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in named]
+        adapter = Fingerprinted("adapter", tensors, lambda: self._own_fingerprints(tensors))
+        return [*_base_of(self._trainer, self.servers), adapter]
+
+    @torch.no_grad()
+    def _own_fingerprints(self, tensors: list[ParameterSpec]) -> torch.Tensor:
+        """Of the adapter as vLLM has it after reading the files: B is scaled in the server's dtype."""
+        named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
+        scales, found = _scales_of(self._trainer.model, tensors), []
+        for number, (_, tensor) in enumerate(named):
+            if self.servers.clients:
+                value = tensor.to(getattr(torch, tensors[number].dtype))
+                found.append(fingerprint(value * scales[number] if number in scales else value))
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
@@ -138,6 +178,25 @@ class FileLora(Transfer):
             if older < used:  # no request can ask for it any more
                 shutil.rmtree(directory, ignore_errors=True)
                 self._directories.remove((older, directory))
+
+
+def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
+    """What each B is multiplied by, by its number: alpha over rank, or as rsLoRA and patterns say."""
+    scales = {
+        f"{name}.{leaf}": float(module.scaling[ADAPTER])
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
+        for leaf in ("lora_B.weight", "lora_embedding_B")
+    }
+    return {index: scales[spec.name] for index, spec in enumerate(tensors) if spec.name in scales}
+
+
+def _base_of(trainer: Any, servers: Servers) -> list[Fingerprinted]:
+    """The frozen model below the adapter, which the server has loaded by itself."""
+    if getattr(base_model(trainer.model), "is_quantized", False):
+        logger.warning("The frozen base is quantised here, so it cannot be compared bit for bit with the servers'.")
+        return []
+    return [fingerprinted_base(trainer, servers)]
 
 
 def _require_servable(model: Any, servers: Servers) -> None:

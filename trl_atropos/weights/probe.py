@@ -93,8 +93,7 @@ class Outlier(ProbeError):
 class Schedule:
     """After which publishes the probe runs: the first, the last, and some between them."""
 
-    every: int | None  # publishes; 0: no probe at all; None: all on the CPU, and on a GPU as `MAX_SHARE` allows
-    device: str = "cpu"  # of the servers, or "cuda"
+    every: int | None  # publishes; 0: no probe at all; None: as `MAX_SHARE` allows
     publishes: int = 0
     probed: int = 0  # of these, the last that was probed
     seconds: float = 0.0  # of the trainer's time that its probe took
@@ -105,10 +104,10 @@ class Schedule:
         self.publishes += 1
         if self.every == 0 or last or self.publishes == 1:
             return self.every != 0
-        if self.every is None and self.device != "cpu":
+        if self.every is None:
             rested = now - self.ended >= self.seconds / MAX_SHARE
             return rested and self.publishes - self.probed >= LEAST_APART
-        return (self.publishes - 1) % (self.every or 1) == 0
+        return (self.publishes - 1) % self.every == 0
 
     def ran(self, seconds: float, ended: float) -> None:
         """The probe that was due has taken some seconds of the trainer's time."""
@@ -124,13 +123,24 @@ def num_positions(config: PreTrainedConfig) -> float:
 
 
 class Probe:
-    """`one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start."""
+    """
+    `one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start. `proven`
+    says, on every rank alike, whether all weights of this version were found equal bit for bit: then a difference on a
+    GPU or in 16 bits is rounding, of which the log warns while the run goes on.
+    """
 
-    def __init__(self, servers: Servers, trainer: Any, every: int | None, one_memory: bool):
+    def __init__(
+        self,
+        servers: Servers,
+        trainer: Any,
+        every: int | None,
+        one_memory: bool,
+        proven: Callable[[], bool] = lambda: False,
+    ):
         info, model, args = servers.info, base_model(trainer.model), trainer.args
         self.servers = servers
-        self.one_memory = one_memory
-        self.schedule = Schedule(every, info.device)
+        self.one_memory, self.proven = one_memory, proven
+        self.schedule = Schedule(every)
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
         self.tolerance = self._first_tolerance = Tolerance.of(info.device, *dtypes)
@@ -138,7 +148,10 @@ class Probe:
         limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
         self._longest = int(min(limits))
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._rounds = info.device != "cpu" or not set(dtypes) <= {torch.float32, torch.float64}
+        self._warned = 0.0  # of a mean difference of so much
         self._first: ProbeResult | None = None
+        self.policy_version: int | None = None  # that was probed last
         self._runs = self._outliers = 0  # probes, and probes with outliers
         self._outliers_are_common = self._compared_longest = False
         self._thread = ThreadPoolExecutor(1, "trl_atropos-probe")
@@ -157,10 +170,12 @@ class Probe:
 
     def begin(self, policy_version: int) -> None:
         """Lets the servers sample from this version. Returns at once."""
-        self.policy_version = policy_version
+        is_new, self.policy_version = policy_version != self.policy_version, policy_version
 
         def sample(client: ServerClient) -> list[tuple[list[int], list[float]]]:
             self._check_version(client)
+            if is_new:
+                self._check_cache(client)
             return self._sample(client, self.prompt_ids)
 
         self._samples = self._thread.submit(self.servers.each_here, sample)
@@ -171,14 +186,21 @@ class Probe:
 
     def forget(self) -> None:
         """Of a probe that has begun, and of when probes were due: another training begins."""
-        self._samples, self.schedule.publishes, self.schedule.probed = None, 0, 0
+        self._samples, self.schedule.publishes, self.schedule.probed, self.policy_version = None, 0, 0, None
 
     def judge(self) -> ProbeResult:
         """Compares what the servers have sampled since `begin`, on every rank. Raises `ProbeError` if a server is
         beyond the tolerance (with single tokens: twice in a row) or samples from another policy version."""
         samples, self._samples = self._samples, None
         self._runs += 1
-        outlier, result = self._compare_twice(self.prompt_ids, self.tolerance, samples=samples.result)
+        try:
+            outlier, result = self._compare_twice(self.prompt_ids, self.tolerance, samples=samples.result)
+        except ProbeError as error:
+            outlier, result = None, error.result
+            known = self._first is not None and result is not None and math.isfinite(result.mean_abs_diff)
+            if not (known and self._rounds and self.proven()):
+                raise
+            self._warn_of_rounding(result)
         if outlier is not None:
             self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
@@ -193,6 +215,27 @@ class Probe:
             raise ProbeError(
                 f"The server at {client.url} samples from policy version {version} but the trainer published "
                 f"{self.policy_version}: a publish was lost, or another trainer writes to this server."
+            )
+
+    def _check_cache(self, client: ServerClient) -> None:
+        """The last version has computed the same prompt: nothing of that may be used again."""
+        if (cached := client.cached_tokens(self.prompt_ids)) > 0:
+            raise ProbeError(
+                f"After publishing policy version {self.policy_version}, the server at {client.url} took {cached} "
+                "tokens of a prompt from its cache, which weights of another version have computed: its rollouts are "
+                "of no policy. Start it by `trl-atropos serve`, without other tools that publish to it."
+            )
+
+    def _warn_of_rounding(self, result: ProbeResult) -> None:
+        """Warns of a difference between equal weights, and again once it has doubled."""
+        if result.mean_abs_diff > 2 * self._warned:
+            self._warned = result.mean_abs_diff
+            logger.warning(
+                "Server and trainer have the same weights bit for bit, but compute log-probabilities that differ by "
+                "%.2e nats (mean %.2e) in the probe of policy version %d; in the first probe by %.2e (mean %.2e). "
+                "Rounding in 16 bits grows with the logits, as a policy becomes sure of itself. The loss corrects for "
+                "it; a lower `learning_rate` slows it down.",
+                *(*result, self.policy_version, *self._first),
             )
 
     def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:

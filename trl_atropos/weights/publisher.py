@@ -25,6 +25,7 @@ from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
 from trl_atropos.weights.colocate import Colocate
+from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
 from trl_atropos.weights.lora import FileLora, MemoryLora
 from trl_atropos.weights.probe import Probe
@@ -145,7 +146,7 @@ class ServerPublisher(PolicyPublisher):
     Args:
         transfer (`Transfer`): How the mode moves the bytes.
         probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0: no
-            probes. By default 1 on the CPU, and on a GPU as many as take at most 2 % of the time.
+            probes. By default as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
     """
@@ -167,6 +168,7 @@ class ServerPublisher(PolicyPublisher):
         self._paused = self._asleep = False
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
+        self._proof: Proof | None = None
 
     @property
     def trainer_version(self) -> int:
@@ -202,8 +204,11 @@ class ServerPublisher(PolicyPublisher):
         self.servers.hold_leases()
         self.transfer.attach(trainer)
         self._trainer = trainer
+        self._proof = Proof(self.servers, self.transfer)
         if self.probe_every_n_steps != 0:
-            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, self.transfer.steps_in_place)
+            proven = lambda: on_main(lambda: self._proof.complete)  # noqa: E731
+            one_memory = self.transfer.steps_in_place
+            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, proven)
 
     def server_max_length(self) -> int:
         return self.servers.info.max_model_len
@@ -221,9 +226,10 @@ class ServerPublisher(PolicyPublisher):
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._steps = policy_version
-        if self._probe is not None:
-            self._probe.forget()
+        for proof in filter(None, (self._proof, self._probe)):
+            proof.forget()
         self._publish(lambda: None)
+        self._judge_fingerprints()
         if self._probe is not None:
             self._probe.run_longest()
         self._writes_when_held = None  # an optimizer's kernels may write without being counted
@@ -241,6 +247,7 @@ class ServerPublisher(PolicyPublisher):
         """The trainer will compute until the next publish: the server may sleep."""
         if self.sleep_level and not self._asleep:
             with deferred(), self.stopwatch.part(PUBLISH):
+                self._judge_fingerprints()
                 self._judge_probe()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
@@ -248,6 +255,7 @@ class ServerPublisher(PolicyPublisher):
 
     def before_backward(self) -> None:
         with self.stopwatch.part(PUBLISH):
+            self._judge_fingerprints()
             self._judge_probe()
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
@@ -268,8 +276,23 @@ class ServerPublisher(PolicyPublisher):
                     self._send()
         if due:
             with self.stopwatch.part(PUBLISH):
+                self._begin_fingerprints()
                 self._run_probe()
         return result
+
+    def _begin_fingerprints(self) -> None:
+        if self._proof is not None:
+            self._proof.begin(self.policy_version)
+            if self._is_last():
+                self._proof.judge()
+
+    def _judge_fingerprints(self) -> None:
+        if self._proof is not None:
+            self._proof.judge()
+
+    def _is_last(self) -> bool:
+        """Whether no publish comes after this one."""
+        return self._trainer.state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
 
     def _pause(self) -> None:
         if not self._paused:
@@ -317,8 +340,7 @@ class ServerPublisher(PolicyPublisher):
         """Begins a probe if one is due. It is judged before the next publish, and at once where none will come."""
         if self._probe is None:
             return
-        schedule, state = self._probe.schedule, self._trainer.state
-        last = state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
+        schedule, last = self._probe.schedule, self._is_last()
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
         due, at_once = on_main(lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1))
         if due:

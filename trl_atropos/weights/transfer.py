@@ -6,15 +6,25 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trl_atropos.errors import AttachError, ServerError
-from trl_atropos.protocol import Attachment, machine_id
+from trl_atropos.protocol import Attachment, ParameterSpec, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
+
+
+class Fingerprinted(NamedTuple):
+    """A part of the policy whose fingerprints trainer and servers compare."""
+
+    of: str  # "weights" or "adapter"
+    specs: list[ParameterSpec]
+    compute: Callable[[], torch.Tensor]  # Int64 (len(specs),): the trainer's. Called on every rank
+    times: int | None = None  # in how many publishes it is compared; None: in all
+    moves: bool = False  # to other memory of the servers with every publish
 
 
 class Transfer(ABC):
@@ -42,6 +52,10 @@ class Transfer(ABC):
     def pause(self) -> None:
         in_place = self.in_place or self.steps_in_place
         self.servers.each(lambda client: client.pause(self.clear_cache, in_place))
+
+    def fingerprinted(self) -> list["Fingerprinted"]:
+        """What the servers must have bit for bit. Called on every rank, once the trainer is built."""
+        return []
 
     @abstractmethod
     def send(self, policy_version: int) -> int:

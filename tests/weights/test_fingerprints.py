@@ -1,0 +1,398 @@
+"""Fingerprints: what they see, that parts add up, and that no fault in a publish to a real server gets past them."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.server_process import Server, running_server
+from tests.weights import trainers
+from tests.weights.live import Weights, assert_proven, disturb, publish, restore, snapshot
+from trl_atropos import AtroposGRPOTrainer
+from trl_atropos.errors import FingerprintError, ProbeError
+from trl_atropos.tensors import fingerprint as fingerprints
+from trl_atropos.tensors.channel import unpack
+from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, unsigned
+from trl_atropos.weights import colocate, gather
+from trl_atropos.weights.probe import Probe, Tolerance
+
+SHAPES = [(5, 7), (3, 4, 5), (11,), (), (6, 1), (1, 6), (130, 1030)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def sum_of(parts: list[tuple[torch.Tensor, torch.Tensor]], shape: tuple[int, ...]) -> int:
+    """Of (values, the view of a parameter on "meta" where they stand)."""
+    return unsigned(Fingerprints([(values, Part.of(place), shape, 0) for values, place in parts], 1).compute())[0]
+
+
+def in_python(values: torch.Tensor) -> int:
+    """By the formula of the module's docstring, element by element."""
+    width = values.shape[-1] if values.dim() else 1
+    bits = values.flatten().view(fingerprints.BITS[values.element_size()]).tolist()
+    rows = fingerprints._weights(0, 1, -(-len(bits) // width), 0).tolist()
+    columns = fingerprints._weights(0, 1, width, fingerprints.COLUMN).tolist()
+    return sum((one + 1) * rows[i // width] * columns[i % width] for i, one in enumerate(bits)) % 2**64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_fingerprint_is_the_sum_of_its_formula(shape, dtype):
+    values = torch.randn(shape).to(dtype)
+    assert unsigned(fingerprint(values)[None]) == [in_python(values)]
+
+
+def test_parts_add_up_to_the_whole_however_it_is_cut():
+    whole, place = torch.randn(6, 10), torch.empty(6, 10, device="meta")
+    expected = unsigned(fingerprint(whole)[None])[0]
+
+    def cut(*views: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        return sum_of([(view(whole).clone(), view(place)) for view in views], (6, 10))
+
+    assert cut(lambda t: t[:2], lambda t: t[2:]) == expected
+    assert cut(lambda t: t[:, :3], lambda t: t[:, 3:]) == expected
+    assert cut(lambda t: t.t()) == expected  # as GPT-2's linear layers are kept
+    assert cut(lambda t: t.view(6, 2, 5).transpose(0, 1)) == expected
+    assert cut(lambda t: t[::2], lambda t: t[1::2]) == expected
+    assert cut(lambda t: t.view(2, 3, 10)[0], lambda t: t.view(2, 3, 10)[1]) == expected
+    for first, second in itertools.combinations(range(0, 61, 7), 2):  # as ZeRO-3 has them, without heed to rows
+        pieces = ((0, first), (first, second), (second, 60))
+        assert cut(*(lambda t, begin=begin, end=end: t.view(-1)[begin:end] for begin, end in pieces)) == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "new"),
+    {
+        "one unit in the last place": ((3, 4), lambda t: t.view(torch.int16) + 1),
+        "two elements in each other's place": ((2, slice(5, 7)), lambda t: t.view(torch.int16).flip(0)),
+        "two rows in each other's place": (slice(3, 5), lambda t: t.view(torch.int16).flip(0)),
+        "two columns in each other's place": ((slice(None), slice(3, 5)), lambda t: t.view(torch.int16).flip(1)),
+        "another sign": ((7, 7), lambda t: (-t).view(torch.int16)),
+        "minus zero": ((0, 0), lambda t: (-t).view(torch.int16)),
+        "half of all": (slice(None), lambda t: (t / 2).view(torch.int16)),
+    }.values(),
+)
+def test_any_change_is_seen(where, new):
+    values = torch.randn(8, 9).bfloat16()
+    values[0, 0] = 0
+    changed = values.clone()
+    changed.view(torch.int16)[where] = new(values[where])
+    assert not torch.equal(changed.view(torch.int16), values.view(torch.int16))
+    assert fingerprint(changed) != fingerprint(values)
+
+
+def test_elements_that_are_missing_or_there_twice_are_seen_even_if_their_bits_are_zero():
+    whole, place = torch.zeros(4, 4), torch.empty(4, 4, device="meta")
+    expected = unsigned(fingerprint(whole)[None])[0]
+    assert sum_of([(whole[:3], place[:3])], (4, 4)) != expected
+    assert sum_of([(whole, place), (whole[:1], place[:1])], (4, 4)) != expected
+
+
+def test_what_workers_keep_is_put_together_and_what_they_keep_twice_must_be_equal():
+    whole, place = torch.randn(4, 6), torch.empty(4, 6, device="meta")
+    shapes = {"split": (4, 6), "everywhere": (4, 6), "lost": (4, 6)}
+    halves = [[Part.of(place[:, :3])], [Part.of(place[:, 3:])]]
+    both = [[half, [Part.of(place)], [Part.of(place[:2])]] for half in halves]
+    assembly = Assembly(shapes, both)
+    assert list(assembly.refused) == ["lost"] and "12 of its 24" in assembly.refused["lost"]
+    expected = unsigned(fingerprint(whole)[None])[0]
+    left, right = (sum_of([(whole[:, some], place[:, some])], (4, 6)) for some in (slice(3), slice(3, 6)))
+    assert assembly.sum([[left, expected, 0], [right, expected, 0]]) == [expected, expected, None]
+    assert assembly.sum([[left, expected, 0], [right, expected + 1, 0]]) == [expected, None, None]
+    assert assembly.sum([[right, expected, 0], [left, expected, 0]])[0] == expected  # sums do not say whose they are
+
+
+KERNEL = """
+import sys, torch
+from trl_atropos.tensors import fingerprint as f
+
+def by_kernel(prints):
+    sums = torch.zeros(prints.count, dtype=torch.int64)
+    for (itemsize, packed), table in f._tables_of(prints.rectangles).items():
+        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, f.COLUMNS, f.COLUMN, f.FIELDS)
+    return sums.tolist()
+
+for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
+    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (130, 1030), (3, 2064)]:
+        values = torch.randn(shape).to(dtype)
+        whole = f.Part.whole(shape)
+        prints = f.Fingerprints([(values, whole, shape, 1), (values, whole, shape, 1), (values, whole, shape, 0)], 2)
+        assert by_kernel(prints) == prints.compute().tolist(), (dtype, shape)
+values, place = torch.randn(200, 100), torch.empty(200, 100, device="meta")
+transposed = f.Fingerprints([(values.t().contiguous(), f.Part.of(place.t()), (200, 100), 0)], 1)
+assert by_kernel(transposed) == [f.fingerprint(values).item()]
+"""
+
+
+def test_the_kernel_of_gpus_computes_the_same():
+    """Triton's interpreter runs it on the CPU."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------- faults on a real server
+
+Served = dict[str, torch.Tensor]  # what is about to be sent, or the server's own memory, by the name of a checkpoint
+
+
+def stale(*parts: str) -> Callable[[Served, Served], None]:
+    """Tensors with these in their names keep the values of the version before."""
+
+    def plant(served: Served, before: Served) -> None:
+        for name, value in served.items():
+            if any(part in name for part in parts):
+                value.copy_(before[name])
+
+    return plant
+
+
+def swapped(served: Served, _before: Served) -> None:
+    """The parts of a fused tensor change places."""
+    names = [name for name in served if "layers.1.self_attn.k_proj" in name or "layers.1.self_attn.v_proj" in name]
+    if names:
+        first, second = (served[name] for name in names)
+        values = first.clone()
+        first.copy_(second)
+        second.copy_(values)
+
+
+def one_unit(served: Served, _before: Served) -> None:
+    """One element changes by one unit in the last place."""
+    for name, value in served.items():
+        if "layers.0.mlp.up_proj" in name:
+            value.view(fingerprints.BITS[value.element_size()])[3, 5] += 1
+
+
+FAULTS = {
+    "a tensor is not sent": (stale("layers.0.mlp.down_proj"), {"model.layers.0.mlp.down_proj.weight"}),
+    "a layer is stale": (stale("layers.1."), "layers.1."),
+    "k and v are swapped": (
+        swapped,
+        {"model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"},
+    ),
+    "one unit in the last place": (one_unit, {"model.layers.0.mlp.up_proj.weight"}),
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def typed_server(request, server_model, tmp_path_factory) -> Iterator[Server]:
+    flags = ["--vllm_mode", "lora", "--dtype", request.param]  # what `server` needs, and adapters, too
+    with running_server(server_model, tmp_path_factory.mktemp("typed"), *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., AtroposGRPOTrainer]]:
+    """Builds a trainer, and has it publish version 7."""
+    built: list[tuple[AtroposGRPOTrainer, Weights]] = []
+
+    def build(**settings) -> AtroposGRPOTrainer:
+        mode = settings.setdefault("mode", "server")
+        transport = settings.pop("transport", "auto")
+        publisher = trainers.make_publisher(typed_server, tmp_path, mode, transport, probe_every_n_steps=0)
+        trainer = trainers.make_trainer(publisher, recording, typed_server.model, tmp_path / "run", **settings)
+        built.append((trainer, snapshot(trainer.model)))
+        publisher.hold()
+        publisher._steps = 6
+        publish(trainer, lambda: disturb(trainer.model, 0.01))
+        publisher.before_backward()
+        return trainer
+
+    yield build
+    for trainer, original in built:  # the server gets back what it started with
+        publisher = trainer.policy_publisher
+        transfer = publisher.transfer
+        for name in ("send", "_introduce", "_send_again"):
+            vars(transfer).pop(name, None)
+        publisher.servers.hold_leases()
+        publisher._proof = None
+        publish(trainer, lambda trainer=trainer, original=original: restore(trainer.model, original))
+        publisher.close()
+
+
+def served_as(trainer: AtroposGRPOTrainer) -> Served:
+    dtype = getattr(torch, trainer.policy_publisher.servers.info.dtype)
+    return {name: value.detach().to(dtype, copy=True) for name, value in trainer.model.named_parameters()}
+
+
+def plant(trainer: AtroposGRPOTrainer, fault: Callable[[Served, Served], None]) -> None:
+    """Has the fault happen in every publish from now on."""
+    transfer, before = trainer.policy_publisher.transfer, served_as(trainer)
+    send, introduce, again = transfer.send, transfer._introduce, transfer._send_again
+
+    def sent(version: int) -> int:
+        count = send(version)
+        for views in transfer.views:
+            fault(views, before)
+        return count
+
+    def faulty(messages):
+        for message in messages:
+            named = zip([spec.name for spec in message.tensors], unpack(message.content, message.tensors))
+            fault(dict(named), before)
+            yield message
+
+    transfer.send = sent
+    transfer._introduce = lambda messages: introduce(faulty(messages))
+    transfer._send_again = lambda messages: again(faulty(messages))
+
+
+def assert_found(trainer: AtroposGRPOTrainer, names: set[str]) -> None:
+    publisher = trainer.policy_publisher
+    publish(trainer, lambda: disturb(trainer.model, 0.01))
+    with pytest.raises(FingerprintError) as caught:
+        publisher.before_backward()
+    told = str(caught.value)
+    assert "policy version 8" in told and publisher.servers.clients[0].url in told
+    assert f" {len(names)} of " in told
+    assert sum(name in told for name in names) == min(3, len(names))
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_publish_is_found_and_names_what_is_wrong(trainer_to, fault, transport):
+    trainer = trainer_to(transport=transport)
+    act, names = FAULTS[fault]
+    if isinstance(names, str):
+        names = {name for name, _ in trainer.model.named_parameters() if names in name}
+    plant(trainer, act)
+    assert_found(trainer, names)
+
+
+@pytest.mark.server
+@pytest.mark.full
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("settings", [{}, {"transport": "memory"}, {"mode": "nccl_lora"}, {"mode": "lora"}], ids=str)
+def test_thousands_of_right_publishes_are_all_found_right(trainer_to, settings):
+    if "lora" in settings.get("mode", ""):
+        settings = settings | {"peft_config": LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")}
+    trainer = trainer_to(**settings)
+    for _ in range(500):
+        publish(trainer, lambda: disturb(trainer.model, 1e-3))
+        trainer.policy_publisher.before_backward()
+    assert_proven(trainer.policy_publisher, 501)
+
+
+@pytest.mark.server
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_unit(trainer_to, transport):
+    trainer = trainer_to(transport=transport)
+    publisher = trainer.policy_publisher
+    publisher.transfer.send = lambda version: 0
+    name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if "layers.1.mlp.gate_proj" in n)
+    step = 1 << (16 * (parameter.dtype is torch.float32 and publisher.servers.info.dtype == "bfloat16"))
+    publish(trainer, lambda: parameter.data.view(fingerprints.BITS[parameter.element_size()])[1, 1].add_(step))
+    with pytest.raises(FingerprintError, match=f"version 8, 1 of .*{name}"):
+        publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("fault", ["a tensor is stale", "half of the scaling"])
+def test_a_fault_in_the_files_of_an_adapter_is_found(trainer_to, fault):
+    config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
+    trainer = trainer_to(mode="lora", peft_config=config)
+    transfer = trainer.policy_publisher.transfer
+    push, before = transfer._push, dict(gather.iter_adapter_parameters(trainer.model, trainer.accelerator))
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    wrong = {name for name in before if "layers.1" in name and "o_proj" in name and "lora_B" in name}
+
+    def faulty(tensors: Served, version: int) -> None:
+        for name in wrong:
+            tensors[name] = before[name] if fault == "a tensor is stale" else tensors[name] / 2
+        push(tensors, version)
+
+    transfer._push = faulty
+    assert_found(trainer, wrong)
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("fault", ["not sent", "of another module", "the scaling twice"])
+def test_a_fault_in_the_publish_of_an_adapter_is_found(trainer_to, fault):
+    config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear")
+    trainer = trainer_to(mode="nccl_lora", peft_config=config)
+    transfer = trainer.policy_publisher.transfer
+    names = [spec.name for spec in transfer._tensors]
+    chosen = [number for number, name in enumerate(names) if "layers.0" in name and "lora_B" in name]
+    first, second = [number for number in chosen if "k_proj" in names[number] or "v_proj" in names[number]]
+    fill, wrong = transfer._fill, {names[first], names[second]}
+
+    def faulty(slots, values) -> None:
+        fill(slots, values)
+        if slots is not transfer._slots:
+            return
+        if fault == "of another module":
+            values = slots[first].clone()
+            slots[first].copy_(slots[second])
+            slots[second].copy_(values)
+        elif fault == "the scaling twice":
+            slots[first].mul_(3)
+            slots[second].mul_(3)
+
+    transfer._fill = faulty
+    if fault == "not sent":
+        transfer._push, wrong = lambda values: None, set(names)
+    assert_found(trainer, wrong)
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+def test_a_block_that_old_weights_have_cached_is_found(trainer_to):
+    trainer = trainer_to()
+    publisher = trainer.policy_publisher
+    publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False)
+    publish(trainer, lambda: disturb(trainer.model, 0.01))
+    publisher.before_backward()
+    publisher.transfer.clear_cache = False
+    publish(trainer, lambda: disturb(trainer.model, 0.01))
+    with pytest.raises(ProbeError, match=r"version 9, the server at .* took 128 tokens of a prompt from its cache"):
+        publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_server, caplog):
+    trainer = trainer_to()
+    publisher = trainer.policy_publisher
+    rounds = publisher.servers.info.dtype == "bfloat16"
+    publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False, proven=lambda: publisher._proof.complete)
+    publish(trainer, lambda: disturb(trainer.model, 0.01))
+    publisher._probe.tolerance = Tolerance(1e-9, 1e-9)  # which no probe can meet
+    for _ in range(2):
+        publish(trainer, lambda: disturb(trainer.model, 0.01))
+        if rounds:
+            publisher.before_backward()
+            assert publisher.probe_max_abs_diff > 0
+        else:
+            with pytest.raises(ProbeError, match="the server and the trainer disagree"):
+                publisher.before_backward()
+    assert ("have the same weights bit for bit" in caplog.text) == rounds
+    publisher._proof._refused[typed_server.url, "weights"] = {"one": "of which nothing is known"}
+    publish(trainer, lambda: disturb(trainer.model, 0.01))
+    with pytest.raises(ProbeError, match="the server and the trainer disagree"):
+        publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(20)
+def test_memory_that_is_not_the_servers_is_found_after_the_first_step(trainer_to, monkeypatch):
+    replace = colocate.replace
+
+    def replaced(model, views) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        views[name] = views[name].clone()
+        replace(model, views)
+
+    monkeypatch.setattr(colocate, "replace", replaced)
+    with pytest.raises(FingerprintError, match=r"1 of .*layers\.0\.mlp\.up_proj"):
+        trainer_to(mode="colocate")
