@@ -85,10 +85,11 @@ class Proof:
             )
 
     def forget(self) -> None:
-        """Of a comparison that has begun: another training begins."""
+        """Of a comparison that has begun, and of what needs none any more: another training begins."""
         for _, _, asked in self._begun:
             asked.cancel()
         self._begun = []
+        self._compared.clear()
 
     def judge(self) -> None:
         """Raises `FingerprintError` on every rank if a server has other weights than the trainer."""
