@@ -17,7 +17,7 @@ from peft import PeftModel
 
 from trl_atropos.distributed import together
 from trl_atropos.errors import FingerprintError
-from trl_atropos.protocol import FingerprintsReply, ParameterSpec
+from trl_atropos.protocol import FingerprintsReply
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.fingerprint import Fingerprints, fingerprint, unsigned
 from trl_atropos.weights import gather
@@ -179,11 +179,12 @@ class OwnFingerprints:
         return sums
 
 
-def fingerprinted_weights(
-    trainer: Any, servers: Servers, specs: list[ParameterSpec], merged: bool = True
-) -> Fingerprinted:
+def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -> Fingerprinted:
     """All weights, as they are published: an adapter is merged into them, unless the servers have it apart."""
     accelerator, here, dtype = trainer.accelerator, bool(servers.clients), getattr(torch, servers.info.dtype)
+    specs = gather.shapes_of(trainer.model, accelerator, dtype)
+    shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
+    specs = gather.CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
     # The trainer's model as it is then: FSDP2 replaces its parameters when training begins.
     if merged and isinstance(trainer.model, PeftModel):
         compute = lambda: of_stream(gather.iter_full_parameters(trainer.model, accelerator, dtype), here)  # noqa: E731
@@ -194,11 +195,7 @@ def fingerprinted_weights(
 
 def fingerprinted_base(trainer: Any, servers: Servers) -> Fingerprinted:
     """Weights that no publish moves, without the adapter: of `colocate`, and of a model that is frozen."""
-    model, accelerator = trainer.model, trainer.accelerator
-    specs = gather.shapes_of(model, accelerator, getattr(torch, servers.info.dtype))
-    shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
-    plan = gather.CheckpointPlan(gather.base_model(model), shapes)
-    return fingerprinted_weights(trainer, servers, plan.specs(), merged=False)._replace(times=1)
+    return fingerprinted_weights(trainer, servers, merged=False)._replace(times=1)
 
 
 @torch.no_grad()

@@ -85,12 +85,11 @@ class FullWeights(Transfer):
         self.in_place = bool(self.views)
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
         self._plan = gather.CheckpointPlan(model, shapes)
-        self._specs = [spec for spec in self._plan.specs() if spec.name in {one.name for one in specs}]
         self._stays = whole and not self._plan.groups and not isinstance(trainer.model, PeftModel)
         together(lambda: self._connect(transport, specs, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        return [fingerprinted_weights(self._trainer, self.servers, self._specs)]
+        return [fingerprinted_weights(self._trainer, self.servers)]
 
     def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
@@ -258,11 +257,7 @@ class Restart(Transfer):
         self._published: list[Path] = []
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        model, accelerator = self._trainer.model, self._trainer.accelerator
-        specs = gather.shapes_of(model, accelerator, getattr(torch, self.servers.info.dtype))
-        shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
-        plan = gather.CheckpointPlan(gather.base_model(model), shapes)
-        return [fingerprinted_weights(self._trainer, self.servers, plan.specs())._replace(moves=True)]
+        return [fingerprinted_weights(self._trainer, self.servers)._replace(moves=True)]
 
     def pause(self) -> None:
         """Takes as long as the requests in flight need to end."""
