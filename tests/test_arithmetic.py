@@ -14,12 +14,6 @@ from recipes.arithmetic.environment import TEST_SIZE, ArithmeticConfig, Arithmet
 from tests.launching import ROOT, Run
 
 FOLDER = ROOT / "recipes/arithmetic"
-MAKE_MODEL = """
-import sys
-from dataclasses import replace
-from make_model import SIZES, make_model
-make_model(sys.argv[1], 0, replace(SIZES["cpu"], steps=250))
-"""
 SIZES = [{}, {"terms": 3}, {"terms": 6, "digits": 2}]
 
 
@@ -86,9 +80,9 @@ def test_the_environment_asks_the_problems_of_its_split(split):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The recipe's model, pre-trained for half as long."""
+    """The recipe's: with fewer steps of pre-training, it depends on the seed whether it has learned to carry."""
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
-    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder)], cwd=FOLDER, check=True, timeout=900)
+    subprocess.run([sys.executable, FOLDER / "make_model.py", folder], check=True, timeout=900)
     return folder
 
 
@@ -97,21 +91,19 @@ def compare(*words: str | Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.full
-@pytest.mark.slow(200)
+@pytest.mark.slow(250)
 def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path):
-    flags = ("--max_steps", "60", "--save_steps", "60")
+    flags = ("--max_steps", "20", "--save_steps", "20")
     with Run(tmp_path / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags) as run:
         run.child.wait(900)
     assert run.exit_code() == 0, run.output[-3000:]
     compare("draw", tmp_path / "curve.svg", "--ours", tmp_path / "run", "--model", model)
     before, after = json.loads((tmp_path / "run/curve.json").read_text())
-    assert (before["step"], after["step"], after["rollouts"]) == (0, 60, 60 * 64)
-    assert 0.1 < before["pass@1"] < 0.5
-    assert after["pass@1"] > before["pass@1"] + 0.25
+    assert (before["step"], after["step"], after["rollouts"]) == (0, 20, 20 * 64)
+    assert 0.2 < before["pass@1"] < 0.5
+    assert after["pass@1"] > before["pass@1"] + 0.2  # in the first 20 of 150 steps it is 0.5 with every seed
 
 
-@pytest.mark.full
 @pytest.mark.slow(60)
 def test_the_trainer_of_trl_runs_beside_it(model, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", model, "--max_steps", "2")
