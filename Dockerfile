@@ -1,7 +1,7 @@
 # An image for GPUs, in the versions of configs/constraints-gpu.txt: those were run on NVIDIA H200 with Python 3.12.
 # This file itself was not built or run yet. Needs a driver for CUDA 13 and the NVIDIA container toolkit:
 #   docker build --tag trl_atropos .
-#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/app/runs" --volume "$HOME/.cache:/root/.cache" \
+#   docker run --gpus all --shm-size 2g --volume "$PWD/runs:/app/runs" --volume "$HOME/.cache:/cache" \
 #       trl_atropos train recipes/gsm8k/colocate.yaml
 # torch's wheels bring CUDA's libraries. The compiler is for Triton, which builds a launcher for each kernel.
 
@@ -10,7 +10,7 @@ FROM python:3.12-slim-bookworm
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc g++ libc6-dev libnuma1 \
     && rm -rf /var/lib/apt/lists/*
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility PIP_NO_CACHE_DIR=1
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility PIP_NO_CACHE_DIR=1 XDG_CACHE_HOME=/cache
 
 WORKDIR /src
 COPY setup.cfg pyproject.toml MANIFEST.in README.md LICENSE ./

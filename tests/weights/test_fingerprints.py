@@ -211,7 +211,7 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
         for name in ("send", "_introduce", "_send_again"):
             vars(transfer).pop(name, None)
         publisher.servers.hold_leases()
-        publisher._proof = None
+        publisher._proof.subjects = []
         publish(trainer, lambda trainer=trainer, original=original: restore(trainer.model, original))
         publisher.close()
 

@@ -122,7 +122,13 @@ def _files(recipe: "Recipe", spec: "EnvironmentSpec") -> tuple[Path, Path, Path]
     """What an environment waits for, what `groups.py` writes of its problem, and its log."""
     folder = Path(recipe.training.output_dir).absolute()
     found = folder / "environments" / f"{spec.name}.jsonl"
-    return found.with_suffix(".go"), found, folder / "logs" / f"environment-{spec.name}.log"
+    return found.with_suffix(".go"), found, folder / "logs" / f"{_service(spec)}.log"
+
+
+def _service(spec: "EnvironmentSpec") -> str:
+    from trl_atropos.services.manager import ENVIRONMENT
+
+    return f"{ENVIRONMENT}{spec.name}"
 
 
 def _start(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> None:
@@ -140,13 +146,13 @@ def _start(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> N
     python, script, _, *flags = recipe.environment_command(spec)
     command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
     env = spec.variables(TRL_ATROPOS_GO=str(go))
-    services.start(f"environment-{spec.name}", command, env=env, cwd=spec.cwd, ends=True)
+    services.start(_service(spec), command, env=env, cwd=spec.cwd, ends=True)
 
 
 def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
     """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
     go, found, log = _files(recipe, spec)
-    name, limit = f"environment-{spec.name}", recipe.services.service_timeout
+    name, limit = _service(spec), recipe.services.service_timeout
     go.touch()
     ends = time.monotonic() + limit
     while services.exit_code(name) is None and not _is_whole(found):

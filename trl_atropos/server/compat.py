@@ -35,6 +35,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         *(("update_weight_version(new_version)",) if NEW else ()),
     ),
     "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
+    "vllm.outputs:RequestOutput": ("num_cached_tokens",),
     "vllm.outputs:CompletionOutput": ("index", "token_ids", "finish_reason", *(("weight_versions",) if NEW else ())),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
     "vllm.config:ModelConfig": (
@@ -59,9 +60,10 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
         *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
+        *("modules", "lora_slots", "_registered_adapters", "_active_adapters"),
         *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
     ),
-    "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer",),
+    "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer", "lora_a_stacked", "lora_b_stacked"),
     "vllm.lora.lora_model:LoRAModel": (
         "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
         "skip_prefixes)",

@@ -80,7 +80,7 @@ class Colocate(Transfer):
         return [f"{name}: {reason}" for name, reason in refused.items()]
 
     def attach(self, trainer: Any) -> None:
-        self._model, self._trainer = trainer.model, trainer
+        self._trainer = trainer
 
     def fingerprinted(self) -> list[Fingerprinted]:
         """As they were loaded, and after the first step: that this is the server's memory. `check` shows that it stays
@@ -89,7 +89,7 @@ class Colocate(Transfer):
 
     def check(self) -> None:
         """Everything depends on the parameters still being the server's memory: checked before the step writes."""
-        present = {parameter.data_ptr() for parameter in self._model.parameters()}
+        present = {parameter.data_ptr() for parameter in self._trainer.model.parameters()}
         lost = [name for name, view in self.views.items() if view.data_ptr() not in present]
         if lost:
             raise AttachError(

@@ -17,11 +17,11 @@ from peft import PeftModel
 
 from trl_atropos.distributed import together
 from trl_atropos.errors import FingerprintError
-from trl_atropos.protocol import FingerprintsReply
+from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.fingerprint import Fingerprints, fingerprint, unsigned
 from trl_atropos.weights import gather
-from trl_atropos.weights.transfer import Fingerprinted, Transfer
+from trl_atropos.weights.transfer import Fingerprinted
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,8 @@ NAMED = 3  # parameters that a message names
 class Proof:
     """Of the publishes of one run. All methods are called on every rank."""
 
-    def __init__(self, servers: Servers, transfer: Transfer):
-        self.servers = servers
-        self.subjects = transfer.fingerprinted()
+    def __init__(self, servers: Servers, subjects: list[Fingerprinted]):
+        self.servers, self.subjects = servers, subjects
         self._thread = ThreadPoolExecutor(1, "trl_atropos-fingerprints")
         self._compared: Counter[str] = Counter()  # how often, by subject
         self._traced: set[str] = set()
@@ -46,6 +45,10 @@ class Proof:
         """Whether nothing was left out, on ranks with servers. `judge` has found what was compared to be equal."""
         return bool(self._refused) and not any(self._refused.values())
 
+    @property
+    def begun(self) -> bool:
+        return bool(self._begun)
+
     def begin(self, policy_version: int) -> None:
         """Computes the trainer's fingerprints, which are queued on the device, and has the servers compute theirs."""
         self.policy_version = policy_version
@@ -54,7 +57,7 @@ class Proof:
                 own = subject.compute()
                 self._begun.append((subject, own, self._thread.submit(self.servers.each_here, self._asks(subject))))
 
-    def _asks(self, subject: Fingerprinted) -> Any:
+    def _asks(self, subject: Fingerprinted) -> Callable[[ServerClient], FingerprintsReply]:
         is_new = subject.moves or subject.of not in self._traced
         self._traced.add(subject.of)
 
@@ -179,12 +182,18 @@ class OwnFingerprints:
         return sums
 
 
-def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -> Fingerprinted:
+def checkpoint_specs(trainer: Any, servers: Servers) -> list[ParameterSpec]:
+    """Of the parameters as the servers have them, with the tensors of a checkpoint that they consist of."""
+    specs = gather.shapes_of(trainer.model, trainer.accelerator, getattr(torch, servers.info.dtype))
+    shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
+    return gather.CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
+
+
+def fingerprinted_weights(
+    trainer: Any, servers: Servers, specs: list[ParameterSpec], merged: bool = True
+) -> Fingerprinted:
     """All weights, as they are published: an adapter is merged into them, unless the servers have it apart."""
     accelerator, here, dtype = trainer.accelerator, bool(servers.clients), getattr(torch, servers.info.dtype)
-    specs = gather.shapes_of(trainer.model, accelerator, dtype)
-    shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
-    specs = gather.CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
     # The trainer's model as it is then: FSDP2 replaces its parameters when training begins.
     if merged and isinstance(trainer.model, PeftModel):
         compute = lambda: of_stream(gather.iter_full_parameters(trainer.model, accelerator, dtype), here)  # noqa: E731
@@ -195,7 +204,8 @@ def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -
 
 def fingerprinted_base(trainer: Any, servers: Servers) -> Fingerprinted:
     """Weights that no publish moves, without the adapter: of `colocate`, and of a model that is frozen."""
-    return fingerprinted_weights(trainer, servers, merged=False)._replace(times=1)
+    specs = checkpoint_specs(trainer, servers)
+    return fingerprinted_weights(trainer, servers, specs, merged=False)._replace(times=1)
 
 
 @torch.no_grad()

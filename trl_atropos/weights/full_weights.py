@@ -26,7 +26,7 @@ from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import ALIGNMENT, copy_all, message_layout, unpack
 from trl_atropos.weights import gather
-from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
+from trl_atropos.weights.fingerprints import Fingerprinted, checkpoint_specs, fingerprinted_weights
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,12 @@ class FullWeights(Transfer):
         self.in_place = bool(self.views)
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
         self._plan = gather.CheckpointPlan(model, shapes)
+        self._specs = self._plan.specs()[: len(specs)]  # without the buffers
         self._stays = whole and not self._plan.groups and not isinstance(trainer.model, PeftModel)
         together(lambda: self._connect(transport, specs, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        return [fingerprinted_weights(self._trainer, self.servers)]
+        return [fingerprinted_weights(self._trainer, self.servers, self._specs)]
 
     def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
@@ -257,7 +258,8 @@ class Restart(Transfer):
         self._published: list[Path] = []
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        return [fingerprinted_weights(self._trainer, self.servers)._replace(moves=True)]
+        specs = checkpoint_specs(self._trainer, self.servers)
+        return [fingerprinted_weights(self._trainer, self.servers, specs)._replace(moves=True)]
 
     def pause(self) -> None:
         """Takes as long as the requests in flight need to end."""

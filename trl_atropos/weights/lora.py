@@ -24,8 +24,8 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints, Part, fingerprint
-from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
+from trl_atropos.tensors.fingerprint import Fingerprints, Part
+from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base, of_stream
 from trl_atropos.weights.gather import ADAPTER, WHOLE, base_model, iter_adapter_parameters, sharding_of
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
@@ -50,9 +50,7 @@ class MemoryLora(Transfer):
             self.base.attach(trainer)
             self.check = self.base.check
         _require_servable(trainer.model, self.servers)
-        whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
-        dtype = self.servers.info.lora.dtype
-        self._tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
+        self._tensors = _tensors_of(trainer, self.servers)
         self._scales = _scales_of(trainer.model, self._tensors)
         self._values: list[torch.Tensor] | None = None
         self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None  # of the adapter as it is published
@@ -138,10 +136,7 @@ class FileLora(Transfer):
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        model, accelerator = self._trainer.model, self._trainer.accelerator
-        dtype = self.servers.info.lora.dtype
-        named = iter_adapter_parameters(model, accelerator)
-        tensors = [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in named]
+        tensors = _tensors_of(self._trainer, self.servers)
         adapter = Fingerprinted("adapter", tensors, lambda: self._own_fingerprints(tensors))
         return [*_base_of(self._trainer, self.servers), adapter]
 
@@ -149,12 +144,9 @@ class FileLora(Transfer):
     def _own_fingerprints(self, tensors: list[ParameterSpec]) -> torch.Tensor:
         """Of the adapter as vLLM has it after reading the files: B is scaled in the server's dtype."""
         named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
-        scales, found = _scales_of(self._trainer.model, tensors), []
-        for number, (_, tensor) in enumerate(named):
-            if self.servers.clients:
-                value = tensor.to(getattr(torch, tensors[number].dtype))
-                found.append(fingerprint(value * scales[number] if number in scales else value))
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
+        scales, dtype = _scales_of(self._trainer.model, tensors), getattr(torch, self.servers.info.lora.dtype)
+        served = ((name, tensor.to(dtype) * scales.get(number, 1)) for number, (name, tensor) in enumerate(named))
+        return of_stream(served, bool(self.servers.clients))
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
@@ -178,6 +170,12 @@ class FileLora(Transfer):
             if older < used:  # no request can ask for it any more
                 shutil.rmtree(directory, ignore_errors=True)
                 self._directories.remove((older, directory))
+
+
+def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
+    """Of the adapter, as the servers have them."""
+    whole, dtype = iter_adapter_parameters(trainer.model, trainer.accelerator), servers.info.lora.dtype
+    return [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
 
 
 def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:

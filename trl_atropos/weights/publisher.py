@@ -168,7 +168,7 @@ class ServerPublisher(PolicyPublisher):
         self._paused = self._asleep = False
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
-        self._proof: Proof | None = None
+        self._proof = Proof(self.servers, [])  # of nothing, until `attach`
 
     @property
     def trainer_version(self) -> int:
@@ -204,7 +204,7 @@ class ServerPublisher(PolicyPublisher):
         self.servers.hold_leases()
         self.transfer.attach(trainer)
         self._trainer = trainer
-        self._proof = Proof(self.servers, self.transfer)
+        self._proof = Proof(self.servers, self.transfer.fingerprinted())
         if self.probe_every_n_steps != 0:
             proven = lambda: on_main(lambda: self._proof.complete)  # noqa: E731
             one_memory = self.transfer.steps_in_place
@@ -226,10 +226,11 @@ class ServerPublisher(PolicyPublisher):
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
         self._steps = policy_version
-        for proof in filter(None, (self._proof, self._probe)):
-            proof.forget()
+        self._proof.forget()
+        if self._probe is not None:
+            self._probe.forget()
         self._publish(lambda: None)
-        self._judge_fingerprints()
+        self._proof.judge()
         if self._probe is not None:
             self._probe.run_longest()
         self._writes_when_held = None  # an optimizer's kernels may write without being counted
@@ -247,7 +248,7 @@ class ServerPublisher(PolicyPublisher):
         """The trainer will compute until the next publish: the server may sleep."""
         if self.sleep_level and not self._asleep:
             with deferred(), self.stopwatch.part(PUBLISH):
-                self._judge_fingerprints()
+                self._proof.judge()
                 self._judge_probe()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
@@ -255,7 +256,7 @@ class ServerPublisher(PolicyPublisher):
 
     def before_backward(self) -> None:
         with self.stopwatch.part(PUBLISH):
-            self._judge_fingerprints()
+            self._proof.judge()
             self._judge_probe()
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
@@ -276,19 +277,11 @@ class ServerPublisher(PolicyPublisher):
                     self._send()
         if due:
             with self.stopwatch.part(PUBLISH):
-                self._begin_fingerprints()
+                self._proof.begin(self.policy_version)
+                if self._proof.begun and self._is_last():
+                    self._proof.judge()
                 self._run_probe()
         return result
-
-    def _begin_fingerprints(self) -> None:
-        if self._proof is not None:
-            self._proof.begin(self.policy_version)
-            if self._is_last():
-                self._proof.judge()
-
-    def _judge_fingerprints(self) -> None:
-        if self._proof is not None:
-            self._proof.judge()
 
     def _is_last(self) -> bool:
         """Whether no publish comes after this one."""
