@@ -10,9 +10,10 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -45,18 +46,25 @@ SERVER_ENVIRONMENT = {
 
 @contextmanager
 def running_server(
-    model: Path, log_dir: Path, mode: str, ranks: list[int], dtype: str, memory: float, environment: dict[str, str]
+    model: Path,
+    log_dir: Path,
+    mode: str,
+    ranks: list[int],
+    dtype: str,
+    memory: float,
+    environment: dict[str, str],
+    flags: Sequence[str] = ("--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
 ) -> Iterator[Servers]:
     """A server for a mode of the benchmark, in processes of its own."""
     port, token = free_port(), uuid.uuid4().hex
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "trl_atropos.server.launch", str(model), "--port", str(port), "--dtype", dtype]
-    command += ["--vllm_mode", vllm_mode_of(mode), "--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--vllm_mode", vllm_mode_of(mode), *flags]
     if ranks:
         served = next(rank for rank in LORA_RANKS if rank >= max(ranks))
         command += ["--enable-lora", "--max-lora-rank", str(served)]
     if torch.cuda.is_available():
-        command += ["--gpu-memory-utilization", str(memory), "--enforce-eager"]
+        command += ["--gpu-memory-utilization", str(memory)]
     with Services(log_dir) as services:
         environment = {**SERVER_ENVIRONMENT, **environment, TOKEN_VARIABLE: token}
         services.start("vllm", command, env=environment, health_url=f"{url}/health")
@@ -88,7 +96,7 @@ def measure(
     """
     transfer = transfer_of(vllm_mode_of(mode), servers, transport, str(folder))
     publisher = ServerPublisher(transfer, probe_every_n_steps=sys.maxsize)  # the first publish, and the last below
-    trainer = _make_trainer(model, folder, vllm_mode_of(mode), rank, dtype, publisher)
+    trainer = make_trainer(model, folder, vllm_mode_of(mode), rank, dtype, publisher)
     try:
         optimizer = _Change([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
         wrapped = AcceleratedOptimizer(optimizer)
@@ -130,8 +138,8 @@ def measure(
     }
 
 
-def _make_trainer(
-    model: Path, folder: Path, mode: str, rank: int | None, dtype: str, publisher: ServerPublisher
+def make_trainer(
+    model: Path, folder: Path, mode: str, rank: int | None, dtype: str, publisher: ServerPublisher, **settings: Any
 ) -> AtroposGRPOTrainer:
     args = AtroposGRPOConfig(
         output_dir=str(folder / "trainer"),
@@ -143,6 +151,7 @@ def _make_trainer(
         gradient_checkpointing=False,
         master_weights=False,  # they belong to the optimizer, whose work is not measured
         report_to="none",
+        **settings,
     )
     adapter = None
     if rank is not None:

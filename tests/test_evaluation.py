@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import EvaluationError, RecipeError
-from trl_atropos.metrics.evaluation import interval, measures, pass_at
 from trl_atropos.recipe import parse
 from trl_atropos.services.environments import EvaluationSpec
-from trl_atropos.services.evaluations import Evaluator, Result
+from trl_atropos.services.evaluations import Evaluator, Result, interval, measures, pass_at
 from trl_atropos.services.manager import Services
 
 ENVIRONMENT = "tests/evaluated_environment.py"

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 
 from trl_atropos.errors import RecipeError
 from trl_atropos.metrics.health import check_names
-from trl_atropos.protocol import ADAPTER_MODES, VLLM_MODES
+from trl_atropos.protocol import ADAPTER_MODES, NUMERICS, VLLM_MODES
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -32,6 +32,7 @@ CHOICES = {
     "single_row_groups": ("refuse", "raw", "zero"),
     "weight_transport": ("auto", "nccl", "gloo", "memory"),
     "vllm_sleep_level": (1, 2),
+    "numerics": NUMERICS,
 }
 # Least value of a setting, and what a message asks for. `None` passes where it is the default.
 LEAST = {
@@ -204,6 +205,13 @@ class AtroposGRPOConfig(GRPOConfig):
             Whether to compile each decoder layer (`torch.compile`). By default, on GPUs for dense models of at least
             50 million parameters that are not sharded.
 
+        numerics (`str`, *optional*, defaults to `"default"`):
+            How closely trainer and server compute the same. `"float32_head"`: both compute logits in float32.
+            `"float16"`: the server keeps the weights in float16, and the trainer has them in float32 and computes in
+            float16 (`fp16`). `"bitwise"`: on Hopper GPUs, the trainer scores rollouts by the server's own kernels, to
+            the last bit alike (docs/exactness.md says which models, and what it costs). A server that the run does
+            not start needs the same: `trl-atropos serve --numerics ...`.
+
         > Evaluation
 
         eval_hold (`bool`, *optional*):
@@ -252,6 +260,7 @@ class AtroposGRPOConfig(GRPOConfig):
     padding_free: bool = True
     compile_layers: bool | None = None
     eval_hold: bool | None = None
+    numerics: str = "default"
     eval_timeout: float = 3600.0
     warning_thresholds: dict | str | None = None
     stop_on_warnings: list[str] | None = None
@@ -268,6 +277,7 @@ class AtroposGRPOConfig(GRPOConfig):
         self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
         self._check_values()
+        self._check_numerics()
         self._check_batch()
         self._check_urls()
         self._warn_unused()
@@ -318,6 +328,19 @@ class AtroposGRPOConfig(GRPOConfig):
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
             what = f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` it is always 1"
             raise self._wrong(what, "Leave it at 1.")
+
+    def _check_numerics(self) -> None:
+        if self.numerics == "float16":
+            if self.vllm_mode == "colocate":
+                what = "`numerics: float16` trains weights in float32, which `vllm_mode: colocate` cannot share"
+                raise self._wrong(what, "Set `vllm_mode: server`, which copies them in the device's memory.")
+            self.fp16, self.bf16 = True, False
+        elif self.numerics == "bitwise":
+            for name, value in {"padding_free": True, "bf16": False, "fp16": False, "temperature": 1.0}.items():
+                if getattr(self, name) != value:
+                    what = f"`numerics: bitwise` is not there for `{name}: {getattr(self, name)}`"
+                    raise self._wrong(what, f"Set `{name}: {str(value).lower()}`, or another `numerics`.")
+            self.compile_layers = False
 
     def _check_batch(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
+NUMERICS = ("default", "float32_head", "float16", "bitwise")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `--max-lora-rank` takes
 EVALUATION_KEY = "evaluation-"  # how the API keys begin by which servers know the requests of evaluations
 ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatever its version
@@ -89,6 +90,7 @@ class ServerInfo(Strict):
     vocab_size: int
     tokenizer_fingerprint: str | None  # None: the server runs without a tokenizer
     logprobs_mode: str
+    numerics: str  # one of `NUMERICS`, that it was started with
     refusals: list[str]  # why this server's memory cannot be shared; empty: it can
     policy_version: int
     oldest_version_in_flight: int  # that some unfinished request began with

@@ -98,6 +98,8 @@ class Recipe:
         """Flags of the vLLM server: those of the recipe, and those that the run's adapter needs."""
         given = list(self.services.vllm_args or [])
         stated = server_flags(given).keys()
+        if self.training.numerics != "default" and "--numerics" not in stated:
+            given += ["--numerics", self.training.numerics]
         sends_adapter = self.model.use_peft and self.training.vllm_mode in ("colocate", *ADAPTER_MODES)
         if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
             given.append("--enable-lora")

@@ -73,6 +73,7 @@ def main() -> None:
     die_with_launcher()
     install_handlers()
     apply_recipe_environment(sys.argv[1:])
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
         return print_help()

@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
 from trl_atropos.batches import inputs as batch_inputs
-from trl_atropos.batches import micro_batches, packing
+from trl_atropos.batches import micro_batches, numerics, packing
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RolloutError
@@ -170,6 +170,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
                     packing.use_packed_attention(base_model(computed))
+                    sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+                    numerics.use(args, computed, self.accelerator.device, sharded)
             if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
                 kind = base_model(self.model).config.model_type
                 raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
@@ -270,6 +272,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         how = packing.How.of(policy, self.accelerator.device, autocast, self.pad_to_multiple_of or 1)
         why = "of its load-balancing loss" if self.aux_loss_enabled else None
         why = why or packing.why_padded(super()._get_per_token_logps_and_entropies, self.model, policy, how)
+        if why and args.numerics == "bitwise":
+            raise ValueError(f"`numerics: bitwise` needs rollouts in one row, and of this model, {why}.")
         if why and self.accelerator.is_main_process:
             logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
         return None if why else how

@@ -3,6 +3,7 @@
 The fixture `live` of `conftest.py` starts the servers, each once for all tests of `test_modes.py`.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from trl_atropos.server_client import Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 PUBLISH_TIMEOUT = 60.0  # seconds
+CUDA = torch.cuda.is_available()
+# Of servers of small models that start beside others: vLLM cannot measure what others use meanwhile.
+GPU_FLAGS = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.1", "--enforce-eager")
+# NCCL refuses two processes on one device unless it takes them for two machines; then it goes through sockets, which
+# is slow and proves the same.
+TWO_MACHINES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ MODES = {
 }
 FULL_WEIGHTS = [name for name, mode in MODES.items() if not mode.lora and name != "restart"]
 ADAPTERS = [name for name, mode in MODES.items() if mode.lora]
+
+
+def act_as(machine: str) -> None:
+    """Processes that start now, and this one, are of that machine to NCCL."""
+    os.environ.update({**TWO_MACHINES, "NCCL_HOSTID": machine})
 
 
 @dataclass

@@ -1,10 +1,8 @@
 """The modes that one GPU allows, with models of real shapes in bfloat16 (`make test-gpu`).
 
-Random weights make every token cost 12 nats, which is where two kernels differ most. NCCL refuses two processes on one
-device unless it takes them for two machines; then it goes through sockets, which is slow and proves the same.
+Random weights make every token cost 12 nats, which is where two kernels differ most.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +14,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.models import PRESETS
 from tests.server_process import running_server
-from tests.weights.live import publish
+from tests.weights.live import act_as, publish
 from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import sample, score
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-TWO_MACHINES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 ALLOWED = {"0.6B": (0.2, 3e-2), "8B": (0.6, 0.15)}  # nats: largest and mean
 MODES = {
     "colocate": ("colocate", "auto", False, "Colocate"),
@@ -65,11 +62,12 @@ def trainer_and_server(
     flags = ["--vllm_mode", mode, "--dtype", "bfloat16", "--gpu-memory-utilization", "0.25"]
     flags += ["--kv-cache-memory-bytes", str(4 << 30)]  # stated: vLLM cannot measure what others use meanwhile
     flags += [] if graphs else ["--enforce-eager"]
+    flags += ["--numerics", settings.get("numerics", "default")]
     flags += ["--enable-lora"] if adapter else []
     flags += ["--enable-sleep-mode"] if "asleep" in name else []
-    os.environ.update({**TWO_MACHINES, "NCCL_HOSTID": "server"})
+    act_as("server")
     with running_server(model, folder / "logs", *flags) as server:
-        os.environ["NCCL_HOSTID"] = "trainer"
+        act_as("trainer")
         sleep = {"sleep_level": 2} if "asleep" in name else {}
         publisher = make_publisher(server, folder, mode, transport, timeout=120, **sleep)
         config = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear") if adapter else None
@@ -118,6 +116,15 @@ def test_training_keeps_both_in_step(models, recording, tmp_path, name):
         trainer.train()
         assert trainer.policy_publisher.policy_version == 4
         assert 0 < trainer.policy_publisher.probe_max_abs_diff <= ALLOWED["0.6B"][0]
+
+
+def test_bitwise_server_and_trainer_agree_to_the_last_bit(models, recording, tmp_path):
+    """The probe, after each of these steps, allows nothing else."""
+    settings = {"max_steps": 4, "learning_rate": 1e-5, "numerics": "bitwise"}
+    with trainer_and_server("colocate", models("0.6B"), recording, tmp_path, True, **settings) as (trainer, _):
+        trainer.train()
+        assert trainer.policy_publisher.policy_version == 4
+        assert trainer.policy_publisher.probe_max_abs_diff == 0
 
 
 @torch.no_grad()

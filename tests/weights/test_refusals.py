@@ -208,6 +208,11 @@ def test_an_adapter_goes_through_shared_memory_when_asked_to(lora_server, build)
     assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
+def test_a_server_that_computes_otherwise_is_refused(lora_server, build):
+    with pytest.raises(AttachError, match=r"start the server by `trl-atropos serve --numerics float32_head`"):
+        build(lora_server, "server", numerics="float32_head")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs for NCCL to connect")
 @pytest.mark.parametrize("mode", ["server", "nccl_lora"])
 def test_nccl_without_gpus_is_refused(lora_server, build, mode):

@@ -159,12 +159,12 @@ def score_all(
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Has a model that computes torch's attention stop at the borders of packed rollouts."""
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(ATTENTION, _attend)
+        AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
 
 
-def _attend(module, query, key, value, attention_mask, rollout_lengths=None, cu_seq_lens_q=None, **options):
+def attend(module, query, key, value, attention_mask, rollout_lengths=None, cu_seq_lens_q=None, **options):
     """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
     if rollout_lengths is not None:
         return _each_rollout(module, query, key, value, rollout_lengths, **options), None

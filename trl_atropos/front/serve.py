@@ -423,6 +423,7 @@ def main(argv: list[str] | None = None) -> None:
     drain = "seconds that a publish waits for requests in flight (default: %(default)s)"
     parser.add_argument("--drain_timeout", type=float, default=600.0, help=drain)
     options, flags = parser.parse_known_args(argv)
+    flags += ["--numerics", options.numerics]
     try:
         require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:

@@ -1,6 +1,7 @@
 """All that depends on vLLM's version (0.26 to 0.32), and the names of vLLM that it does not promise to keep:
 `tests/server/test_vllm_seam.py` looks for each, and for each name that is imported, in the installed vLLM."""
 
+import os
 import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ NEW = Version("0.32") <= VLLM_VERSION
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
 PREFIXES_KEYED_BY_ADAPTER_PATH = NEW  # cached prefixes of an adapter; before, they were keyed by its name alone
 UNMARKED = "default"  # how vLLM marks the tokens that it samples before the first publish
+LONGEST_QUERY = 128  # tokens, at least, that FlashAttention is told of in batch-invariant mode
 ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin with
 
 MODULES = "vllm.model_executor"
@@ -73,6 +75,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.layernorm:": ("rms_norm_batch_invariant(input, weight, eps, residual)",),
     f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
     f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
     f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
@@ -146,6 +149,34 @@ def leave_logprobs_without_text() -> None:
         return from_new_request(cls, None if params is not None and params.flat_logprobs else tokenizer, request)
 
     LogprobsProcessor.from_new_request = classmethod(without_text)
+
+
+def is_batch_invariant() -> bool:
+    """Whether this process computes a token alike whatever else is in its batch."""
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+
+
+def keep_batch_invariant() -> None:
+    """
+    In this process, closes two gaps of vLLM's batch-invariant mode: from 256 tokens on, norms that add a residual sum
+    in another order (github.com/vllm-project/vllm/issues/48271), and if all queries of a batch are short,
+    FlashAttention 3 divides the keys in other tiles (issues/51902).
+    """
+    from vllm.model_executor.layers import layernorm
+    from vllm.v1.attention.backends import flash_attn
+
+    norm, attention = layernorm.rms_norm_batch_invariant, flash_attn.flash_attn_varlen_func
+
+    def rms_norm(input, weight, eps=1e-6, residual=None):
+        if residual is None:
+            return norm(input, weight, eps)
+        residual = input + residual
+        return norm(residual, weight, eps), residual
+
+    def varlen(*args, max_seqlen_q, **options):
+        return attention(*args, max_seqlen_q=max(max_seqlen_q, LONGEST_QUERY), **options)
+
+    layernorm.rms_norm_batch_invariant, flash_attn.flash_attn_varlen_func = rms_norm, varlen
 
 
 async def mark_tokens(engine, publishes: int) -> None:

@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from trl_atropos import protocol
 from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat
-from trl_atropos.server.launch import READY_VARIABLE
+from trl_atropos.server.launch import NUMERICS_VARIABLE, READY_VARIABLE
 from trl_atropos.server.ledger import Refusals
 from trl_atropos.server.routes import ControlPlane, Refused, error
 from trl_atropos.server.sampling import Sampling
@@ -170,6 +170,7 @@ class Control(ControlPlane):
             "vocab_size": model.get_vocab_size(),
             "tokenizer_fingerprint": vocabulary and protocol.tokenizer_fingerprint(vocabulary),
             "logprobs_mode": model.logprobs_mode,
+            "numerics": os.environ.get(NUMERICS_VARIABLE, "default"),
             "prefixes_by_path": compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
         }
 

@@ -23,6 +23,8 @@ from trl_atropos.tensors.fingerprint import Fingerprints, Part, unsigned
 from trl_atropos.tensors.shared_memory import export_storage
 
 compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
+if compat.is_batch_invariant():
+    compat.keep_batch_invariant()
 
 
 class WorkerExtension:

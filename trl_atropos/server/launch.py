@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, VLLM_MODES, environment_token, server_flags
+from trl_atropos.protocol import ADAPTER_MODES, NUMERICS, TOKEN_VARIABLE, VLLM_MODES, environment_token, server_flags
 
 # Used where the command line says nothing. Loopback only: the control routes change weights. The model's own
 # generation_config.json would change how environments sample.
@@ -27,6 +27,15 @@ CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
 # For modes that send adapters: places for the version in use and the next, and room for versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
+# What `--numerics` adds, unless the command line has something else for the same flag.
+NUMERICS_FLAGS = {
+    "default": {},
+    "float32_head": {"--hf-overrides": '{"head_dtype": "float32"}'},
+    "float16": {"--dtype": "float16"},
+    # The kernels that the trainer computes with are not compiled; those of decoding are replayed as CUDA graphs.
+    "bitwise": {"--compilation-config": '{"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"}'},
+}
+NUMERICS_VARIABLE = "TRL_ATROPOS_NUMERICS"
 READY_VARIABLE = "TRL_ATROPOS_READY"  # holds the text that a server prints when it is ready, below vLLM's own log
 
 
@@ -42,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     mode = "how the trainer will publish its weights (default: colocate); the two LoRA modes add --enable-lora, "
     mode += "'restart' puts a front before the server that holds requests while it is away"
     parser.add_argument("--vllm_mode", choices=VLLM_MODES, default="colocate", help=mode)
+    numerics = "how closely it computes what the trainer computes, as the trainer's `numerics` (default: default)"
+    parser.add_argument("--numerics", choices=NUMERICS, default="default", help=numerics)
     return parser
 
 
@@ -59,8 +70,13 @@ def main(argv: list[str] | None = None) -> None:
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos serve: {error}")
     os.environ.setdefault(READY_VARIABLE, ready)  # a front sets it to nothing: its child is not what users talk to
+    os.environ[NUMERICS_VARIABLE] = options.numerics
+    if options.numerics == "bitwise":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if options.vllm_mode == "restart":
+        given += ["--numerics", options.numerics]
         os.execv(sys.executable, [sys.executable, "-m", "trl_atropos.front.serve", options.model, *given])
+    os.environ["CUDA_MPS_CLIENT_PRIORITY"] = "0"  # under NVIDIA's MPS: sampling before training
     # Environments keep one name for the model, whatever is served.
     os.environ.setdefault("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
     if options.vllm_mode == "lora":
@@ -69,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
 
     cpu = not torch.cuda.is_available()
     try:
-        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode)
+        arguments = vllm_arguments(options.model, given, cpu=cpu, mode=options.vllm_mode, numerics=options.numerics)
     except ValueError as error:
         parser.error(str(error))
     if cpu and "--data-parallel-size" not in stated:
@@ -83,11 +99,15 @@ def main(argv: list[str] | None = None) -> None:
     run_server()
 
 
-def vllm_arguments(model: str, given: list[str], *, cpu: bool, mode: str = "colocate") -> list[str]:
+def vllm_arguments(
+    model: str, given: list[str], *, cpu: bool, mode: str = "colocate", numerics: str = "default"
+) -> list[str]:
     """The command line of vLLM's server. Raises `ValueError` where `given` contradicts `REQUIRED`."""
-    required = REQUIRED | (CPU_REQUIRED if cpu else {})
+    required = REQUIRED | (CPU_REQUIRED if cpu else {}) | NUMERICS_FLAGS[numerics]
     defaults = DEFAULTS | (CPU_DEFAULTS if cpu else {})
     stated = server_flags(given)
+    if numerics == "bitwise" and cpu:
+        raise ValueError("--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU.")
     for flag, value in required.items():
         if stated.get(flag, value) != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")

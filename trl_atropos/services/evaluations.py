@@ -5,6 +5,9 @@ An evaluation is an Atropos environment that is run once, beside the training. W
 Without, its own `evaluate` runs, which leaves `metrics.json`. Its process is started ahead and begins when it is told,
 so that the policy which is meant answers. By the API key of its requests, the servers note which versions did.
 
+Its measures (pass@k, the mean score, how sure both are, the gain since the first evaluation) are means over problems,
+and so are their errors, because the samples of one problem are alike (Miller 2024, "Adding Error Bars to Evals").
+
 What it leaves is moved to `<output_dir>/evaluations/NAME/step-000400/` once `result.json` is there, by which a run
 that resumes knows which evaluations it has.
 """
@@ -16,15 +19,14 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from trl_atropos.errors import EvaluationError, ServerError
-from trl_atropos.metrics.evaluation import measures
 from trl_atropos.protocol import EVALUATION_KEY
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import EvaluationSpec
@@ -36,7 +38,9 @@ FOLDER = "evaluations"
 GROUPS, METRICS, RESULT = "groups.jsonl", "metrics.json", "result.json"
 NEXT, GO = "next", "go"  # folder of the evaluation that comes next, and the file that lets it begin
 READY_TIMEOUT, POLL = 600.0, 0.02  # seconds that a process may take to import and set up what it needs
+CONFIDENCE = 1.96  # standard errors to either side: 95 %
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
+Scores = Mapping[str, Sequence[float]]  # of every sample, by problem
 
 
 @dataclass
@@ -283,3 +287,55 @@ def _own_metrics(folder: Path) -> dict[str, float]:
         raise EvaluationError(what, fix="Have it call `evaluate_log`, or set `problems` to evaluate rollouts.")
     metrics: Iterable[tuple[str, Any]] = json.loads(path.read_text())["results"]["all"].items()
     return {name.removeprefix("eval/"): value for name, value in metrics if isinstance(value, int | float)}
+
+
+def pass_at(k: int, num_samples: int, num_passed: int) -> float:
+    """The probability that at least one of `k` samples passes, unbiased (Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1)."""
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def measures(scores: Scores, passes_above: float, first: Scores | None = None) -> dict[str, float]:
+    """The metrics of an evaluation by name. `first` are the scores of the run's first one, of the same problems."""
+    if not scores:
+        return {}
+    passed = {problem: sum(one > passes_above for one in given) for problem, given in scores.items()}
+    shares = {problem: count / len(scores[problem]) for problem, count in passed.items()}
+    low, high = interval(list(shares.values()))
+    found = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
+    fewest = min(len(given) for given in scores.values())
+    for k in _sizes(fewest):
+        found[f"pass@{k}"] = fmean(pass_at(k, len(scores[problem]), count) for problem, count in passed.items())
+    found[f"avg@{fewest}"] = fmean(fmean(given) for given in scores.values())
+    both = shares.keys() & (first or {}).keys()
+    if both:
+        gains = [shares[problem] - fmean(one > passes_above for one in first[problem]) for problem in both]
+        error = CONFIDENCE * _standard_error(gains)
+        found |= {"gain": fmean(gains), "gain_low": fmean(gains) - error, "gain_high": fmean(gains) + error}
+    return found
+
+
+def _sizes(num_samples: int) -> Iterator[int]:
+    """2, 4, 8 and so on, and the number of samples."""
+    k = 2
+    while k < num_samples:
+        yield k
+        k *= 2
+    if num_samples > 1:
+        yield num_samples
+
+
+def interval(shares: Sequence[float]) -> tuple[float, float]:
+    """
+    The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent trials as would have the
+    standard error that the problems have. So it has a width where all or none pass.
+    """
+    mean, error = fmean(shares), _standard_error(shares)
+    trials = mean * (1 - mean) / error**2 if error else len(shares)
+    z = CONFIDENCE**2 / trials
+    middle, width = (mean + z / 2) / (1 + z), math.sqrt(z * mean * (1 - mean) + z**2 / 4) / (1 + z)
+    return max(0.0, middle - width), min(1.0, middle + width)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return math.sqrt(variance(values) / len(values)) if len(values) > 1 else 0.0

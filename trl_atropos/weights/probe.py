@@ -14,7 +14,6 @@ only, so the run's longest rollouts are compared once (`Probe.run_longest`). All
 logarithms of probabilities.
 """
 
-import inspect
 import logging
 import math
 import re
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from trl import GRPOTrainer
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import ProbeError, ServerError
@@ -58,6 +58,7 @@ class ProbeResult(NamedTuple):
 
     max_abs_diff: float
     mean_abs_diff: float
+    p99_abs_diff: float = 0.0  # of all servers and tokens
 
 
 class Tolerance(NamedTuple):
@@ -143,14 +144,14 @@ class Probe:
         self.schedule = Schedule(every)
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
-        self.tolerance = self._first_tolerance = Tolerance.of(info.device, *dtypes)
+        exact = args.numerics == "bitwise"
+        self.tolerance = self._first_tolerance = Tolerance(0.0, 0.0) if exact else Tolerance.of(info.device, *dtypes)
         self._trainer = trainer
         limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
         self._longest = int(min(limits))
-        self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._rounds = info.device != "cpu" or not set(dtypes) <= {torch.float32, torch.float64}
+        self._rounds = not exact and (info.device != "cpu" or not set(dtypes) <= {torch.float32, torch.float64})
         self._warned = 0.0  # of a mean difference of so much
-        self._first: ProbeResult | None = None
+        self.first: ProbeResult | None = None  # before training, or of what it resumes from
         self.policy_version: int | None = None  # that was probed last
         self._runs = self._outliers = 0  # probes, and probes with outliers
         self._outliers_are_common = self._compared_longest = False
@@ -197,15 +198,15 @@ class Probe:
             outlier, result = self._compare_twice(self.prompt_ids, self.tolerance, samples=samples.result)
         except ProbeError as error:
             outlier, result = None, error.result
-            known = self._first is not None and result is not None and math.isfinite(result.mean_abs_diff)
+            known = self.first is not None and result is not None and math.isfinite(result.mean_abs_diff)
             if not (known and self._rounds and self.proven()):
                 raise
             self._warn_of_rounding(result)
         if outlier is not None:
             self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
-        if self._first is None:
-            self._first = result
+        if self.first is None:
+            self.first = result
             self.tolerance = self.tolerance.after(result)
         return result
 
@@ -235,7 +236,7 @@ class Probe:
                 "%.2e nats (mean %.2e) in the probe of policy version %d; in the first probe by %.2e (mean %.2e). "
                 "Rounding in 16 bits grows with the logits, as a policy becomes sure of itself. The loss corrects for "
                 "it; a lower `learning_rate` slows it down.",
-                *(*result, self.policy_version, *self._first),
+                *(*result[:2], self.policy_version, *self.first[:2]),
             )
 
     def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:
@@ -247,7 +248,7 @@ class Probe:
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(self.policy_version, *outlier, *self.tolerance, again.max_abs_diff),
+            *(self.policy_version, *outlier[:2], *self.tolerance, again.max_abs_diff),
             f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
             "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
             f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
@@ -350,7 +351,8 @@ class Probe:
         self, tokens: torch.Tensor, sampled: torch.Tensor, scored: torch.Tensor, tolerance: Tolerance
     ) -> ProbeResult:
         differences = (sampled - scored).abs()
-        largest, mean = result = ProbeResult(differences.max().item(), differences.mean((1, 2)).max().item())
+        largest, mean = differences.max().item(), differences.mean((1, 2)).max().item()
+        result = ProbeResult(largest, mean, differences.flatten().quantile(0.99).item())
         if largest <= tolerance.max_abs and mean <= tolerance.mean_abs:  # false for NaN
             return result
         worst = int(differences.nan_to_num(nan=math.inf).argmax())
@@ -373,7 +375,7 @@ class Probe:
                 "The trainer's own model computes NaN: its weights are not finite (a diverged run: lower "
                 "`learning_rate`, resume from a checkpoint before it), or its dtype overflows (`dtype: float32`)."
             )
-        if self._first is not None:
+        if self.first is not None:
             return (
                 "The server does not sample from the weights that are trained: do not trust rollouts since the last "
                 "good probe."
@@ -392,18 +394,16 @@ class Probe:
         model, num_tokens = self._trainer.model, tokens.shape[1]
         prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
         ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
-        # The logits of all tokens might not fit on a device.
-        keep = {"logits_to_keep": num_tokens + 1} if self._skips_logits else {}
         training = model.training
         model.eval()  # dropout would differ from the server
         try:
             # Compiled layers would be compiled anew for a batch of this shape.
-            with self._trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
+            with torch.compiler.set_stance("force_eager"):
+                score = GRPOTrainer._get_per_token_logps_and_entropies  # as in training, but for packing
+                logprobs, _, _ = score(self._trainer, model, ids, torch.ones_like(ids), num_tokens)
         finally:
             model.train(training)
-        logprobs = (logits[:, -num_tokens - 1 : -1].float() / self._trainer.args.temperature).log_softmax(-1)
-        return logprobs.gather(2, ids[:, -num_tokens:, None])[:, :, 0].double().cpu()
+        return logprobs.double().cpu()
 
 
 # ---------------------------------------------------------------------- a model that computes what the server computes

@@ -183,6 +183,16 @@ class ServerPublisher(PolicyPublisher):
                 f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
                 "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
             )
+        if info.numerics != args.numerics:
+            raise AttachError(
+                f"The server computes with `--numerics {info.numerics}` and the trainer with `numerics: "
+                f"{args.numerics}`: start the server by `trl-atropos serve --numerics {args.numerics}`."
+            )
+        if args.numerics == "bitwise" and info.num_workers > 1:
+            raise AttachError(
+                f"`numerics: bitwise` needs a server with one worker, and this one has {info.num_workers}, which add "
+                "up sums in parts: start one without `--tensor-parallel-size` and `--data-parallel-size`."
+            )
         longest = args.max_sequence_length
         if longest is not None and longest > info.max_model_len:
             raise AttachError(
@@ -345,11 +355,14 @@ class ServerPublisher(PolicyPublisher):
         if self._probe is None or not self._probe.begun:
             return None
         began = time.perf_counter()
-        difference = self._probe.judge().max_abs_diff
+        result = self._probe.judge()
+        difference = result.max_abs_diff
         ended = time.perf_counter()
         self._probe.schedule.ran(ended - began, ended)
         self.probe_max_abs_diff = max(self.probe_max_abs_diff or 0.0, difference)
-        self._metrics["policy/probe_max_abs_diff"].append(difference)
+        for name, value in result._asdict().items():
+            self._metrics[f"policy/probe_{name}"].append(value)
+        self._metrics["policy/probe_first_mean_abs_diff"].append(self._probe.first.mean_abs_diff)
         self._metrics["time/probe"].append(ended - began)
         return difference
 

@@ -1,0 +1,318 @@
+"""`numerics`: how the trainer computes more closely what the server does.
+
+With `float32_head`, the product with the head's weights is computed in float32, as on the server.
+
+With `bitwise`, the trainer scores rollouts with the server's own kernels, in the order in which it runs them. vLLM's
+batch-invariant mode computes a token alike whatever else is in the batch, in prefill and in decoding. The same kernels
+compute the forward pass of a dense Qwen2.5, Qwen3 or Llama model on packed rollouts, so that trainer and server agree
+to the last bit. The backward pass is torch's own: each operation has the gradient of the ordinary one, at the values
+that the server's kernel found.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch.nn.functional import pad, silu
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_atropos.batches.packing import How, attend
+
+FAMILIES = ("llama", "qwen2", "qwen3")  # `model_type` of what is computed here
+VLLM_VERSION = "0.26"  # whose kernels these are; those of other versions were not compared
+LONGEST_QUERY = 128  # tokens, at least, that FlashAttention is told of: with fewer, it divides keys in other tiles
+VOCABULARY_MULTIPLE = 64  # that vLLM pads the head to
+PAGE = 16  # tokens of a page of the KV cache, as on the server
+ROWS_AT_ONCE = 2048  # tokens whose logits are in memory at the same time
+
+
+class Kernels:
+    """
+    The kernels of vLLM's batch-invariant mode on Hopper GPUs. None of them records gradients.
+
+    Args:
+        config: of the model.
+        dtype: of weights and activations.
+    """
+
+    def __init__(self, config: Any, device: torch.device, dtype: torch.dtype):
+        from vllm import _custom_ops
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers import batch_invariant
+        from vllm.model_executor.layers.rotary_embedding import get_rope
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+        self.ops, self.batch_invariant, self.attention = _custom_ops, batch_invariant, flash_attn_varlen_func
+        self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
+        self.head_dim = head_dim_of(config)
+        with set_current_vllm_config(VllmConfig()), device:
+            rope = get_rope(
+                self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
+            )
+        self.angles = rope.cos_sin_cache.to(device)  # (positions, head_dim): cosines, then sines
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.batch_invariant.linear_batch_invariant(x, weight, bias)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.batch_invariant.rms_norm_batch_invariant(x, weight, eps)
+
+    def rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
+        query, key = query.flatten(1).clone(), key.flatten(1).clone()
+        self.ops.rotary_embedding(positions, query, key, self.head_dim, self.angles, True)
+        return query.unflatten(1, (-1, self.head_dim)), key.unflatten(1, (-1, self.head_dim))
+
+    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(gate)
+        torch.ops._C.silu_and_mul(out, torch.cat([gate, up], dim=-1))
+        return out
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: "Pages") -> torch.Tensor:
+        return self.attention(
+            q=query.contiguous(),
+            k=pages.filled(key),
+            v=pages.filled(value),
+            cu_seqlens_q=pages.borders,
+            max_seqlen_q=max(pages.longest, LONGEST_QUERY),
+            seqused_k=pages.lengths,
+            max_seqlen_k=pages.longest,
+            softmax_scale=self.head_dim**-0.5,
+            causal=True,
+            window_size=[-1, -1],
+            block_table=pages.table,
+            softcap=0.0,
+            fa_version=self.version,
+            num_splits=1,
+        )
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        # The kernel sums in an order that depends on how rows lie in memory: on the server, with this padding.
+        padded = pad(logits, (0, -logits.shape[1] % VOCABULARY_MULTIPLE))
+        return self._logprobs(padded[:, : logits.shape[1]], tokens[:, None])[:, 0]
+
+
+class Pages:
+    """The pages of a KV cache that holds the rollouts of a row."""
+
+    def __init__(self, positions: torch.Tensor, rollouts: dict[str, Any]):
+        """
+        Args:
+            positions: (T,), of each token in its rollout.
+            rollouts: where these are in the row, from `packing.How.inputs`.
+        """
+        self.rollouts = rollouts
+        if "rollout_lengths" in rollouts:
+            self.lengths, self.longest = rollouts["rollout_lengths"], int(rollouts["rollout_lengths"].max())
+            self.borders = pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        else:
+            self.borders, self.longest = rollouts["cu_seq_lens_q"], rollouts["max_length_q"]
+            self.lengths = self.borders.diff()
+        counts = (self.lengths + PAGE - 1) // PAGE
+        first = (counts.cumsum(0) - counts).to(torch.int32)
+        rollout = torch.repeat_interleave(self.lengths, output_size=len(positions))
+        self.slots = first[rollout].long() * PAGE + positions
+        self.count = len(positions) // PAGE + len(self.lengths)
+        table = first[:, None] + torch.arange(-(-self.longest // PAGE), device=positions.device, dtype=torch.int32)
+        self.table = table.clamp(max=self.count - 1)
+
+    def filled(self, values: torch.Tensor) -> torch.Tensor:
+        """(T, heads, head_dim) to (pages, PAGE, heads, head_dim)."""
+        memory = values.new_zeros(self.count * PAGE, *values.shape[1:])
+        return memory.index_copy(0, self.slots, values).unflatten(0, (-1, PAGE))
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ordinary, exact):
+        return exact
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def replaced(ordinary: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The values of `exact`, and the gradient of `ordinary`."""
+    return _Replaced.apply(ordinary, exact.detach())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, kernels):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return kernels.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            gradient @ weight if of_x else None,
+            gradient.t() @ x if of_weight else None,
+            gradient.sum(0) if of_bias else None,
+            None,
+        )
+
+
+class Exact:
+    """The forward pass of a model, computed by `kernels`."""
+
+    def __init__(self, model: PreTrainedModel, how: How, kernels: Any):
+        self.model, self.how, self.kernels = model, how, kernels
+        self.backbone, self._fused = model.base_model, model.forward
+        self._hidden: torch.Tensor | None = None  # the last output of the backbone
+
+    def install(self) -> None:
+        """Takes the place of the forward pass of the backbone, and of the head that TRL has fused with its loss."""
+        self.backbone.forward, self.model.forward = self._backbone, self._scored
+
+    def _scored(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **options: Any):
+        """As TRL's forward pass, with the server's log-probabilities in place of those of TRL's head."""
+        outputs = self._fused(*args, fused_lm_head=fused_lm_head, labels=labels, **options)
+        if fused_lm_head:
+            tokens = labels[:, 1:]
+            scored = tokens != -100
+            exact = self._logprobs(self._hidden[:, :-1][scored], tokens[scored])
+            outputs.log_probs = replaced(outputs.log_probs, outputs.log_probs.detach().masked_scatter(scored, exact))
+        self._hidden = None
+        return outputs
+
+    def _backbone(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        use_cache: bool = False,
+        **rollouts: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: a row of rollouts, or a batch of sequences that are all as long, without padding.
+            rollouts: where they are in the row, from `packing.How.inputs`.
+        """
+        count, length = input_ids.shape
+        if position_ids is None:
+            positions = torch.arange(length, device=input_ids.device).repeat(count)[None]
+            rollouts = self.how.inputs(positions, np.full(count, length))
+            position_ids = rollouts.pop("position_ids")
+            rollouts.pop("attention_mask")
+        positions, pages = position_ids[0], Pages(position_ids[0], rollouts)
+        state = self.backbone.embed_tokens(input_ids.flatten())
+        for layer in self.backbone.layers:
+            if self.backbone.training and torch.is_grad_enabled() and self.model.is_gradient_checkpointing:
+                state = checkpoint(self._layer, layer, state, positions, pages, use_reentrant=False)
+            else:
+                state = self._layer(layer, state, positions, pages)
+        state = self._norm(self.backbone.norm, state).view(count, length, -1)
+        self._hidden = state.detach()
+        return BaseModelOutputWithPast(last_hidden_state=state)
+
+    def _layer(self, layer: Any, state: torch.Tensor, positions: torch.Tensor, pages: Pages) -> torch.Tensor:
+        """Of a layer's input, (T, hidden size)."""
+        attention, mlp = layer.self_attn, layer.mlp
+        x = self._norm(layer.input_layernorm, state)
+        heads = (-1, attention.head_dim)
+        query, key, value = (
+            self._linear(projection, x).unflatten(1, heads)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            query, key = self._norm(attention.q_norm, query), self._norm(attention.k_norm, key)
+        query, key = self._rotate(positions, query, key)
+        exact = self.kernels.attend(query.detach(), key.detach(), value.detach(), pages)
+        batch = (states.transpose(0, 1)[None] for states in (query, key, value))
+        ordinary, _ = attend(attention, *batch, None, scaling=attention.scaling, **pages.rollouts)
+        x = replaced(ordinary[0], exact)
+        state = state + self._linear(attention.o_proj, x.flatten(1))
+        x = self._norm(layer.post_attention_layernorm, state)
+        gate, up = self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)
+        x = replaced(silu(gate) * up, self.kernels.gate(gate.detach(), up.detach()))
+        return state + self._linear(mlp.down_proj, x)
+
+    def _linear(self, module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return _Linear.apply(x, module.weight, module.bias, self.kernels)
+
+    def _norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        return replaced(module(x), self.kernels.norm(x.detach(), module.weight.detach(), module.variance_epsilon))
+
+    def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        cosines, sines = (half.repeat(1, 2) for half in self.kernels.angles[positions].chunk(2, dim=-1))
+        ordinary = apply_rotary_pos_emb(query, key, cosines, sines)
+        return [
+            replaced(*both) for both in zip(ordinary, self.kernels.rotate(positions, query.detach(), key.detach()))
+        ]
+
+    @torch.no_grad()
+    def _logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            hidden: (N, hidden size), the backbone's output.
+            tokens: (N,), what came next.
+
+        Returns:
+            Log-probabilities (N,), float32, in nats.
+        """
+        head = self.model.get_output_embeddings()
+        parts = zip(hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE))
+        return torch.cat([self.kernels.logprobs(self.kernels.linear(h, head.weight, head.bias), t) for h, t in parts])
+
+
+def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
+    """Sets up a model that the trainer computes with. Raises `ValueError` if its `numerics` is not there for that."""
+    reason = None
+    if args.numerics == "float32_head" and sharded:
+        reason = "for a sharded trainer"
+    elif args.numerics == "float32_head":
+        use_float32_head(model, args.temperature)
+    elif args.numerics == "bitwise" and not (reason := why_not(model, device, sharded)):
+        Exact(model, How.of(model, device, None, 1), Kernels(model.config, device, model.dtype)).install()
+    if reason:
+        raise ValueError(f"`numerics: {args.numerics}` is not there {reason}. Use another one.")
+
+
+def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
+    """TRL's `cast_lm_head_to_fp32` would make the weights float32, too, which the server may share."""
+    policy = model.get_base_model() if isinstance(model, PeftModel) else model
+    head = policy.get_output_embeddings
+
+    def in_float32() -> SimpleNamespace:
+        weight, bias = head().weight, head().bias
+        return SimpleNamespace(weight=weight.float(), bias=None if bias is None else bias.float())
+
+    add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+    policy.get_output_embeddings = in_float32
+
+
+def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str | None:
+    """Why a model cannot be computed here as the server does; `None` if it can."""
+    config = model.config
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "without a Hopper GPU (H100, H200), for which vLLM's kernels were compared"
+    if sharded:
+        return "for a sharded trainer"
+    if isinstance(model, PeftModel):
+        return "for adapters, which the server computes apart"
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return f"for {config.model_type} models, but for those of {', '.join(FAMILIES)}"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return "for attention with a window"
+    if model.dtype is not torch.bfloat16:
+        return f"for weights in {model.dtype}: set `dtype: bfloat16`"
+    if importlib.util.find_spec("vllm") is None or not version("vllm").startswith(f"{VLLM_VERSION}."):
+        return f"without vLLM {VLLM_VERSION} beside the trainer, whose kernels it computes with"
+    return None
+
+
+def head_dim_of(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
