@@ -10,10 +10,10 @@ from pathlib import Path
 
 BENCHMARKS = {  # one module each
     "weights": "how long new weights take to reach the server, by mode and size",
-    "numerics": "by how much trainer and server disagree, and what it costs to agree",
     "ingest": "how long a batch of rollouts takes from the socket to tensors",
     "loop": "whether sampling and training overlap; the whole loop beside TRL's",
     "step": "how many useful tokens a training step works off, beside TRL's own",
+    "numerics": "by how much trainer and server disagree, and what it costs to agree",
 }
 
 

@@ -206,11 +206,8 @@ class AtroposGRPOConfig(GRPOConfig):
             50 million parameters that are not sharded.
 
         numerics (`str`, *optional*, defaults to `"default"`):
-            How closely trainer and server compute the same. `"float32_head"`: both compute logits in float32.
-            `"float16"`: the server keeps the weights in float16, and the trainer has them in float32 and computes in
-            float16 (`fp16`). `"bitwise"`: on Hopper GPUs, the trainer scores rollouts by the server's own kernels, to
-            the last bit alike (docs/exactness.md says which models, and what it costs). A server that the run does
-            not start needs the same: `trl-atropos serve --numerics ...`.
+            How closely trainer and server compute the same: also `"float32_head"`, `"float16"`, and on Hopper GPUs
+            `"bitwise"` (docs/exactness.md). A server that the run does not start needs `--numerics`, too.
 
         > Evaluation
 

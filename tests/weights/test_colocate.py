@@ -176,7 +176,7 @@ def test_a_probe_is_judged_before_the_next_publish_and_takes_no_time_until_then(
 
 class Wrong:
     """
-    Lets the trainer be wrong by about `size` nats about the tokens `positions` of the first of the sampled rows, in
+    Lets the trainer be wrong by `size` nats about the tokens `positions` of the first of the sampled rows, in
     sequences of at least `beyond` tokens, the next `times` that it scores some.
     """
 
@@ -186,13 +186,12 @@ class Wrong:
         trainer.model.register_forward_hook(self, with_kwargs=True)
 
     def __call__(self, model, args, kwargs, output):
-        if "logits_to_keep" in kwargs:  # no training, then
+        if "position_ids" not in kwargs:  # no training, whose rollouts are packed
             self.lengths.append(kwargs["input_ids"].size(1))
             if self.times > 0 and self.lengths[-1] >= self.beyond:
                 self.times -= 1
-                logits = output.logits.clone()
-                logits[0, self.positions, ::2] += 2 * self.size  # whichever token was sampled: about half of it
-                output.logits = logits
+                sampled = (kwargs["labels"][0, 1:] != -100).nonzero()[self.positions]
+                output.log_probs[0, sampled] += self.size
         return output
 
 

@@ -9,9 +9,7 @@ to the last bit. The backward pass is torch's own: each operation has the gradie
 that the server's kernel found.
 """
 
-import importlib.util
 from collections.abc import Sequence
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +43,15 @@ class Kernels:
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype):
-        from vllm import _custom_ops
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.model_executor.layers import batch_invariant
-        from vllm.model_executor.layers.rotary_embedding import get_rope
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+        try:
+            from vllm import _custom_ops
+            from vllm.config import VllmConfig, set_current_vllm_config
+            from vllm.model_executor.layers import batch_invariant
+            from vllm.model_executor.layers.rotary_embedding import get_rope
+            from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+            from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+        except ImportError as error:
+            raise ValueError(f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer") from error
 
         self.ops, self.batch_invariant, self.attention = _custom_ops, batch_invariant, flash_attn_varlen_func
         self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
@@ -150,7 +151,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, kernels):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return kernels.linear(x, weight, bias)
 
     @staticmethod
@@ -309,8 +309,6 @@ def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str 
         return "for attention with a window"
     if model.dtype is not torch.bfloat16:
         return f"for weights in {model.dtype}: set `dtype: bfloat16`"
-    if importlib.util.find_spec("vllm") is None or not version("vllm").startswith(f"{VLLM_VERSION}."):
-        return f"without vLLM {VLLM_VERSION} beside the trainer, whose kernels it computes with"
     return None
 
 

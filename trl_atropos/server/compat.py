@@ -162,8 +162,8 @@ def keep_batch_invariant() -> None:
     in another order (github.com/vllm-project/vllm/issues/48271), and if all queries of a batch are short,
     FlashAttention 3 divides the keys in other tiles (issues/51902).
     """
+    import vllm.v1.attention.backends.flash_attn as flash_attn  # which builds for the CPU cannot import
     from vllm.model_executor.layers import layernorm
-    from vllm.v1.attention.backends import flash_attn
 
     norm, attention = layernorm.rms_norm_batch_invariant, flash_attn.flash_attn_varlen_func
 
