@@ -653,7 +653,7 @@ def test_the_wrong_control_token(token, desk, vllm):
 
 def test_a_server_of_another_checkpoint(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_seed"))
-    assert_told(outcome, "weights differ", "serves another model", "models0?/model", "other_seed", "start it again")
+    assert_told(outcome, "weights differ", "serves another model", r"models\d*/model", "other_seed", "start it again")
 
 
 def test_a_server_with_another_tokenizer(desk, vllm):
