@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.test_packing import FORWARD
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.batches import numerics, packing
-from trl_atropos.batches.numerics import Exact, replaced, use_float32_head, why_not
+from trl_atropos.batches.numerics import Exact, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
 from trl_atropos.server.launch import vllm_arguments
@@ -156,10 +156,6 @@ def test_a_head_in_float32_rounds_no_logits_and_leaves_the_weights_as_they_are(t
     assert (model.model.embed_tokens.weight is weight) == tied
 
 
-def test_a_model_that_cannot_be_computed_as_on_the_server_is_refused_with_the_reason():
-    assert "without a Hopper GPU" in why_not(make_model("Qwen3"), CPU, sharded=False)
-
-
 def settings(**given) -> AtroposGRPOConfig:
     return AtroposGRPOConfig(output_dir="run", max_steps=1, use_cpu=True, bf16=False, report_to="none", **given)
 
@@ -176,6 +172,19 @@ def settings(**given) -> AtroposGRPOConfig:
 def test_settings_that_do_not_go_with_it_are_refused(given, told):
     with pytest.raises(RecipeError, match=told):
         settings(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "sharded", "told"),
+    [
+        ({"numerics": "bitwise"}, torch.bfloat16, False, "without a Hopper GPU"),
+        ({"numerics": "float32_head"}, torch.bfloat16, True, "for a sharded trainer"),
+        ({"numerics": "float16", "vllm_mode": "server"}, torch.bfloat16, False, "but for `dtype: float32`"),
+    ],
+)
+def test_a_model_or_machine_that_it_is_not_there_for_is_refused(given, dtype, sharded, told):
+    with pytest.raises(RecipeError, match=told):
+        use(settings(**given), make_model("Qwen3").to(dtype), CPU, sharded)
 
 
 def test_bitwise_compiles_no_layers():

@@ -29,7 +29,7 @@ from trl_atropos.batches import inputs as batch_inputs
 from trl_atropos.batches import micro_batches, numerics, packing
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
-from trl_atropos.errors import RolloutError
+from trl_atropos.errors import RecipeError, RolloutError
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
 from trl_atropos.metrics.timing import (
     COMPUTE,
@@ -270,10 +270,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return None
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         how = packing.How.of(policy, self.accelerator.device, autocast, self.pad_to_multiple_of or 1)
-        why = "of its load-balancing loss" if self.aux_loss_enabled else None
+        why = "it has a load-balancing loss" if self.aux_loss_enabled else None
         why = why or packing.why_padded(super()._get_per_token_logps_and_entropies, self.model, policy, how)
         if why and args.numerics == "bitwise":
-            raise ValueError(f"`numerics: bitwise` needs rollouts in one row, and of this model, {why}.")
+            what = f"`numerics: bitwise` needs rollouts in one row, and this model has them padded: {why}"
+            raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
         if why and self.accelerator.is_main_process:
             logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
         return None if why else how

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_atropos.batches.packing import How, attend
+from trl_atropos.errors import RecipeError
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # `model_type` of what is computed here
 VLLM_VERSION = "0.26"  # whose kernels these are; those of other versions were not compared
@@ -51,7 +52,8 @@ class Kernels:
             from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
             from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
         except ImportError as error:
-            raise ValueError(f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer") from error
+            what, fix = f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer", "Install it."
+            raise RecipeError(what, f"numerics: bitwise ({error})", fix) from error
 
         self.ops, self.batch_invariant, self.attention = _custom_ops, batch_invariant, flash_attn_varlen_func
         self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
@@ -269,16 +271,19 @@ class Exact:
 
 
 def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
-    """Sets up a model that the trainer computes with. Raises `ValueError` if its `numerics` is not there for that."""
+    """Sets up a model that the trainer computes with. Raises `RecipeError` if its `numerics` is not there for that."""
     reason = None
     if args.numerics == "float32_head" and sharded:
         reason = "for a sharded trainer"
     elif args.numerics == "float32_head":
         use_float32_head(model, args.temperature)
+    elif args.numerics == "float16" and model.dtype is not torch.float32:
+        reason = f"for weights in {model.dtype}, but for `dtype: float32`"
     elif args.numerics == "bitwise" and not (reason := why_not(model, device, sharded)):
         Exact(model, How.of(model, device, None, 1), Kernels(model.config, device, model.dtype)).install()
     if reason:
-        raise ValueError(f"`numerics: {args.numerics}` is not there {reason}. Use another one.")
+        what, seen = f"`numerics: {args.numerics}` is not there {reason}", f"numerics: {args.numerics}"
+        raise RecipeError(what, seen, "Set what it is there for, or leave `numerics` out.")
 
 
 def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
@@ -308,7 +313,7 @@ def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str 
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         return "for attention with a window"
     if model.dtype is not torch.bfloat16:
-        return f"for weights in {model.dtype}: set `dtype: bfloat16`"
+        return f"for weights in {model.dtype}, but for `dtype: bfloat16`"
     return None
 
 

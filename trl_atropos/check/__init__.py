@@ -93,7 +93,9 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & set(argv):
         build_parser().print_help()
         sys.exit(0 if argv else 2)
-    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
+    from trl_atropos.train import without_vllm
+
+    with without_vllm(), contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
         report = examine(argv)
     if "--json" in argv:
         sys.stdout.write(report.as_json())
@@ -140,6 +142,8 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)
     found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
+    if any(one.code == "model" for one in found):  # to ask for it again would take as long
+        return found, {"table": ["Memory: no estimate, because the model cannot be loaded or trained."]}
     try:
         plan = plan_of(recipe.training, launch)
         case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
