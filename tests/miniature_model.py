@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # its library needs a compiler to be installed
 STEPS = 80
 NUMBERS = (2, 4)  # that it has learned to answer with
 GCD = "Find the Greatest Common Divisor (GCD) of these numbers: {}, {}. Give only the GCD as your final answer."
-GOODS = 4  # on its shopping lists
+GOODS = 8  # on its shopping lists: all that there are, so that the one that it asks for is among them
 
 
 def make_speaker(folder: Path) -> Path:

@@ -97,7 +97,7 @@ def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path)
     with Run(tmp_path / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags) as run:
         run.child.wait(900)
     assert run.exit_code() == 0, run.output[-3000:]
-    compare("draw", tmp_path / "curve.svg", "--ours", tmp_path / "run", "--model", model)
+    compare("draw", tmp_path / "curve.svg", "--curve", "ours", tmp_path / "run", "--model", model)
     before, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (before["step"], after["step"], after["rollouts"]) == (0, 20, 20 * 64)
     assert 0.2 < before["pass@1"] < 0.5
@@ -107,7 +107,7 @@ def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path)
 @pytest.mark.slow(60)
 def test_the_trainer_of_trl_runs_beside_it(model, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", model, "--max_steps", "2")
-    compare("draw", tmp_path / "curve.svg", "--trl", tmp_path / "run", "--model", model)
+    compare("draw", tmp_path / "curve.svg", "--curve", "GRPOTrainer", tmp_path / "run", "--model", model)
     _, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (after["step"], after["rollouts"]) == (2, 2 * 64) and 0 < after["seconds"] < 60
     assert "GRPOTrainer" in (tmp_path / "curve.svg").read_text()

@@ -1,20 +1,21 @@
 """The same model and task with TRL's own `GRPOTrainer`, and one picture of both.
 
     python recipes/arithmetic/compare.py trl runs/arithmetic-trl
-    python recipes/arithmetic/compare.py draw docs/arithmetic.svg --ours runs/arithmetic --trl runs/arithmetic-trl
+    python recipes/arithmetic/compare.py draw docs/arithmetic.svg --curve trl_atropos runs/arithmetic \
+        --curve "TRL's GRPOTrainer" runs/arithmetic-trl
 
 `trl` trains with the settings of `colocate.yaml`: model, reward, rollouts of a step, group size, learning rate, loss,
 temperature, length and steps. Its completions are sampled by Transformers in its own process, because vLLM in TRL's
 process needs a GPU. `draw` asks every checkpoint of the runs the same problems of the test split, which no run has
 trained on, and keeps the answer in `curve.json`: for each checkpoint its step, rollouts, seconds since training began,
-and pass@1. The seconds have no start-up and none of this evaluation. Give several folders to draw several seeds, after
-each was measured with its own `--model`.
+and pass@1. The seconds have no start-up and none of this evaluation. A curve may have several folders, of several
+seeds, after each was measured with its own `--model`.
 """
 
 import argparse
 import json
 from dataclasses import fields
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import yaml
@@ -23,8 +24,7 @@ from make_model import mean, solve
 
 RECIPE = Path(__file__).with_name("colocate.yaml")
 ASKED = 500  # problems
-COLORS = {"ours": "#d9730d", "trl": "#4a86c8"}  # are read on white and on black
-LABELS = {"ours": "trl_atropos", "trl": "TRL's GRPOTrainer"}
+COLORS = ("#d9730d", "#4a86c8", "#3f9b6b", "#a05cb4")  # are read on white and on black
 GREY = "#808890"
 
 
@@ -93,10 +93,10 @@ def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]]) -> None:
         for axes, x, label in zip(
             figure.subplots(1, 2, sharey=True), ("rollouts", "seconds"), ("rollouts", "seconds")
         ):
-            for side, runs in curves.items():
+            for color, (title, runs) in zip(cycle(COLORS), curves.items()):
                 for index, run in enumerate(runs):
                     along, up = [point[x] for point in run], [point["pass@1"] for point in run]
-                    axes.plot(along, up, color=COLORS[side], linewidth=1.8, label=None if index else LABELS[side])
+                    axes.plot(along, up, color=color, linewidth=1.8, label=None if index else title)
             axes.set(xlabel=label, ylim=(0, 1))
             axes.grid(color=GREY, alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
@@ -116,8 +116,9 @@ if __name__ == "__main__":
     with_trl.add_argument("--seed", type=int, default=42)
     drawing = commands.add_parser("draw", help="measure the checkpoints of runs, and draw them")
     drawing.add_argument("picture")
-    drawing.add_argument("--ours", nargs="+", type=Path, default=[])
-    drawing.add_argument("--trl", nargs="+", type=Path, default=[])
+    drawing.add_argument(
+        "--curve", nargs="+", action="append", required=True, metavar=("TITLE", "FOLDER"), help="a title and its runs"
+    )
     begins = "folder of the model that the runs began with (default: that of colocate.yaml)"
     drawing.add_argument("--model", type=Path, default=Path("runs/arithmetic/model"), help=begins)
     options = parser.parse_args()
@@ -129,6 +130,5 @@ if __name__ == "__main__":
         }
         train_with_trl(options.folder, **changes)
     else:
-        draw(
-            options.picture, {side: [measure(run, options.model) for run in getattr(options, side)] for side in LABELS}
-        )
+        curves = {title: [measure(Path(run), options.model) for run in runs] for title, *runs in options.curve}
+        draw(options.picture, curves)

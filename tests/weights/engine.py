@@ -88,6 +88,7 @@ class Engine:
             vocab_size=model.get_vocab_size(),
             tokenizer_fingerprint=None,
             logprobs_mode=model.logprobs_mode,
+            numerics="default",
             prefixes_by_path=compat.PREFIXES_KEYED_BY_ADAPTER_PATH,
             policy_version=self.policy_version,
             oldest_version_in_flight=self.policy_version,
