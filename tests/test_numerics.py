@@ -16,6 +16,7 @@ from trl_atropos.batches import numerics, packing
 from trl_atropos.batches.numerics import Exact, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
+from trl_atropos.protocol import server_flags
 from trl_atropos.server.launch import vllm_arguments
 
 CPU = torch.device("cpu")
@@ -193,7 +194,9 @@ def test_bitwise_compiles_no_layers():
 
 def test_the_server_is_started_accordingly():
     assert '{"head_dtype": "float32"}' in vllm_arguments("m", [], cpu=False, numerics="float32_head")
-    assert "float16" in vllm_arguments("m", [], cpu=False, mode="server", numerics="float16")
+    for cpu in (False, True):  # on the CPU, float32 is the default
+        flags = server_flags(vllm_arguments("m", [], cpu=cpu, mode="server", numerics="float16"))
+        assert flags["--dtype"] == "float16"
     assert any('"mode": 0' in word for word in vllm_arguments("m", [], cpu=False, numerics="bitwise"))
     with pytest.raises(ValueError, match="needs a GPU"):
         vllm_arguments("m", [], cpu=True, numerics="bitwise")

@@ -115,7 +115,7 @@ def vllm_arguments(
     if mode in ADAPTER_MODES or "--enable-lora" in stated:
         defaults |= LORA_DEFAULTS
         arguments += [] if "--enable-lora" in stated else ["--enable-lora"]
-    for flag, value in (required | defaults).items():
+    for flag, value in (defaults | required).items():
         arguments += [] if flag in stated else [flag, value]
     if cpu and not {"--enforce-eager", "--no-enforce-eager"} & stated.keys():
         arguments.append("--enforce-eager")  # compiling takes longer than it saves on small CPU models
