@@ -161,8 +161,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
             what, seen = "peft cannot put the adapter into the model", f"{recipe.model.lora_target_modules}"
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
             found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
-        needs = "which needs the model's config and a model that runs by it"
-        memory = {"table": [f"Memory: no estimate, {needs} ({reason})."]}
+        memory = {"table": [f"Memory: no estimate, because the model does not run without data: {reason}"]}
     return found, memory
 
 

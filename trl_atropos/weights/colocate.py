@@ -26,8 +26,6 @@ from trl_atropos.weights.transfer import Transfer, open_views
 
 logger = logging.getLogger(__name__)
 
-MPS = "4.35 s -> 3.57 s on an H200: docs/performance.md"
-
 
 class Colocate(Transfer):
     """Each rank trains the memory of a server of its own, on its own device."""
@@ -85,7 +83,7 @@ class Colocate(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         if trainer.accelerator.device.type == "cuda" and trainer.accelerator.is_main_process and not mps_runs():
-            logger.info("Trainer and server take turns on the GPU. Under NVIDIA's MPS, a step takes less (%s).", MPS)
+            logger.info("Trainer and server take turns on the GPU. NVIDIA's MPS ends that (docs/performance.md).")
 
     def fingerprinted(self) -> list[Fingerprinted]:
         """As they were loaded, and after the first step: that this is the server's memory. `check` shows that it stays
