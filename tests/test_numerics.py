@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.test_packing import FORWARD
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.batches import numerics, packing
+from trl_atropos.batches import packing
 from trl_atropos.batches.numerics import Exact, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
@@ -33,7 +33,7 @@ class TorchKernels:
     """What `Kernels` has, by torch. Attention reads keys and values from the pages."""
 
     def __init__(self, config):
-        head_dim = numerics.head_dim_of(config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies)
         self.angles = torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -66,7 +66,10 @@ def _run(words: list[str]) -> None:
     if command == "train":
         from trl_atropos.commands import train as run
     elif command == "check":
-        from trl_atropos.check import main as run
+        from trl_atropos.check import main as check
+        from trl_atropos.train import without_vllm
+
+        run = without_vllm()(check)
     elif command == "try":
         from trl_atropos.commands.rehearsal import main as run
     elif command == "eval":

@@ -57,7 +57,7 @@ class Kernels:
 
         self.ops, self.batch_invariant, self.attention = _custom_ops, batch_invariant, flash_attn_varlen_func
         self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
-        self.head_dim = head_dim_of(config)
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         with set_current_vllm_config(VllmConfig()), device:
             rope = get_rope(
                 self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
@@ -315,7 +315,3 @@ def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str 
     if model.dtype is not torch.bfloat16:
         return f"for weights in {model.dtype}, but for `dtype: bfloat16`"
     return None
-
-
-def head_dim_of(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -93,9 +93,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & set(argv):
         build_parser().print_help()
         sys.exit(0 if argv else 2)
-    from trl_atropos.train import without_vllm
-
-    with without_vllm(), contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, for one, says what it found
         report = examine(argv)
     if "--json" in argv:
         sys.stdout.write(report.as_json())
