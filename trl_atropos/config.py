@@ -256,8 +256,8 @@ class AtroposGRPOConfig(GRPOConfig):
     max_tokens_per_micro_batch: int | None = None
     padding_free: bool = True
     compile_layers: bool | None = None
-    eval_hold: bool | None = None
     numerics: str = "default"
+    eval_hold: bool | None = None
     eval_timeout: float = 3600.0
     warning_thresholds: dict | str | None = None
     stop_on_warnings: list[str] | None = None

@@ -27,6 +27,7 @@ TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 NUMERICS = ("default", "float32_head", "float16", "bitwise")
+LONGEST_QUERY = 128  # tokens, at least, that `bitwise` tells FlashAttention of: with fewer, keys are in other tiles
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `--max-lora-rank` takes
 EVALUATION_KEY = "evaluation-"  # how the API keys begin by which servers know the requests of evaluations
 ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatever its version

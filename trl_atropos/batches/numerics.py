@@ -25,10 +25,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_atropos.batches.packing import How, attend
 from trl_atropos.errors import RecipeError
+from trl_atropos.protocol import LONGEST_QUERY
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # `model_type` of what is computed here
 VLLM_VERSION = "0.26"  # whose kernels these are; those of other versions were not compared
-LONGEST_QUERY = 128  # tokens, at least, that FlashAttention is told of: with fewer, it divides keys in other tiles
 VOCABULARY_MULTIPLE = 64  # that vLLM pads the head to
 PAGE = 16  # tokens of a page of the KV cache, as on the server
 ROWS_AT_ONCE = 2048  # tokens whose logits are in memory at the same time

@@ -12,6 +12,8 @@ from packaging.version import Version
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 
+from trl_atropos.protocol import LONGEST_QUERY
+
 try:  # later versions have a class for what the client got wrong
     from vllm.exceptions import VLLMClientError
 except ImportError:
@@ -22,7 +24,6 @@ NEW = Version("0.32") <= VLLM_VERSION
 CLIENT_ERRORS = (VLLMClientError, ValueError)  # for instance a prompt that does not fit
 PREFIXES_KEYED_BY_ADAPTER_PATH = NEW  # cached prefixes of an adapter; before, they were keyed by its name alone
 UNMARKED = "default"  # how vLLM marks the tokens that it samples before the first publish
-LONGEST_QUERY = 128  # tokens, at least, that FlashAttention is told of in batch-invariant mode
 ENGINE_PROCESS = "EngineCore"  # what the names of the engine's processes begin with
 
 MODULES = "vllm.model_executor"

@@ -27,7 +27,7 @@ CPU_DEFAULTS = {"--distributed-executor-backend": "uni", "--dtype": "float32"}
 CPU_REQUIRED = {"--load-format": "trl_atropos_shared"}
 # For modes that send adapters: places for the version in use and the next, and room for versions of long requests.
 LORA_DEFAULTS = {"--max-loras": "2", "--max-cpu-loras": "8", "--max-lora-rank": "64"}
-# What `--numerics` adds, unless the command line has something else for the same flag.
+# What `--numerics` requires.
 NUMERICS_FLAGS = {
     "default": {},
     "float32_head": {"--hf-overrides": '{"head_dtype": "float32"}'},
