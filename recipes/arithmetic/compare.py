@@ -4,12 +4,12 @@
     python recipes/arithmetic/compare.py draw docs/arithmetic.svg --curve trl_atropos runs/arithmetic \
         --curve "TRL's GRPOTrainer" runs/arithmetic-trl
 
-`trl` trains with the settings of `colocate.yaml`: model, reward, rollouts of a step, group size, learning rate, loss,
-temperature, length and steps. Its completions are sampled by Transformers in its own process, because vLLM in TRL's
-process needs a GPU. `draw` asks every checkpoint of the runs the same problems of the test split, which no run has
-trained on, and keeps the answer in `curve.json`: for each checkpoint its step, rollouts, seconds since training began,
-and pass@1. The seconds have no start-up and none of this evaluation. A curve may have several folders, of several
-seeds, after each was measured with its own `--model`.
+`trl` trains with the settings of `colocate.yaml`, or of another `--recipe`: model, problems, reward, rollouts of a
+step, group size, learning rate, loss, temperature, length and steps. On a GPU, vLLM in TRL's process samples;
+elsewhere, where that cannot run, Transformers does. `draw` asks every checkpoint of the runs the same problems of
+the test split, which no run has trained on, and keeps the answer in `curve.json`: for each checkpoint its step,
+rollouts, seconds since training began, and pass@1. The seconds have no start-up and none of this evaluation. A
+curve may have several folders, of several seeds, after each was measured with its own `--model`.
 """
 
 import argparse
@@ -23,27 +23,36 @@ from environment import ArithmeticConfig, ArithmeticEnv, problems, score
 from make_model import mean, solve
 
 RECIPE = Path(__file__).with_name("colocate.yaml")
+SETTINGS = ("model_name_or_path", "max_steps", "seed")  # of the recipe that a command line may replace
 ASKED = 500  # problems
 COLORS = ("#d9730d", "#4a86c8", "#3f9b6b", "#a05cb4")  # are read on white and on black
 GREY = "#808890"
 
 
-def train_with_trl(folder: str, **changes) -> None:
-    """`changes` are settings that replace those of the recipe."""
+def task_of(recipe: dict) -> ArithmeticConfig:
+    """What the recipe's environment asks."""
+    environment = recipe["environments"][0]
+    return ArithmeticConfig(**(environment["config"] if isinstance(environment, dict) else {}))
+
+
+def train_with_trl(folder: str, recipe: dict) -> None:
+    import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_atropos.report.run_log import RunLog
 
-    recipe = yaml.safe_load(RECIPE.read_text()) | {name: value for name, value in changes.items() if value is not None}
-    model = recipe["model_name_or_path"]
+    model, task, cuda = recipe["model_name_or_path"], task_of(recipe), torch.cuda.is_available()
     shared = {field.name for field in fields(GRPOConfig)} - {"vllm_mode", "output_dir", "report_to"}
     settings = {name: setting for name, setting in recipe.items() if name in shared}
     group_size = ArithmeticEnv.config_init()[0].group_size
     number = recipe["max_steps"] * recipe["per_device_train_batch_size"] // group_size
-    asked = islice(problems("train", seed=recipe["seed"]), number)  # the same that the recipe's environment asks
+    # The same that the recipe's environment asks.
+    asked = islice(problems("train", task.terms, task.digits, recipe["seed"]), number)
+    if cuda:
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
     args = GRPOConfig(
-        **settings, output_dir=folder, num_generations=group_size, use_cpu=True, bf16=False, report_to="none"
+        **settings, output_dir=folder, num_generations=group_size, use_cpu=not cuda, bf16=cuda, report_to="none"
     )
     GRPOTrainer(
         model=model,
@@ -58,8 +67,9 @@ def right_answers(prompts: list[str], completions: list[str], **_) -> list[float
     return [score(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def measure(folder: Path, first: Path) -> list[dict[str, float]]:
+def measure(folder: Path, first: Path, recipe: dict) -> list[dict[str, float]]:
     """Step, rollouts, seconds and pass@1 of `first`, the model that a run began with, and of every checkpoint."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kept = folder / "curve.json"
@@ -68,14 +78,14 @@ def measure(folder: Path, first: Path) -> list[dict[str, float]]:
     log = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
     begin = next(record for record in log if "begin" in record)
     at = {record["step"]: record["at"] for record in reversed(log) if "logs" in record} | {0: begin["at"]}
-    rollouts = yaml.safe_load(RECIPE.read_text())["per_device_train_batch_size"]
+    rollouts, task = recipe["per_device_train_batch_size"], task_of(recipe)
     saved = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
-    asked = list(islice(problems("test"), ASKED))
-    length = ArithmeticConfig().max_new_tokens
+    asked = list(islice(problems("test", task.terms, task.digits), ASKED))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     curve = []
     for step, path in sorted({0: first, **saved}.items()):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        right = mean(solve(model, tokenizer, asked, length))
+        right = mean(solve(model.to(device), tokenizer, asked, task.max_new_tokens))
         curve.append({"step": step, "rollouts": step * rollouts, "seconds": at[step] - at[0], "pass@1": right})
         print(f"{folder}  step {step:4d}  {curve[-1]['seconds']:6.0f} s  pass@1 {right:.3f}")
     kept.write_text(json.dumps(curve, indent=1))
@@ -111,24 +121,24 @@ if __name__ == "__main__":
     commands = parser.add_subparsers(dest="command", required=True)
     with_trl = commands.add_parser("trl", help="train with TRL's own trainer")
     with_trl.add_argument("folder")
-    with_trl.add_argument("--model_name_or_path", help="folder of the model (default: that of colocate.yaml)")
-    with_trl.add_argument("--max_steps", type=int, help="optimizer steps (default: those of colocate.yaml)")
+    with_trl.add_argument("--model_name_or_path", help="folder of the model (default: that of the recipe)")
+    with_trl.add_argument("--max_steps", type=int, help="optimizer steps (default: those of the recipe)")
     with_trl.add_argument("--seed", type=int, default=42)
     drawing = commands.add_parser("draw", help="measure the checkpoints of runs, and draw them")
     drawing.add_argument("picture")
     drawing.add_argument(
         "--curve", nargs="+", action="append", required=True, metavar=("TITLE", "FOLDER"), help="a title and its runs"
     )
-    begins = "folder of the model that the runs began with (default: that of colocate.yaml)"
-    drawing.add_argument("--model", type=Path, default=Path("runs/arithmetic/model"), help=begins)
-    options = parser.parse_args()
-    if options.command == "trl":
-        changes = {
-            "model_name_or_path": options.model_name_or_path,
-            "max_steps": options.max_steps,
-            "seed": options.seed,
-        }
-        train_with_trl(options.folder, **changes)
+    begins = "folder of the model that the runs began with (default: that of the recipe)"
+    drawing.add_argument("--model", dest="model_name_or_path", help=begins)
+    for command in (with_trl, drawing):
+        command.add_argument("--recipe", type=Path, default=RECIPE, help="default: colocate.yaml")
+    options = vars(parser.parse_args())
+    recipe = yaml.safe_load(options["recipe"].read_text())
+    recipe |= {name: value for name, value in options.items() if name in SETTINGS and value is not None}
+    if options["command"] == "trl":
+        train_with_trl(options["folder"], recipe)
     else:
-        curves = {title: [measure(Path(run), options.model) for run in runs] for title, *runs in options.curve}
-        draw(options.picture, curves)
+        model = Path(recipe["model_name_or_path"])
+        curves = {title: [measure(Path(run), model, recipe) for run in runs] for title, *runs in options["curve"]}
+        draw(options["picture"], curves)

@@ -22,7 +22,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast, Qwen3Config, Qw
 CHARACTERS = "0123456789+*="
 GUESSES, SLIPS = 0.4, 0.03  # shares of the class that guesses, and of the others' steps that are wrong
 CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.1  # the latter in parts of the textbook's
-EVALUATE_EVERY = 50  # steps
+EVALUATIONS = 10  # of the model while it learns from the textbook
 TESTED = 200  # problems
 
 
@@ -42,13 +42,14 @@ class Size:
 
 SIZES = {
     "cpu": Size(160, 4, 4, 32, {}, 64, 500, 3e-3),  # 1.2 million parameters
-    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 3000, 6e-4),  # 59 million
+    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 1500, 6e-4),  # 59 million
 }
 
 
 def make_model(folder: str, seed: int, size: Size) -> None:
     """Trains, and saves model and tokenizer in `folder`. Prints how far it is."""
     set_seed(seed)
+    torch.set_float32_matmul_precision("high")  # tensor cores, where there are any
     tokenizer = make_tokenizer()
     model = new_model(size, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
     task = ArithmeticConfig(**size.task)
@@ -63,7 +64,7 @@ def make_model(folder: str, seed: int, size: Size) -> None:
     for source, (write, steps, learning_rate) in phases.items():
         answered = ([(problem, write(problem)) for problem in islice(learning, size.examples)] for _ in range(steps))
         for step, loss in enumerate(train(model, tokenizer, answered, steps, learning_rate), 1):
-            if step % EVALUATE_EVERY == 0:
+            if step % max(50, steps // EVALUATIONS) == 0:
                 right = mean(solve(model, tokenizer, asked, task.max_new_tokens))
                 print(f"{source} {step:4d}  loss {loss:.3f}  pass@1 {right:.3f}  {time.monotonic() - began:.0f} s")
     model.save_pretrained(folder)
