@@ -69,24 +69,27 @@ def right_answers(prompts: list[str], completions: list[str], **_) -> list[float
 
 def measure(folder: Path, first: Path, recipe: dict) -> list[dict[str, float]]:
     """Step, rollouts, seconds and pass@1 of `first`, the model that a run began with, and of every checkpoint."""
+    import numpy
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kept = folder / "curve.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
+    saved = {0: first} | {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    curve = json.loads(kept.read_text()) if kept.exists() else []
+    if curve and saved.keys() <= {point["step"] for point in curve}:  # else the run has gone on
+        return curve
     log = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
     begin = next(record for record in log if "begin" in record)
     at = {record["step"]: record["at"] for record in reversed(log) if "logs" in record} | {0: begin["at"]}
     rollouts, task = recipe["per_device_train_batch_size"], task_of(recipe)
-    saved = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
     asked = list(islice(problems("test", task.terms, task.digits), ASKED))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     curve = []
-    for step, path in sorted({0: first, **saved}.items()):
+    for step, path in sorted(saved.items()):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         right = mean(solve(model.to(device), tokenizer, asked, task.max_new_tokens))
-        curve.append({"step": step, "rollouts": step * rollouts, "seconds": at[step] - at[0], "pass@1": right})
+        seconds = float(numpy.interp(step, sorted(at), sorted(at.values()))) - at[0]  # not every step is logged
+        curve.append({"step": step, "rollouts": step * rollouts, "seconds": seconds, "pass@1": right})
         print(f"{folder}  step {step:4d}  {curve[-1]['seconds']:6.0f} s  pass@1 {right:.3f}")
     kept.write_text(json.dumps(curve, indent=1))
     return curve

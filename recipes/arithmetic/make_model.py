@@ -42,7 +42,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(160, 4, 4, 32, {}, 64, 500, 3e-3),  # 1.2 million parameters
-    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 1500, 6e-4),  # 59 million
+    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 600, 6e-4),  # 59 million
 }
 
 
