@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from benchmarks.models import dtype, make_model
+from benchmarks.options import aligned
 from trl_atropos import __version__
 from trl_atropos.services.manager import tail
 from trl_atropos.services.signals import install_handlers
@@ -32,6 +33,19 @@ SIDES = {  # and the settings that differ from the recipe's
     "ours": {"max_staleness": 1},
     "strict": {"max_staleness": 0},
     "trl": {},
+}
+COLUMNS = {  # of the table: field, and how it is written
+    "side": "{}",
+    "step_s": "{:.2f}",
+    "wait_s": "{:.2f}",
+    "compute_s": "{:.2f}",
+    "publish_ms": "{:.1f}",
+    "sampled_per_s": "{:.0f}",
+    "trained_per_s": "{:.0f}",
+    "mfu": "{:.1%}",
+    "staleness": "{:.2f}",
+    "memory_gb": "{:.1f}",
+    "speedup": "{:.2f}",
 }
 WARM_UP = 2  # steps that do not count: kernels are compiled, and the first batch is sampled with nothing else to do
 PROMPT = 4  # tokens
@@ -196,26 +210,14 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float | None]:
 
 def table(result: dict) -> str:
     """The result as lines of text."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     names = ("trl_atropos", "torch", "trl", "transformers", "device")
     lines = [
         " ".join(f"{name}={result[name]}" for name in names),
         f"{result['params']} parameters, {result['rollouts']} rollouts of at most {result['tokens']} tokens, means of "
         f"{result['steps']} steps",
         "",
-        "side    step s  wait s  compute s  publish ms  sampled/s  trained/s    MFU  stale  memory GB  speed-up",
+        *aligned(result["rows"], COLUMNS),
     ]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['side']:<6}  {row['step_s']:6.2f}  {shown(row['wait_s'], '.2f'):>6}  "
-            f"{shown(row['compute_s'], '.2f'):>9}  {shown(row['publish_ms'], '.1f'):>10}  "
-            f"{row['sampled_per_s']:9.0f}  {row['trained_per_s']:9.0f}  {shown(row['mfu'], '.1%'):>5}  "
-            f"{shown(row['staleness'], '.2f'):>5}  {shown(row['memory_gb'], '.1f'):>9}  "
-            f"{shown(row['speedup'], '.2f'):>8}"
-        )
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields, dtype, make_model
-from benchmarks.options import Parser, give_result, positive, writable
+from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
 from trl_atropos.services.manager import Services, free_port, tail
@@ -31,19 +31,24 @@ long as training.
              `--device_seconds` in which the processor idles, as it does while a GPU computes
   step       with the default staleness: sampling and training go on at the same time
   ratio      step / max(sampling, train)
-  stale      versions that the oldest rollout was old
+  staleness  versions that the oldest rollout was old
   strict     the same with `max_staleness: 0`, where a batch is sampled only when its policy is there: one after the
-             other
-  ratio      strict / (sampling + train)
+             other; its ratio is strict / (sampling + train)
 
 With `--against trl`, the whole loop with real sampling instead, beside TRL's own GRPOTrainer with vLLM in its process
 (which needs a GPU: on the CPU, TRL samples by Transformers):
 
   side       ours: the recipe for one GPU as shipped, `max_staleness: 1`; strict: `max_staleness: 0`; trl: its defaults
-  sampled/s  tokens of completions per second; trained/s counts prompts, too
+  sampled    tokens of completions per second; trained counts prompts, too
   publish    median; waits and computing are means
   memory     most that was taken of the GPU, by all processes
 """
+COLUMNS = {  # of the table: field, and how it is written
+    "latency": "{:g}",
+    **dict.fromkeys(("sampling_s", "train_s", "step_s", "ratio"), "{:.2f}"),
+    "staleness_max": "{:.0f}",
+    **dict.fromkeys(("strict_sampling_s", "strict_train_s", "strict_step_s", "strict_ratio"), "{:.2f}"),
+}
 LIMIT = 1.1  # of both ratios
 TIMEOUT = 1800.0  # seconds for the trainer
 START_TIMEOUT = 120.0  # seconds for the Atropos API
@@ -199,12 +204,6 @@ def table(result: dict) -> str:
         f"{result['params']} parameters, {result['sequences']} sequences with a median of {result['tokens']} tokens",
         f"train step {result['train_s']:.2f} s, strict {result['strict_train_s']:.2f}, idle {result['device_s']:g}",
         "",
-        "latency  sampling   train    step  ratio  stale  sampling   train  strict  ratio",
+        *aligned(result["rows"], COLUMNS),
     ]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['latency']:7g}  {row['sampling_s']:8.2f}  {row['train_s']:6.2f}  {row['step_s']:6.2f}"
-            f"  {row['ratio']:5.2f}  {row['staleness_max']:5.0f}  {row['strict_sampling_s']:8.2f}"
-            f"  {row['strict_train_s']:6.2f}  {row['strict_step_s']:6.2f}  {row['strict_ratio']:5.2f}"
-        )
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import requests
 
 from benchmarks.models import dtype, make_model
-from benchmarks.options import Parser, give_result, positive, writable
+from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 from trl_atropos.protocol import NUMERICS
 from trl_atropos.services.signals import install_handlers
@@ -258,8 +258,6 @@ class _Scores:
 
 def table(result: dict) -> str:
     names = ("trl_atropos", "torch", "trl", "transformers", "device")
-    cells = [list(COLUMNS), *([form.format(row[name]) for name, form in COLUMNS.items()] for row in result["rows"])]
-    widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [" ".join(f"{name}={result[name]}" for name in names), f"{result['model']} in {result['dtype']}", ""]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
+    lines += aligned(result["rows"], COLUMNS)
     return "\n".join(lines) + "\n"

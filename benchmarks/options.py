@@ -26,6 +26,15 @@ def writable(text: str) -> Path:
     return Path(text)
 
 
+def aligned(rows: list[dict], columns: dict[str, str]) -> list[str]:
+    """A line of the columns' names, and one for each row. `columns` are fields of a row, and how each is written."""
+    cells = [[name.replace("_", " ") for name in columns]]
+    for row in rows:
+        cells.append(["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
 def give_result(
     run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, table: Callable[[dict], str]
 ) -> dict:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.models import config_fields
-from benchmarks.options import Parser, give_result, positive, writable
+from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 
 DESCRIPTION = """\
@@ -25,17 +25,30 @@ second is measured, and the first one's loss is compared. Times are medians of t
               `max_tokens_per_micro_batch`; packed_loop: no trainer but a plain loop without padding, on GPUs with
               compiled layers: about what this model and machine can do
   padding     tokens that the training pass works on, for each useful one
-  tokens/s    useful ones; one counts once, however many passes it goes through
-  speed-up    over TRL on that shape
+  tokens      useful ones per second; one counts once, however many passes it goes through
+  speedup     over TRL on that shape
   kernels     started on the GPU, for each useful token
   loss        of the first step; all trainers must have the same (the plain loop has none)
-  pass ms     of the step: the forward and backward that train, without the passes before and the optimizer
-  TFLOP/s     of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
-  MFU         that, as a share of the GPU's peak in bfloat16, where that is known
+  pass        of the step: the forward and backward that train, without the passes before and the optimizer
+  tflops      of the model in that pass: 6 per parameter and useful token, nothing for attention or recomputation
+  mfu         that, as a share of the GPU's peak in bfloat16, where that is known
 
 A second table is computed, not timed: over 1,000 batches on several ranks, by how much the tokens of the slowest rank
 exceed the mean.
 """
+COLUMNS = {  # of the table: field, and how it is written
+    "shape": "{}",
+    "trainer": "{}",
+    "padding": "{:.2f}",
+    "step_ms": "{:.0f}",
+    "tokens_per_s": "{:.0f}",
+    "speedup": "{:.2f}",
+    "kernels_per_token": "{:.2f}",
+    "loss": "{:.6f}",
+    "pass_ms": "{:.0f}",
+    "tflops_per_s": "{:.3f}",
+    "mfu": "{:.1%}",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -129,21 +142,8 @@ def _speedup(row: dict, rows: list[dict]) -> float | None:
 
 def table(result: dict) -> str:
     """The result as lines of text."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     lines = [" ".join(f"{name}={value}" for name, value in result["header"].items()), ""]
-    lines.append(
-        "shape   trainer     padding  step ms  tokens/s  speed-up  kernels        loss  pass ms  TFLOP/s   MFU"
-    )
-    for row in result["rows"]:
-        lines.append(
-            f"{row['shape']:<7} {row['trainer']:<11} {row['padding']:7.2f} {row['step_ms']:8.0f} "
-            f"{row['tokens_per_s']:9.0f} {shown(row['speedup'], '.2f'):>9} "
-            f"{shown(row['kernels_per_token'], '.2f'):>8} {shown(row['loss'], '.6f'):>11} "
-            f"{row['pass_ms']:8.0f} {row['tflops_per_s']:8.3f} {shown(row['mfu'], '.1%'):>5}"
-        )
+    lines += aligned(result["rows"], COLUMNS)
     lines += ["", f"tokens of the slowest of {result['ranks'][0]['ranks']} ranks over the mean, 1,000 batches"]
     lines.append("order    median    95 %")
     lines += [f"{one['order']:<7} {one['median']:7.1%} {one['p95']:7.1%}" for one in result["ranks"]]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.models import PRESETS, config_fields, make_model
-from benchmarks.options import Parser, give_result, positive, writable
+from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.services.signals import install_handlers
@@ -216,11 +216,7 @@ def table(result: dict) -> str:
         f"links in GB/s: {links or 'not used'}",
         "",
     ]
-    cells = [[name.removesuffix("_ms") for name in COLUMNS]]
-    for row in result["rows"]:
-        cells.append(["-" if row.get(name) is None else shape.format(row[name]) for name, shape in COLUMNS.items()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines += aligned(result["rows"], COLUMNS)
     for row in result["rows"]:
         if "error" in row:
             lines += ["", f"{row['mode']} at {row['model']} failed: {row['error']}"]

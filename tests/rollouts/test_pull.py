@@ -272,3 +272,46 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
     env = variables_of_environment(dict(os.environ))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"ValueError: 400, Bad Request | {tmp_path}/mine.py:6 in collect\n"
+
+
+LOOKS = """
+import asyncio, sitecustomize, types
+from atroposlib.envs.base import BaseEnv
+
+async def nothing(*_):
+    pass
+
+async def note(delay, result=None):
+    waits.append(delay)
+
+class Env(BaseEnv):
+    setup = setup_wandb = register_env = get_server_info = env_step_checks = add_train_workers = nothing
+    evaluate = get_next_item = nothing
+    last_loop_time, mainloop_timings, max_num_workers, derived_batch_size = None, [], 1, 8
+    config = types.SimpleNamespace(
+        group_size=8, batch_size=8, total_steps=9, max_batches_offpolicy=1, min_batch_allocation=None, worker_timeout=0
+    )
+
+    def __init__(self):
+        self.looks = 0
+
+    async def get_status(self):
+        self.looks += 1
+        self.workers = {"at work"} if 7 <= self.looks < 9 else set()
+        self.status_dict = {"current_step": 10 * (self.looks == 12), "queue_size": 0}
+
+waits, sitecustomize._sleep = [], note
+env = Env()
+env.workers = set()
+asyncio.run(env.env_manager())
+print(waits)
+"""
+
+
+def test_an_environment_looks_again_soon_after_it_has_sent_a_batch_and_waits_for_no_other_instances():
+    """In Atropos' own main loop. The first wait is of 5 s by itself, the others of 0.1."""
+    command = [sys.executable, "-c", LOOKS]
+    env = variables_of_environment(dict(os.environ))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    idle, at_work, idle_again = 4 * [0.02] + 3 * [0.1], 2 * [0.1], 3 * [0.02]
+    assert done.stdout == f"{idle + at_work + idle_again}\n"

@@ -2,10 +2,11 @@
 
 Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")` that is `'weight'`.
 This adds the exception's kind and place to the line, and the traceback to the first line of each place.
-`trl_atropos.services.environments` reads the lines. Standard library only, and nothing newer than Python 3.10: the
-environment may have a Python of its own.
+`trl_atropos.services.environments` reads the lines. It also shortens two waits of Atropos' main loop. Standard library
+only, and nothing newer than Python 3.10: the environment may have a Python of its own.
 """
 
+import asyncio
 import importlib.machinery
 import importlib.util
 import logging
@@ -19,10 +20,11 @@ SUCCESS = "handle_env: Collected"
 ALWAYS_SHOWN = ("handle_env: No trajectories collected", "Initialized env with id")
 LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LONGEST = 200  # characters of an exception's text
+LOOK_EVERY, SOON, QUICK_LOOKS = 0.1, 0.02, 4  # seconds, the same in the first looks after the last group was sent
 
-_make_record = logging.getLogRecordFactory()
+_make_record, _sleep = logging.getLogRecordFactory(), asyncio.sleep
 _known_places = set()
-_succeeded = False
+_succeeded, _idle_looks = False, 0
 
 
 def _explained(*args, **kwargs):
@@ -62,7 +64,19 @@ def place_of(error):
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def _sleep_less(delay, result=None):
+    """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds, for nothing that a run
+    needs. When it has sent the last group of a batch, the trainer takes the batch at once if it was waiting."""
+    global _idle_looks
+    caller = sys._getframe(1)
+    if caller.f_code.co_name == "env_manager" and caller.f_code.co_filename.endswith(ATROPOS):
+        _idle_looks = 0 if caller.f_locals["self"].workers else _idle_looks + 1
+        delay = min(delay, SOON if 0 < _idle_looks <= QUICK_LOOKS else LOOK_EVERY)
+    return _sleep(delay, result)
+
+
 logging.setLogRecordFactory(_explained)
+asyncio.sleep = _sleep_less
 # Python loads only the first `sitecustomize`; the environment's Python may have one that this file hides.
 _here = os.path.dirname(os.path.abspath(__file__))
 _others = [path for path in sys.path if os.path.abspath(path) != _here]
