@@ -64,15 +64,15 @@ def place_of(error):
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
-def _sleep_less(delay, result=None):
+async def _sleep_less(delay, result=None):
     """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds, for nothing that a run
     needs. When it has sent the last group of a batch, the trainer takes the batch at once if it was waiting."""
     global _idle_looks
-    caller = sys._getframe(1)
+    caller = sys._getframe(1)  # what awaits this
     if caller.f_code.co_name == "env_manager" and caller.f_code.co_filename.endswith(ATROPOS):
         _idle_looks = 0 if caller.f_locals["self"].workers else _idle_looks + 1
         delay = min(delay, SOON if 0 < _idle_looks <= QUICK_LOOKS else LOOK_EVERY)
-    return _sleep(delay, result)
+    return await _sleep(delay, result)
 
 
 logging.setLogRecordFactory(_explained)
