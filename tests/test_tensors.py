@@ -1,14 +1,17 @@
 """Memory that two processes share, and messages: what is opened is what was meant, what is packed is unpacked."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trl_atropos.tensors.channel import ChannelError, MemoryChannel, unpack
+from trl_atropos.tensors import channel
+from trl_atropos.tensors.channel import ChannelError, GlooChannel, MemoryChannel, open_group, open_receiver, unpack
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.full_weights import FullWeights
+from trl_atropos.weights.transfer import send_messages
 
 
 def test_an_arena_is_opened_as_the_same_memory():
@@ -37,6 +40,26 @@ def test_a_message_that_does_not_fit_into_the_shared_buffer_is_refused():
     assert channel.staging(8).numel() == 8
     with pytest.raises(ChannelError, match="9 bytes do not fit into the shared buffer of 8"):
         channel.receive(9)
+
+
+class Connecting(GlooChannel):
+    """Connects as NCCL does: in its first broadcast, which returns when all others are in theirs."""
+
+    def _broadcast(self, buffer):
+        work = super()._broadcast(buffer)
+        work.wait()
+        return work
+
+
+def test_a_broadcast_may_wait_for_those_that_it_goes_to(monkeypatch):
+    monkeypatch.setattr(channel, "GlooChannel", Connecting)
+    cpu, ends, got = torch.device("cpu"), [], []
+    own = open_group("gloo", cpu, [("127.0.0.1", 1, lambda to: ends.append(open_receiver(to, 0, cpu)))], timeout=10.0)
+    client = SimpleNamespace(url="http://127.0.0.1:1")
+    servers = SimpleNamespace(clients=[client], timeout=10.0, each_here=lambda receive: [receive(client)])
+    message = own.staging(3).copy_(torch.tensor([1, 2, 3]))
+    send_messages(own, iter([message]), servers, lambda _: got.append(ends[0].receive(3).tolist()))
+    assert got == [[1, 2, 3]] and not own.broken
 
 
 @pytest.mark.parametrize("room", [600, 10_000])  # bytes of a message

@@ -175,6 +175,8 @@ class NcclChannel(GroupChannel):
             identity = self._nccl.unique_id_from_bytes(unique_id)
             self._communicator = self._nccl.ncclCommInitRank(world_size, identity, rank)
             self._stream = torch.cuda.Stream(device)
+            # NCCL connects in the first broadcast, which waits for all ranks: here, where the trainer has a deadline.
+            self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).synchronize()
 
     @staticmethod
     def unique_id() -> bytes:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,14 +161,18 @@ def send_messages(
         )
     first = next(messages)
     channel.broken = True  # until all messages have arrived
-    num_bytes, traveling = first.numel(), deque([channel.send(first)])  # in shared memory, it is there when they look
-    received = channels.in_background(lambda: servers.each_here(receive))
+    num_bytes = first.numel()
+    ask = partial(channels.in_background, lambda: servers.each_here(receive))
+    # A broadcast may wait for those that it goes to; in shared memory, the message must be there when they look.
+    received = ask() if channel.streams else None
 
     def wait_for(done: Callable[[bool], bool]) -> None:
         what = f"{names} to receive {num_bytes} bytes"
         channels.wait_for(lambda: done(channels.has_ended(received)), servers.timeout, what)
 
     try:
+        traveling = deque([channel.send(first)])
+        received = received or ask()
         for message in messages:
             num_bytes += message.numel()
             traveling.append(channel.send(message))
@@ -178,7 +183,8 @@ def send_messages(
         raise
     except RuntimeError as error:  # the channel's own, or torch's
         with suppress(channels.ChannelError):
-            channels.wait_for(lambda: channels.has_ended(received), 1.0, "the server's own error, which says more")
+            own = "the server's own error, which says more"
+            channels.wait_for(lambda: received is not None and channels.has_ended(received), 1.0, own)
         raise ServerError(
             f"The transfer of weights to the server at {names} broke off: {error}. If the server died, its log says "
             "why; if it hangs, raise `publish_timeout` or restart it."
