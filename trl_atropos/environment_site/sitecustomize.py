@@ -20,7 +20,8 @@ SUCCESS = "handle_env: Collected"
 ALWAYS_SHOWN = ("handle_env: No trajectories collected", "Initialized env with id")
 LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LONGEST = 200  # characters of an exception's text
-LOOK_EVERY, SOON, QUICK_LOOKS = 0.1, 0.02, 4  # seconds, the same in the first looks after the last group was sent
+FIRST, LOOK_EVERY = 1.5, 0.1  # seconds
+SOON, QUICK_LOOKS = 0.02, 4  # seconds between the first looks after the last group was sent
 
 _make_record, _sleep = logging.getLogRecordFactory(), asyncio.sleep
 _known_places = set()
@@ -65,13 +66,16 @@ def place_of(error):
 
 
 async def _sleep_less(delay, result=None):
-    """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds, for nothing that a run
-    needs. When it has sent the last group of a batch, the trainer takes the batch at once if it was waiting."""
+    """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds for other environments,
+    which look every second whether the trainer is there. When it has sent the last group of a batch, the trainer takes
+    the batch at once if it was waiting."""
     global _idle_looks
     caller = sys._getframe(1)  # what awaits this
     if caller.f_code.co_name == "env_manager" and caller.f_code.co_filename.endswith(ATROPOS):
+        if delay > LOOK_EVERY:
+            return await _sleep(min(delay, FIRST), result)
         _idle_looks = 0 if caller.f_locals["self"].workers else _idle_looks + 1
-        delay = min(delay, SOON if 0 < _idle_looks <= QUICK_LOOKS else LOOK_EVERY)
+        delay = SOON if 0 < _idle_looks <= QUICK_LOOKS else delay
     return await _sleep(delay, result)
 
 
