@@ -236,6 +236,8 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
         until(lambda log=log: "Waiting to register" in log.read_text(), f"{name} wants to register", 60)
     loop.join()
     until(lambda: (loop.pull(1), len(loop.client.environments()) == 2)[1], "both have registered", 60)
+    loop.pull(3)
+    assert len(loop.client.environments()) == 2
     supervisor = Supervisor(loop.services, lambda error: None)
     names = supervisor.names()
     assert (set(names), set(names.values())) == ({0, 1}, {"one", "two"})

@@ -170,7 +170,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
                     packing.use_packed_attention(base_model(computed))
-                    numerics.use(args, computed, self.accelerator.device, self._is_sharded)
+                    numerics.use(args, computed, self.accelerator.device, self.is_sharded)
             if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
                 kind = base_model(self.model).config.model_type
                 raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
@@ -183,7 +183,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 )
             self.policy_publisher.attach(self)
             trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-            if args.master_weights and not self._is_sharded and trained & {torch.bfloat16, torch.float16}:
+            if args.master_weights and not self.is_sharded and trained & {torch.bfloat16, torch.float16}:
                 use_masters(self, offload=args.offload_master_weights)
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
@@ -258,7 +258,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _how_packed(self) -> packing.How | None:
         """How rollouts are packed; `None` if they are padded. Compiles the layers if that is to be."""
         args, policy = self.args, base_model(self.model)
-        worth = not self._is_sharded and packing.worth_compiling(policy, self.accelerator.device)
+        worth = not self.is_sharded and packing.worth_compiling(policy, self.accelerator.device)
         if worth if args.compile_layers is None else args.compile_layers:
             for computed in (self.model, self.ref_model):
                 if computed is not None:
@@ -287,8 +287,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.on_pause = paused
 
     @property
-    def _is_sharded(self) -> bool:
-        """Whether DeepSpeed or FSDP divides the weights among ranks. These have masters of their own."""
+    def is_sharded(self) -> bool:
+        """Whether DeepSpeed or FSDP trains: both divide among ranks, and have masters of their own."""
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
     @property
@@ -324,7 +324,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             checkpoints.save_whole(self, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self.args.save_on_each_node and not self._is_sharded and isinstance(self.model, PreTrainedModel):
+        if self.args.save_on_each_node and not self.is_sharded and isinstance(self.model, PreTrainedModel):
             # By itself, a model is written by rank 0 only: the other machines could not resume.
             self.model.should_save_on_this_rank = lambda is_main_process: self.args.should_save
         super()._save(output_dir, state_dict)

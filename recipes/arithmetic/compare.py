@@ -32,7 +32,7 @@ GREY = "#808890"
 def task_of(recipe: dict) -> ArithmeticConfig:
     """What the recipe's environment asks."""
     environment = recipe["environments"][0]
-    return ArithmeticConfig(**(environment["config"] if isinstance(environment, dict) else {}))
+    return ArithmeticConfig(**(environment.get("config", {}) if isinstance(environment, dict) else {}))
 
 
 def train_with_trl(folder: str, recipe: dict) -> None:

@@ -51,7 +51,7 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
     write = disk_errors(folder, "The checkpoint")(write)
     try:
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        if trainer.is_sharded:
             write()  # in which ranks wait for each other already
         else:
             together(write)
