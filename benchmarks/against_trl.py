@@ -29,10 +29,11 @@ from trl_atropos.services.signals import install_handlers
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quickstart/environment.py"
-SIDES = {  # and the settings that differ from the recipe's
-    "ours": {"max_staleness": 1},
-    "strict": {"max_staleness": 0},
-    "trl": {},
+SIDES = {  # and how many batches environments may have ahead, and settings that differ from the recipe's
+    "ours": (2, {}),
+    "one_ahead": (1, {"hold_requests": False}),
+    "strict": (1, {"max_staleness": 0}),
+    "trl": (0, {}),
 }
 COLUMNS = {  # of the table: field, and how it is written
     "side": "{}",
@@ -61,7 +62,10 @@ def run(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
         folder = Path(name)
         make_model(folder / "model", options.params, dtype())
-        rows = [_measure(folder / side, folder / "model", side, options, cuda) for side in options.sides]
+        rows = []
+        for side in options.sides:
+            rows.append(_measure(folder / side, folder / "model", side, options, cuda))
+            sys.stderr.write("\n".join(aligned(rows[-1:], COLUMNS)) + "\n")
     theirs = next((row["sampled_per_s"] for row in rows if row["side"] == "trl"), None)
     for row in rows:
         row["speedup"] = row["sampled_per_s"] / theirs if theirs else None
@@ -92,7 +96,7 @@ def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, 
     if side == "trl":
         command = [sys.executable, "-m", "benchmarks.against_trl", str(folder)]
     else:
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder, settings, SIDES[side], cuda)))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder, settings, side, cuda)))
         place = ROOT / "configs/accelerate" / ("single_gpu.yaml" if cuda else "cpu.yaml")
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
         command += ["--config_file", str(place), "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
@@ -142,17 +146,18 @@ class Peak:
             self.gigabytes = max(self.gigabytes or 0.0, (total - free) / 1e9)
 
 
-def recipe_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], cuda: bool) -> dict[str, Any]:
+def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> dict[str, Any]:
     """The shipped recipe, for this model and this task."""
     from trl_atropos.services.manager import free_port
 
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe.pop("evaluations", None)  # which TRL's side would not have
-    length = PROMPT + settings["tokens"]
+    length, (ahead, own) = PROMPT + settings["tokens"], SIDES[side]
     environment = {
         "max_new_tokens": settings["tokens"],
         "group_size": settings["group_size"],
         "max_token_length": length,
+        "max_batches_offpolicy": ahead,
     }
     recipe |= {
         "model_name_or_path": settings["model"],

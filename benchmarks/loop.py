@@ -38,7 +38,8 @@ long as training.
 With `--against trl`, the whole loop with real sampling instead, beside TRL's own GRPOTrainer with vLLM in its process
 (which needs a GPU: on the CPU, TRL samples by Transformers):
 
-  side       ours: the recipe for one GPU as shipped, `max_staleness: 1`; strict: `max_staleness: 0`; trl: its defaults
+  side       ours: the recipe for one GPU as shipped; one_ahead: with one batch in flight and without `hold_requests`;
+             strict: with `max_staleness: 0`; trl: its defaults
   sampled    tokens of completions per second; trained counts prompts, too
   publish    median; waits and computing are means
   memory     most that was taken of the GPU, by all processes

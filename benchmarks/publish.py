@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,8 @@ class _Phases:
     def _timed(self, name: str, call: Callable, *args):
         started = time.perf_counter()
         result = call(*args)
+        if isinstance(result, Future):  # a publish waits for the pause, and for no resume
+            result.result()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies into the server's memory are only queued
         self.ms[name] = (time.perf_counter() - started) * 1e3

@@ -64,6 +64,10 @@ REFUSED = {
     "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
     "prefetch": ({"prefetch_batches": -1}, r"`prefetch_batches` is -1. Set it to 0 or more"),
     "staleness": ({"max_staleness": -1}, r"`max_staleness` is -1. Set it to 0 or more"),
+    "held back and asked for": (
+        {"hold_requests": True, "prefetch_batches": 1},
+        r"`hold_requests` holds back what would be sampled ahead, .* Leave one of them out",
+    ),
     "no room for rollouts": ({"max_spool_gb": 0}, r"`max_spool_gb` is 0. Set it to a number of gigabytes above 0"),
     "too short": ({"max_sequence_length": 1}, r"`max_sequence_length` is 1. Set it to the longest prompt plus"),
     "a budget below the longest rollout": (

@@ -96,7 +96,7 @@ def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_mode
 
 
 def test_a_new_environment_is_one_line_of_a_recipe():
-    assert "\nenvironments: [recipes/gsm8k/environment.py]\n" in (ROOT / "recipes/gsm8k/colocate.yaml").read_text()
+    assert "\nenvironments: [recipes/gsm8k/environment.py]\n" in (ROOT / "recipes/gsm8k/lora.yaml").read_text()
 
 
 def test_every_configuration_for_accelerate_is_tested_and_leaves_the_dtype_to_the_recipe():

@@ -162,6 +162,10 @@ class AtroposGRPOConfig(GRPOConfig):
         max_staleness (`int`, *optional*):
             Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
             counted; rollouts of unknown version are kept. By default, there is no limit.
+        hold_requests (`bool`, *optional*):
+            Whether completions that environments ask for while the trainer computes begin only after its next publish;
+            those that have begun go on. If environments have N batches ahead (`max_batches_offpolicy`), rollouts are
+            then N - 1 versions old in the mean, instead of N. Defaults to `True` with `max_staleness: 0` only.
         prefetch_batches (`int`, *optional*, defaults to `0`):
             Generation batches that are pulled and checked ahead while the trainer computes. Each makes rollouts one
             version staler. With `0`, if environments have a `max_batches_offpolicy` of 1, one batch waits at the API.
@@ -245,6 +249,7 @@ class AtroposGRPOConfig(GRPOConfig):
     single_row_groups: str = "refuse"
     sampling_temperature: float | None = None
     max_staleness: int | None = None
+    hold_requests: bool | None = None
     prefetch_batches: int = 0
     replace_zero_variance_groups: bool = False
     enforce_environment_weights: bool = False
@@ -322,6 +327,9 @@ class AtroposGRPOConfig(GRPOConfig):
             fits = value is not None and value >= least and (value < math.inf or name != "distillation_coef")
             if value != self.__dataclass_fields__[name].default and not fits:
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.")
+        if self.hold_requests and self.prefetch_batches:
+            what = "`hold_requests` holds back what would be sampled ahead, and `prefetch_batches` asks for it"
+            raise self._wrong(what, "Leave one of them out.")
         if self.sync_every_n_steps > 1 and self.vllm_mode == "colocate":
             what = f"`sync_every_n_steps` is {self.sync_every_n_steps}, but with `vllm_mode='colocate'` it is always 1"
             raise self._wrong(what, "Leave it at 1.")

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -286,6 +286,7 @@ class Servers:
     clients: list[ServerClient] = field(default_factory=list, init=False)  # those that this rank talks to
     infos: list[ServerInfo] = field(default_factory=list, init=False)  # what each of `clients` is
     info: ServerInfo | None = field(default=None, init=False)  # what the first server is, on every rank
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), init=False, repr=False)
 
     def connect(self, one_per_rank: bool = False) -> None:
         """Asks every server what it is. Raises `AttachError` if there are not as many servers as needed."""
@@ -313,6 +314,10 @@ class Servers:
         with ThreadPoolExecutor(len(self.clients)) as pool:
             calls = [pool.submit(call, client) for client in self.clients]
         return [done.result() for done in calls]
+
+    def each_in_background(self, call: Callable[[ServerClient], Any]) -> "Future[list[Any]]":
+        """As `each_here`, after all that this was given before."""
+        return self._thread.submit(self.each_here, call)
 
     def silence(self) -> list[str]:
         """Asks every server of the run for one token. Returns what is wrong with those that give none."""

@@ -96,6 +96,7 @@ def source_of(args: AtroposGRPOConfig, environments: Environments | None = None)
         environments=environments,
         prefetch_batches=args.prefetch_batches,
         max_staleness=args.max_staleness,
+        hold_requests=args.hold_requests,
         max_spool_gb=args.max_spool_gb,
         replace_zero_variance_groups=args.replace_zero_variance_groups,
         enforce_environment_weights=args.enforce_environment_weights,
@@ -311,6 +312,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
             loss = super().training_step(model, *args, **kwargs)
             # Transformers looks at the loss next, which waits for the device, unless it is told not to.
+            if self.accelerator.sync_gradients:
+                self.policy_publisher.before_step()
             if self.accelerator.sync_gradients or self.args.logging_nan_inf_filter:
                 settle(self.accelerator.device)
         if self.accelerator.sync_gradients:

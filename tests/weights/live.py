@@ -93,10 +93,10 @@ class Live:
             if self.mode.transfer in ("Colocate", "FullWeights"):  # the others never touch what a trainer attaches to
                 transfer, version = publisher.transfer, publisher.policy_version
                 publisher.servers.hold_leases()
-                transfer.pause()
+                transfer.pause().result()
                 restore(trainer.model, original)
                 transfer.send(version)
-                transfer.resume(version)
+                transfer.resume(version).result()
         finally:
             publisher.close()
 
@@ -110,6 +110,8 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
         publisher._steps += 1
 
     publisher._publish(counted)
+    if publisher._resuming is not None:
+        publisher._resuming.result()
 
 
 def assert_proven(publisher: ServerPublisher, publishes: int) -> None:

@@ -127,12 +127,22 @@ def test_a_trainer_can_train_twice(make_trainer):
     assert 0 < trainer.policy_publisher.probe_max_abs_diff <= allowed(trainer)
 
 
+def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, server):
+    """The weights are whole: it must not take them for torn when the trainer leaves."""
+    publisher = make_trainer().policy_publisher
+    publisher.before_step()
+    publisher._pausing.result()
+    assert server.control("GET", "/info").json()["paused"]
+    publisher.close()
+    assert server.generate(prompt="abc=", max_tokens=2).ok
+
+
 def test_the_probe_sees_caches_that_outlive_the_weights(make_trainer):
     trainer = make_trainer()
     publisher = trainer.policy_publisher
     publisher.transfer.clear_cache = False
     assert probe(trainer) <= allowed(trainer)  # fills the cache
-    publisher.transfer.pause()
+    publisher.transfer.pause().result()
     disturb(trainer)
     publisher.transfer.resume(publisher.policy_version)
     with pytest.raises(ProbeError, match="does not sample from the weights"):
@@ -143,7 +153,7 @@ def test_the_same_publish_with_the_caches_dropped_passes_the_probe(make_trainer)
     trainer = make_trainer()
     publisher = trainer.policy_publisher
     assert probe(trainer) <= allowed(trainer)
-    publisher.transfer.pause()
+    publisher.transfer.pause().result()
     disturb(trainer)
     publisher.transfer.resume(publisher.policy_version)
     assert probe(trainer) <= allowed(trainer)

@@ -83,7 +83,7 @@ def trainer_and_server(
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("size", PRESETS)
+@pytest.mark.parametrize("size", ALLOWED)
 def test_the_server_samples_from_what_was_published(models, recording, tmp_path, size, name):
     """After every publish, 32 random sequences agree, some longer than two KV blocks; the last version's do not."""
     generator = torch.Generator().manual_seed(0)

@@ -250,17 +250,27 @@ def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog)
 
 
 @contextmanager
-def environment(server: Server, api: Api, waits: bool = False) -> Iterator[None]:
-    """Samples without a pause and sends groups of four, as far ahead of the trainer as it gets; or, if it `waits` as
-    Atropos' own do, two groups at most before the API gives a batch out."""
-    stop, rng = threading.Event(), random.Random(0)
+def environment(server: Server, api: Api, ahead: int | None = None) -> Iterator[None]:
+    """Sends groups of four without a pause, as far ahead of the trainer as it gets; or, as Atropos' own do, groups of
+    different lengths, with at most `ahead` batches of two groups in flight and at the API."""
+    stop, rng, lock, most = threading.Event(), random.Random(0), threading.Lock(), 2 * (ahead or 1)
+    in_flight: list[int] = []
 
-    def work() -> None:
+    def begins() -> bool:
+        with lock:
+            if ahead is not None and len(in_flight) + api.get("/status")["queue_size"] >= most:
+                return False
+            in_flight.append(1)
+            return True
+
+    def work(number: int) -> None:
         while not stop.is_set():
-            if waits and api.get("/status")["queue_size"]:
+            if not begins():
                 time.sleep(0.01)
                 continue
-            completions = generate(server, [rng.randrange(256) for _ in range(20)], 24, n=4)
+            completions = generate(
+                server, [rng.randrange(256) for _ in range(20)], 24 * (1 + number if ahead else 1), n=4
+            )
             group = {
                 "tokens": [completion.prompt + completion.tokens for completion in completions],
                 "masks": [[-100] * len(completion.prompt) + completion.tokens for completion in completions],
@@ -270,8 +280,9 @@ def environment(server: Server, api: Api, waits: bool = False) -> Iterator[None]
                 "scores": [rng.random() for _ in completions],
             }
             api.deliver(group)
+            in_flight.pop()
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(most)]
     for thread in threads:
         thread.start()
     try:
@@ -326,7 +337,7 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
     try:
         source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
         dropped = 0.0
-        with environment(server, api, waits=True):
+        with environment(server, api, ahead=1):
             for _ in range(5):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()
@@ -337,6 +348,32 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
                 policy.publish(policy.version + 1)
                 wanted[0]()
         assert dropped == 0
+    finally:
+        source.close()
+        api.stop()
+    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=1).ok  # nothing is held any more
+
+
+@pytest.mark.slow
+def test_with_requests_held_two_batches_ahead_are_one_version_old_at_most(policy, book, server, tmp_path):
+    """What waited begins with the next policy, also where a batch is complete then and taken at once."""
+    api = Api(free_port())
+    api.start()
+    source = AtroposSource(api.url, versions=book, hold_requests=True)
+    wanted, ages = [], []
+    try:
+        source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
+        with environment(server, api, ahead=2):
+            for _ in range(6):
+                rows = source.poll(8, timeout=180)
+                assert rows is not None, source.diagnose()
+                ages += {row.staleness for row in rows}
+                time.sleep(1.0)  # in which what has begun ends, and the environment asks for the next groups
+                assert server.metric("num_requests_running") == 0
+                policy.publish(policy.version + 1)
+                wanted[0]()
+        assert len(ages) == 6 and max(ages) == 1
+        assert sum(ages) >= 4  # the first is of no older version, and one more may be if the API gives out two at once
     finally:
         source.close()
         api.stop()

@@ -55,7 +55,7 @@ class BatchPuller:
     api_down_timeout: float  # seconds that the API may fail before `pull` raises
     names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
     explain: Callable[[str], str]  # adds to the reason for a silence what else is known about it
-    # Lets new requests to the servers wait, or lets them in; None if environments may sample while the trainer trains.
+    # Lets new requests to the servers wait, or lets them in; None if they may begin while the trainer trains.
     hold_requests: Callable[[bool], None] | None = None
 
     def __post_init__(self):
@@ -68,6 +68,8 @@ class BatchPuller:
         self._diagnosis = Diagnosis(self.client, self.registration, self.names)
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
+        self._holding = False  # whether requests wait, because a batch was given out
+        self.policy_is_new = False  # whether those that waited may begin before the next is given out
         self._unsure = False  # whether the API may have been restarted, or its step may have risen
         self._losses = False  # whether a reply was lost since the API was known to hold no batch
         self._sharing = False  # whether the log says that another trainer pulls
@@ -162,15 +164,17 @@ class BatchPuller:
         """What `GET /batch` gives. It lets environments begin the next batch: where this must be of the next policy,
         their requests wait from before a batch is given out until more rollouts are wanted."""
         if self.hold_requests is not None:
+            if self._holding and self.policy_is_new:
+                self.hold_requests(False)
             self.hold_requests(True)
-        given = False
+        self._holding = self.policy_is_new = False
         self._open_since = time.monotonic()
         try:
             reply = self.client.batch()
-            given = bool(reply.batch)
+            self._holding = bool(reply.batch)
         finally:
             self._open_since = None
-            if self.hold_requests is not None and not given:
+            if self.hold_requests is not None and not self._holding:
                 self.hold_requests(False)
         return reply
 

@@ -131,7 +131,7 @@ class AtroposSource:
         api_down_timeout: seconds that the API may fail in mid-run before `poll` raises.
         versions: tells which policy versions sampled a rollout; without, they are unknown.
         environments: those that the run started.
-        single_row_groups, prefetch_batches, max_staleness, max_spool_gb, replace_zero_variance_groups,
+        single_row_groups, prefetch_batches, max_staleness, hold_requests, max_spool_gb, replace_zero_variance_groups,
             enforce_environment_weights: as the settings of these names in `AtroposGRPOConfig`.
 
     Raises:
@@ -150,11 +150,14 @@ class AtroposSource:
     environments: Environments | None = None
     prefetch_batches: int = 0
     max_staleness: int | None = None
+    hold_requests: bool | None = None
     max_spool_gb: float = 10.0
     replace_zero_variance_groups: bool = False
     enforce_environment_weights: bool = False
 
     def __post_init__(self):
+        if self.hold_requests is None:  # what else environments sampled were stale
+            self.hold_requests = self.max_staleness == 0 and not self.prefetch_batches
         self._client = AtroposClient(self.url, request_timeout=self.request_timeout, batch_timeout=BATCH_TIMEOUT)
         self._versions = self.versions or VersionBook([], "", 0.0)
         self._environments = self.environments or Environments()
@@ -182,7 +185,7 @@ class AtroposSource:
             api_down_timeout=self.api_down_timeout,
             explain=self._explain,
             names=names,
-            hold_requests=self._versions.hold_requests if self._on_policy else None,
+            hold_requests=self._versions.hold_requests if self.hold_requests else None,
         )
         if self.enforce_environment_weights:
             self._shares = Shares(self._client, slack=run.batch_size)
@@ -201,8 +204,12 @@ class AtroposSource:
         lost = wait_for_api(lambda: self._puller.join(reset=self.reset_api), self.start_timeout, silent)
         for arrival in lost:
             self._keep(arrival)
-        run.when_wanted_soon(lambda: self._feed.ask(run.batch_size))
+        run.when_wanted_soon(self._pull_soon)
         self._environments.start()
+
+    def _pull_soon(self) -> None:
+        self._puller.policy_is_new = True
+        self._feed.ask(self._run.batch_size)
 
     def _resume(self, run: RunInfo) -> tuple[int, Books]:
         """Sets the path of the run's versions. Returns the index of the first rollout to hand out, and the books."""
@@ -320,16 +327,11 @@ class AtroposSource:
         state = self._feed.state
         return {"spool": self._spool.name, "pulled": max(self._spool.end, state["cursor"]), **state}
 
-    @property
-    def _on_policy(self) -> bool:
-        """Whether environments sample only while the trainer waits for them: what else they sampled were stale."""
-        return self.max_staleness == 0 and not self.prefetch_batches
-
     def close(self) -> None:
         self._environments.close()
         if self._feed is not None:
             self._feed.stop(CLOSE_GRACE, self._client.abort)
-            if self._on_policy:
+            if self.hold_requests:
                 self._versions.hold_requests(False)
 
 

@@ -7,7 +7,7 @@ in the way of a step, and at most one batch is sampled from weights that turn ou
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Proof:
 
     def __init__(self, servers: Servers, subjects: list[Fingerprinted]):
         self.servers, self.subjects = servers, subjects
-        self._thread = ThreadPoolExecutor(1, "trl_atropos-fingerprints")
         self._compared: Counter[str] = Counter()  # how often, by subject
         self._traced: set[str] = set()
         self._refused: dict[tuple[str, str], dict[str, str]] = {}  # by server and subject, by name
@@ -55,7 +54,7 @@ class Proof:
         for subject in self.subjects:
             if subject.times is None or self._compared[subject.of] < subject.times:
                 own = subject.compute()
-                self._begun.append((subject, own, self._thread.submit(self.servers.each_here, self._asks(subject))))
+                self._begun.append((subject, own, self.servers.each_in_background(self._asks(subject))))
 
     def _asks(self, subject: Fingerprinted) -> Callable[[ServerClient], FingerprintsReply]:
         is_new = subject.moves or subject.of not in self._traced

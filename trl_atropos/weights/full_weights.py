@@ -12,6 +12,7 @@ import itertools
 import logging
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -261,9 +262,9 @@ class Restart(Transfer):
         specs = checkpoint_specs(self._trainer, self.servers)
         return [fingerprinted_weights(self._trainer, self.servers, specs)._replace(moves=True)]
 
-    def pause(self) -> None:
+    def pause(self) -> Future:
         """Takes as long as the requests in flight need to end."""
-        self.servers.each(lambda client: client.drain())
+        return self.servers.each_in_background(lambda client: client.drain())
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:

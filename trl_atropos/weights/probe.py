@@ -19,7 +19,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,7 +155,6 @@ class Probe:
         self.policy_version: int | None = None  # that was probed last
         self._runs = self._outliers = 0  # probes, and probes with outliers
         self._outliers_are_common = self._compared_longest = False
-        self._thread = ThreadPoolExecutor(1, "trl_atropos-probe")
         self._samples: Future | None = None  # of the probe that has begun
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
@@ -179,7 +178,7 @@ class Probe:
                 self._check_cache(client)
             return self._sample(client, self.prompt_ids)
 
-        self._samples = self._thread.submit(self.servers.each_here, sample)
+        self._samples = self.servers.each_in_background(sample)
 
     @property
     def begun(self) -> bool:

@@ -8,14 +8,17 @@ raises. What moves between pause and resume is the business of a `Transfer`, one
 """
 
 import functools
+import itertools
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
@@ -88,6 +91,9 @@ class PolicyPublisher:
 
     def before_backward(self) -> None:
         """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
+
+    def before_step(self) -> None:
+        """Called on every rank when all that comes before an optimizer step is queued on the device."""
 
     def close(self) -> None:
         """Called on every way out, also after an error; may be called twice."""
@@ -166,6 +172,9 @@ class ServerPublisher(PolicyPublisher):
         self.sleep_level = sleep_level
         self._steps = 0  # of the optimizer since the run began: the version that the trainer has
         self._paused = self._asleep = False
+        self._pausing: Future | None = None  # since `before_step`
+        self._resuming: Future | None = None  # since the last publish
+        self._backward_ends: torch.cuda.Event | None = None
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
         self._proof = Proof(self.servers, [])  # of nothing, until `attach`
@@ -219,6 +228,8 @@ class ServerPublisher(PolicyPublisher):
             proven = lambda: on_main(lambda: self._proof.complete)  # noqa: E731
             one_memory = self.transfer.steps_in_place
             self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, proven)
+        if self.transfer.steps_in_place and trainer.accelerator.device.type == "cuda":
+            self._backward_ends = _end_of_backward(trainer.model)
 
     def server_max_length(self) -> int:
         return self.servers.info.max_model_len
@@ -240,7 +251,7 @@ class ServerPublisher(PolicyPublisher):
         if self._probe is not None:
             self._probe.forget()
         self._publish(lambda: None)
-        self._proof.judge()
+        self._judge_weights()
         if self._probe is not None:
             self._probe.run_longest()
         self._writes_when_held = None  # an optimizer's kernels may write without being counted
@@ -258,7 +269,7 @@ class ServerPublisher(PolicyPublisher):
         """The trainer will compute until the next publish: the server may sleep."""
         if self.sleep_level and not self._asleep:
             with deferred(), self.stopwatch.part(PUBLISH):
-                self._proof.judge()
+                self._judge_weights()
                 self._judge_probe()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
@@ -266,8 +277,22 @@ class ServerPublisher(PolicyPublisher):
 
     def before_backward(self) -> None:
         with self.stopwatch.part(PUBLISH):
-            self._proof.judge()
+            self._judge_weights()
             self._judge_probe()
+
+    def before_step(self) -> None:
+        """Has the servers pause while the device is still at the last layers."""
+        if self.transfer.steps_in_place and self._pausing is None:
+            if self._backward_ends is not None:
+                self._backward_ends.synchronize()
+            self._pausing = self.transfer.pause()
+
+    def _judge_weights(self) -> None:
+        """That the servers sample again, and from the trainer's weights."""
+        resuming, self._resuming = self._resuming, None
+        if resuming is not None:
+            together(resuming.result)
+        self._proof.judge()
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
         self.before_backward()
@@ -289,7 +314,7 @@ class ServerPublisher(PolicyPublisher):
             with self.stopwatch.part(PUBLISH):
                 self._proof.begin(self.policy_version)
                 if self._proof.begun and self._is_last():
-                    self._proof.judge()
+                    self._judge_weights()
                 self._run_probe()
         return result
 
@@ -300,7 +325,8 @@ class ServerPublisher(PolicyPublisher):
     def _pause(self) -> None:
         if not self._paused:
             together(self.transfer.check)
-            self.transfer.pause()
+            pausing, self._pausing = self._pausing or self.transfer.pause(), None
+            together(pausing.result)
             self._paused = True
 
     def _send(self) -> None:
@@ -313,20 +339,22 @@ class ServerPublisher(PolicyPublisher):
         if self._asleep:
             self.servers.each(lambda client: client.wake("kv_cache"))
             self._asleep = False
-        self.transfer.resume(self._steps)
+        self._resuming = self.transfer.resume(self._steps)
         self._paused = False
         self.policy_version = self._steps
 
     def close(self) -> None:
         """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""
-        if self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held:
-            self._paused = False  # nothing was written since `hold`: the weights are whole
-            for client in self.servers.clients:
-                try:
-                    client.resume(self.policy_version)
-                except ServerError as error:  # if the server lives, the end of the lease lets it decide
-                    logger.warning("%s", error)
-        self._paused = self._asleep = False
+        # Nothing was written if the optimizer's step has not begun, or since `hold`: the weights are whole.
+        held = self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held
+        if held or self._pausing is not None:
+            self._resuming = self.transfer.resume(self.policy_version)
+        if self._resuming is not None:
+            try:
+                self._resuming.result()
+            except ServerError as error:  # if the server lives, the end of the lease lets it decide
+                logger.warning("%s", error)
+        self._paused, self._asleep, self._pausing, self._resuming = False, False, None, None
         self.servers.release_leases()
         super().close()
 
@@ -365,6 +393,15 @@ class ServerPublisher(PolicyPublisher):
         self._metrics["policy/probe_first_mean_abs_diff"].append(self._probe.first.mean_abs_diff)
         self._metrics["time/probe"].append(ended - began)
         return difference
+
+
+def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
+    """What the device comes to milliseconds before the end of a backward pass: the gradient of the third layer."""
+    event, layers = torch.cuda.Event(), [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    parameters = itertools.chain(*(layer.parameters() for layer in layers[2:3]), model.parameters())
+    trained = next(parameter for parameter in parameters if parameter.requires_grad)
+    trained.register_post_accumulate_grad_hook(lambda _: event.record())
+    return event
 
 
 def _synchronize() -> None:

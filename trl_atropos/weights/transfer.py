@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,9 +51,10 @@ class Transfer(ABC):
     def check(self) -> None:  # noqa: B027 - not every mode has something to check
         """Raises if the trainer's parameters are no longer what they were at `attach`. Called before every pause."""
 
-    def pause(self) -> None:
+    def pause(self) -> Future:
+        """Has this rank's servers pause, in the background."""
         in_place = self.in_place or self.steps_in_place
-        self.servers.each(lambda client: client.pause(self.clear_cache, in_place))
+        return self.servers.each_in_background(lambda client: client.pause(self.clear_cache, in_place))
 
     def fingerprinted(self) -> list["Fingerprinted"]:
         """What the servers must have bit for bit. Called on every rank, once the trainer is built."""
@@ -62,8 +64,9 @@ class Transfer(ABC):
     def send(self, policy_version: int) -> int:
         """Moves the weights of a version that the paused servers do not have yet. Returns how many bytes moved."""
 
-    def resume(self, policy_version: int) -> None:
-        self.servers.each(lambda client: client.resume(policy_version))
+    def resume(self, policy_version: int) -> Future:
+        """Has them go on with what was sent, in the background."""
+        return self.servers.each_in_background(lambda client: client.resume(policy_version))
 
 
 def open_views(
