@@ -163,12 +163,11 @@ class AtroposGRPOConfig(GRPOConfig):
             Greatest staleness of a rollout that is trained on, in policy versions. Staler ones are dropped and
             counted; rollouts of unknown version are kept. By default, there is no limit.
         hold_requests (`bool`, *optional*):
-            Whether completions that environments ask for while the trainer computes begin only after its next publish;
-            those that have begun go on. If environments have N batches ahead (`max_batches_offpolicy`), rollouts are
-            then N - 1 versions old in the mean, instead of N. Defaults to `True` with `max_staleness: 0` only.
+            Whether new completions wait while the trainer computes. By default, if `max_staleness` is 0. With a
+            `max_batches_offpolicy` of N, rollouts are then N - 1 versions old in the mean.
         prefetch_batches (`int`, *optional*, defaults to `0`):
             Generation batches that are pulled and checked ahead while the trainer computes. Each makes rollouts one
-            version staler. With `0`, if environments have a `max_batches_offpolicy` of 1, one batch waits at the API.
+            version staler.
         replace_zero_variance_groups (`bool`, *optional*, defaults to `False`):
             Whether to drop groups whose scores are all equal, from which nothing is learned, and to fill the batch
             with the next groups (DAPO's dynamic sampling). The mean reward is then no longer that of all rollouts.

@@ -1,6 +1,8 @@
 """Which of an optimizer's steps are published, and as which versions. Nothing here needs a server: a transfer to none
 of them notes what it was asked to do. The optimizers are accelerate's own, with a real gradient scaler."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,15 +24,17 @@ class Nowhere(Transfer):
     def attach(self, trainer) -> None:
         pass
 
-    def pause(self) -> None:
+    def pause(self) -> Future:
         self.asked.append("pause")
+        return super().pause()
 
     def send(self, policy_version: int) -> int:
         self.asked.append(f"send {policy_version}")
         return 0
 
-    def resume(self, policy_version: int) -> None:
+    def resume(self, policy_version: int) -> Future:
         self.asked.append(f"resume {policy_version}")
+        return super().resume(policy_version)
 
 
 class Policy:
