@@ -29,11 +29,12 @@ from trl_atropos.services.signals import install_handlers
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quickstart/environment.py"
-SIDES = {  # and how many batches environments may have ahead, and settings that differ from the recipe's
-    "ours": (2, {}),
-    "one_ahead": (1, {"hold_requests": False}),
-    "strict": (1, {"max_staleness": 0}),
-    "trl": (0, {}),
+ONE_AHEAD = {"max_batches_offpolicy": 1}
+SIDES = {  # and the settings of the environment and of the run that differ from the recipe's
+    "ours": ({}, {}),
+    "one_ahead": (ONE_AHEAD, {"hold_requests": False}),
+    "strict": (ONE_AHEAD, {"max_staleness": 0}),
+    "trl": ({}, {}),
 }
 COLUMNS = {  # of the table: field, and how it is written
     "side": "{}",
@@ -152,12 +153,12 @@ def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> 
 
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe.pop("evaluations", None)  # which TRL's side would not have
-    length, (ahead, own) = PROMPT + settings["tokens"], SIDES[side]
-    environment = {
+    length, (of_environment, own) = PROMPT + settings["tokens"], SIDES[side]
+    environment = recipe["environments"][0]["config"] | {
         "max_new_tokens": settings["tokens"],
         "group_size": settings["group_size"],
         "max_token_length": length,
-        "max_batches_offpolicy": ahead,
+        **of_environment,
     }
     recipe |= {
         "model_name_or_path": settings["model"],

@@ -315,7 +315,7 @@ class Servers:
             calls = [pool.submit(call, client) for client in self.clients]
         return [done.result() for done in calls]
 
-    def each_in_background(self, call: Callable[[ServerClient], Any]) -> "Future[list[Any]]":
+    def each_in_background(self, call: Callable[[ServerClient], Any]) -> Future[list[Any]]:
         """As `each_here`, after all that this was given before."""
         return self._thread.submit(self.each_here, call)
 

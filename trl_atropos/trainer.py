@@ -311,9 +311,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
             loss = super().training_step(model, *args, **kwargs)
-            # Transformers looks at the loss next, which waits for the device, unless it is told not to.
             if self.accelerator.sync_gradients:
                 self.policy_publisher.before_step()
+            # Transformers looks at the loss next, which waits for the device, unless it is told not to.
             if self.accelerator.sync_gradients or self.args.logging_nan_inf_filter:
                 settle(self.accelerator.device)
         if self.accelerator.sync_gradients:

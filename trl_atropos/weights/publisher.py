@@ -269,8 +269,7 @@ class ServerPublisher(PolicyPublisher):
         """The trainer will compute until the next publish: the server may sleep."""
         if self.sleep_level and not self._asleep:
             with deferred(), self.stopwatch.part(PUBLISH):
-                self._judge_weights()
-                self._judge_probe()
+                self.before_backward()
                 self._pause()
                 self.servers.each(lambda client: client.sleep(self.sleep_level))
                 self._asleep = True
@@ -281,7 +280,7 @@ class ServerPublisher(PolicyPublisher):
             self._judge_probe()
 
     def before_step(self) -> None:
-        """Has the servers pause while the device is still at the last layers."""
+        """Has the servers pause while the device is still at the gradients of the first layers."""
         if self.transfer.steps_in_place and self._pausing is None:
             if self._backward_ends is not None:
                 self._backward_ends.synchronize()
