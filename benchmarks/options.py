@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,9 @@ def aligned(rows: list[dict], columns: dict[str, str]) -> list[str]:
 def give_result(
     run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, table: Callable[[dict], str]
 ) -> dict:
-    """Measures, and gives the result as `options.json` and `options.output` ask for it."""
+    """Measures on the first GPU, and gives the result as `options.json` and `options.output` ask for it."""
+    # With more, TRL would divide the model among them. Servers and launchers that are started here get one, too.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the result
         result = run(options)
     text = json.dumps(result, indent=2) + "\n"

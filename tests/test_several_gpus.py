@@ -27,9 +27,10 @@ from trl_atropos.services.manager import Services
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 
 STEPS = 8
 LIMIT = 0.2  # nats, of bfloat16
@@ -138,7 +139,16 @@ def test_each_of_two_replicas_trains_its_servers_weights(model, tmp_path):
     train(tmp_path, model, "ddp", "0,1", uuid.uuid4().hex, vllm_server_base_url=urls, **settings)
 
 
+@pytest.mark.parametrize("mode", ["server", "nccl_lora"])
+def test_a_trainer_sends_to_a_server_on_another_gpu(model, narrow_model, tmp_path, mode):
+    served, adapter = (narrow_model, ADAPTER) if mode == "nccl_lora" else (model, {})
+    settings = {"vllm_mode": mode, "start_vllm": False, "vllm_args": [], "dtype": "bfloat16", **adapter}
+    with serving(served, tmp_path, mode, ["1"]) as (server,):
+        train(tmp_path, served, "single_gpu", "0", server.token, vllm_server_base_url=[server.url], **settings)
+
+
 # Before `pair` starts, which keeps the GPUs 2 and 3 to the end of the module.
+@four_gpus
 def test_two_trainers_send_an_adapter_to_two_servers(narrow_model, tmp_path):
     settings = {"vllm_mode": "nccl_lora", "start_vllm": False, "vllm_args": [], "dtype": "bfloat16", **ADAPTER}
     with serving(narrow_model, tmp_path, "nccl_lora", ["2", "3"], "--max-lora-rank", "32") as served:
@@ -146,6 +156,7 @@ def test_two_trainers_send_an_adapter_to_two_servers(narrow_model, tmp_path):
         train(tmp_path, narrow_model, "ddp", "0,1", served[0].token, vllm_server_base_url=urls, **settings)
 
 
+@four_gpus
 @pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_two_trainers_send_all_weights_to_a_server_over_two_gpus(model, tmp_path, pair, config):
     (server,) = pair

@@ -431,6 +431,14 @@ def test_a_load_balancing_loss_that_trl_cannot_compute_is_refused_with_the_fix(t
         AtroposGRPOTrainer(str(tmp_path / "granite"), args=config)
 
 
+def test_a_model_that_is_divided_among_gpus_is_refused_with_the_fix(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.hf_device_map = {"model": 0, "lm_head": 1}  # as `device_map="auto"` leaves it where two GPUs are seen
+    config = AtroposGRPOConfig(**arguments(tmp_path, replay_paths=["unused"]))
+    with pytest.raises(ValueError, match=r"among several GPUs.*set `CUDA_VISIBLE_DEVICES` to one GPU, or start"):
+        AtroposGRPOTrainer(model, args=config)
+
+
 @pytest.mark.parametrize("name", FIXES)
 def test_an_argument_that_has_no_meaning_here_is_refused_with_the_fix(tiny_model, tmp_path, name):
     config = AtroposGRPOConfig(**arguments(tmp_path, replay_paths=["unused"]))

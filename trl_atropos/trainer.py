@@ -167,6 +167,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 eval_dataset=None if evaluator is None else Dataset.from_dict({"prompt": [""]}),
                 **kwargs,
             )
+            if self.is_model_parallel:
+                raise ValueError(
+                    "The model is divided among several GPUs, as TRL does it where a process sees more than one: set "
+                    "`CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
+                )
             for computed in (self.model, self.ref_model):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))

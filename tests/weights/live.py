@@ -4,6 +4,7 @@ The fixture `live` of `conftest.py` starts the servers, each once for all tests 
 """
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ GPU_FLAGS = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization"
 # NCCL refuses two processes on one device unless it takes them for two machines; then it goes through sockets, which
 # is slow and proves the same.
 TWO_MACHINES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+
+
+def all_gpus() -> int:
+    """How many this machine has, also those that `CUDA_VISIBLE_DEVICES` hides from a trainer here."""
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True).stdout.splitlines())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 from tests.server_process import Server, running_server
-from tests.weights.live import assert_proven, disturb, publish, snapshot
+from tests.weights.live import CUDA, GPU_FLAGS, all_gpus, assert_proven, disturb, publish, snapshot
 from tests.weights.test_sharded_publish import ADAPTER, continuations, give_back_the_weights, servers_for
 from tests.weights.trainers import make_publisher, make_trainer
 from tests.weights.watched import largest_difference
@@ -55,10 +55,15 @@ def two_servers(server_model, tmp_path_factory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def two_workers(server_model, tmp_path_factory) -> Iterator[Server]:
-    """A server that splits the model over two processes."""
+    """A server that splits the model over two processes; over two GPUs if there are any, with the trainer on the
+    first (`CUDA_VISIBLE_DEVICES=0`)."""
+    if CUDA and all_gpus() < 2:
+        pytest.skip("needs two GPUs")
     flags = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--vllm_mode", "nccl_lora"]
+    flags += ["--dtype", "bfloat16", *GPU_FLAGS] if CUDA else []  # adapters take 16 bits there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a core for each, and one to spare
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         with running_server(server_model, tmp_path_factory.mktemp("two_workers"), *flags) as server:
             yield server
 

@@ -8,6 +8,7 @@ registers the loader of `layout.py`, before the model is built.
 from bisect import bisect_right
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -18,7 +19,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
-from trl_atropos.tensors.channel import Channel, copy_all, message_layout, open_receiver, unpack
+from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
+from trl_atropos.tensors.copies import Copies
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, unsigned
 from trl_atropos.tensors.shared_memory import export_storage
 
@@ -157,15 +159,18 @@ class Message:
     copies: list[tuple[torch.Tensor, torch.Tensor]] | None
     buffer: torch.Tensor  # that it came in
     num_bytes: int
+    all_copies: Copies | None = None  # from that buffer
 
-    def sources_in(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """What is to be copied, in a buffer with the same message anew."""
+    def copy_from(self, buffer: torch.Tensor) -> None:
+        """Makes the copies, from a buffer with the same message anew."""
         if buffer.data_ptr() != self.buffer.data_ptr():
             for number, (target, source) in enumerate(self.copies):
                 place = source.size(), source.stride(), source.storage_offset()
                 self.copies[number] = target, buffer.view(source.dtype).as_strided(*place)
-            self.buffer = buffer
-        return [source for _, source in self.copies]
+            self.buffer, self.all_copies = buffer, None
+        if self.all_copies is None:
+            self.all_copies = Copies(self.copies)
+        self.all_copies()
 
 
 class WeightReceiver:
@@ -208,9 +213,9 @@ class WeightReceiver:
         for message, buffer in zip(known, buffers, strict=True):
             if message.copies is None:
                 self._load(buffer, message.tensors)
-            elif message.copies:
+            else:
                 with torch.no_grad():
-                    copy_all([target for target, _ in message.copies], message.sources_in(buffer))
+                    message.copy_from(buffer)
         if numbers[-1] == len(self.messages) - 1:
             self._finish_reload()
         _synchronize(self.channel.device)
@@ -265,6 +270,10 @@ class AdapterPlan:
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     fingerprints: Fingerprints | None = None
 
+    @cached_property
+    def copy(self) -> Copies:
+        return Copies(self.copies)
+
 
 class AdapterReceiver:
     """
@@ -303,7 +312,7 @@ class AdapterReceiver:
         plan = self.plans.get(adapter_id)
         with torch.no_grad():
             if plan is not None and self.adapters.lora_index_to_id[plan.slot] == adapter_id:
-                copy_all([target for target, _ in plan.copies], [source for _, source in plan.copies])
+                plan.copy()
             else:
                 self._activate(adapter_id)
         _synchronize(self.device)

@@ -28,7 +28,6 @@ from trl_atropos.protocol import ParameterSpec
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 
 ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
-LARGE = 1 << 20  # bytes
 POLL = 2e-4  # seconds between two checks of a transfer in flight
 
 
@@ -47,17 +46,6 @@ def unpack(message: torch.Tensor, tensors: list[ParameterSpec]) -> list[torch.Te
         message[offset : offset + _num_bytes(tensor)].view(getattr(torch, tensor.dtype)).view(tensor.shape)
         for offset, tensor in zip(message_layout(tensors)[0], tensors, strict=True)
     ]
-
-
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies many tensors: the small ones together, which saves their launches, and each large one by itself, which
-    goes at the memory's full speed."""
-    small = [number for number, source in enumerate(sources) if source.nbytes < LARGE]
-    for number, source in enumerate(sources):
-        if source.nbytes >= LARGE:
-            targets[number].copy_(source)
-    if small:
-        torch._foreach_copy_([targets[number] for number in small], [sources[number] for number in small])
 
 
 def _num_bytes(tensor: ParameterSpec) -> int:

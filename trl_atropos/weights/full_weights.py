@@ -25,7 +25,8 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, copy_all, message_layout, unpack
+from trl_atropos.tensors.channel import ALIGNMENT, message_layout, unpack
+from trl_atropos.tensors.copies import Copies
 from trl_atropos.weights import gather
 from trl_atropos.weights.fingerprints import Fingerprinted, checkpoint_specs, fingerprinted_weights
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
@@ -49,7 +50,7 @@ class FixedMessage:
 
     tensors: list[ParameterSpec] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)  # their places in the channel's buffer
+    copies: tuple[int, Copies] | None = None  # to the channel's buffer, and its address
 
     @cached_property  # asked once all tensors are in it
     def num_bytes(self) -> int:
@@ -69,7 +70,8 @@ class FullWeights(Transfer):
         self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
         self.views: list[dict[str, torch.Tensor]] = []  # of each server's memory, by parameter name
         self._known: list[list[ParameterSpec]] = []  # the messages that the servers know
-        self._addresses: list[int] = []  # of the trainer's tensors, when their copies were noted
+        self._tensors: list[torch.Tensor] = []  # the trainer's
+        self._addresses: list[int] = []  # of those, when their copies were noted
         self._fixed: list[FixedMessage] = []
 
     def attach(self, trainer: Any) -> None:
@@ -123,8 +125,7 @@ class FullWeights(Transfer):
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
         if self._stays and self._note_copies():
-            if self._views:
-                copy_all(self._views, self._values)
+            self._to_views()
             messages = (self._fill(number, fixed) for number, fixed in enumerate(self._fixed))
             return self._written + together(lambda: self._send_messages(messages))
         written = sum(view.nbytes for views in self.views for view in views.values())
@@ -135,16 +136,16 @@ class FullWeights(Transfer):
         """Notes what is copied where, unless that is known: DeepSpeed moves parameters once, when training begins.
         Returns whether that is possible."""
         model = self._trainer.model
-        addresses = [tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())]
-        if addresses == self._addresses:
+        if self._addresses and [tensor.data_ptr() for tensor in self._tensors] == self._addresses:
             return True
+        self._tensors = [*model.parameters(), *model.buffers()]
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator)  # not converted: the memory itself
         tensors = dict(itertools.chain(parameters, self._buffers()))
         if not all(tensor.is_contiguous() for tensor in tensors.values()):
             return False
-        self._views = [view for views in self.views for view in views.values()]
-        self._values = [tensors[name] for views in self.views for name in views]
-        self._written = sum(view.nbytes for view in self._views)
+        written = [(view, tensors[name]) for views in self.views for name, view in views.items()]
+        self._to_views = Copies(written)
+        self._written = sum(view.nbytes for view, _ in written)
         self._fixed, room = [], 0
         for name, tensor in tensors.items() if self.servers.clients else ():
             in_all = len(self._views_of(name)) == len(self.servers.clients)
@@ -158,15 +159,16 @@ class FullWeights(Transfer):
                 source = tensor.as_strided(piece.size, piece.stride, tensor.storage_offset() + piece.offset)
                 self._fixed[-1].tensors.append(spec)
                 self._fixed[-1].sources.append(source)
-        self._addresses = addresses
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         return True
 
     def _fill(self, number: int, fixed: FixedMessage) -> Message:
         """Copies the tensors of a message to where it is sent from, all at once."""
         content = self._channel.staging(self._room, number)[: fixed.num_bytes]
-        if not fixed.targets or fixed.targets[0].data_ptr() != content.data_ptr():
-            fixed.targets = unpack(content, fixed.tensors)
-        copy_all(fixed.targets, fixed.sources)
+        if fixed.copies is None or fixed.copies[0] != content.data_ptr():
+            pairs = zip(unpack(content, fixed.tensors), fixed.sources, strict=True)
+            fixed.copies = content.data_ptr(), Copies(pairs)
+        fixed.copies[1]()
         return Message(fixed.tensors, content)
 
     def _write_views(self) -> Iterator[gather.Named]:
