@@ -1,17 +1,22 @@
 """Rollouts in one row are scored as each of them alone, for every family of models, or the family is padded."""
 
 import contextlib
+import gc
 import math
+import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.rollout_factory import make_trainer, step_logs, uniform_batch
+from benchmarks.models import make_model as write_model
+from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.weights.architectures import FAMILIES, make_model
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches import packing
 from trl_atropos.batches.micro_batches import without_padding
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
@@ -214,3 +219,59 @@ def test_compiled_layers_take_the_same_steps(tiny_model, tmp_path):
         assert all((layer._compiled_call_impl is not None) == compiled for layer in trainer.model.model.layers)
         found.append([(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)])
     assert found[1] == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in found[0]]
+
+
+on_a_gpu = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("params", "rollouts", "longest", "steps", "exact_steps"),
+    [
+        pytest.param("0.5M", 16, 64, 6, 3, marks=pytest.mark.slow(20)),
+        pytest.param("0.44B", 128, 1024, 100, 20, marks=on_a_gpu),
+    ],
+)
+def test_many_steps_of_a_real_size_differ_by_rounding_alone(params, rollouts, longest, steps, exact_steps, tmp_path):
+    """Packed and compiled, as shipped, beside padded and eager. Both may be off by as much as bfloat16 makes of the
+    loss, which float32 tells on the first of these steps; so they may differ by twice as much."""
+    write_model(tmp_path / "model", params, "bfloat16")
+    generator = np.random.default_rng(0)
+
+    def sequence(prompt: int = 4) -> dict[str, list]:
+        length = min(longest, int(generator.geometric(3 / longest)))
+        tokens = generator.integers(0, 256, prompt + length).tolist()
+        logprobs = [1.0] * prompt + (-np.log(258) - abs(generator.normal(0, 0.3, length))).tolist()
+        return {"tokens": tokens, "masks": [-100] * prompt + tokens[prompt:], "inference_logprobs": logprobs}
+
+    def group(size: int = 8) -> dict[str, list]:
+        rows = [sequence() for _ in range(size)]
+        return {key: [row[key] for row in rows] for key in rows[0]} | {"scores": generator.normal(size=size).tolist()}
+
+    recording = record(tmp_path / "rollouts.jsonl", *([group() for _ in range(rollouts // 8)] for _ in range(steps)))
+
+    def losses(name: str, number: int, dtype: str = "bfloat16", **settings) -> np.ndarray:
+        usual = arguments(tmp_path / name, replay_paths=[recording], max_steps=number, learning_rate=1e-6)
+        usual |= {"per_device_train_batch_size": rollouts, "max_completion_length": longest}
+        usual |= {"lr_scheduler_type": "constant"}
+        usual |= {"model_init_kwargs": {"dtype": dtype}, "vllm_importance_sampling_mode": "token_truncate"}
+        usual |= {"use_cpu": not torch.cuda.is_available(), "logging_nan_inf_filter": False}
+        trainer = AtroposGRPOTrainer(str(tmp_path / "model"), AtroposGRPOConfig(**usual | settings))
+        began = time.monotonic()
+        trainer.train()
+        print(f"{name}: {number} steps in {time.monotonic() - began:.0f} s")
+        found = np.array([entry["loss"] for entry in step_logs(trainer)])
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found
+
+    padded = {"padding_free": False, "compile_layers": False}
+    shipped, plain = losses("shipped", steps), losses("padded", steps, **padded)
+    exact = losses("float32", exact_steps, "float32", **padded)
+    rounding = np.abs(plain[:exact_steps] - exact).max()
+    apart = np.abs(shipped - plain)
+    print(
+        f"losses of {np.abs(plain).mean():.1e} in the mean; bfloat16 is off by {rounding:.1e} at most, packed and "
+        f"padded differ by {apart.max():.1e} at most and {apart.mean():.1e} in the mean"
+    )
+    assert apart.max() <= 2 * rounding

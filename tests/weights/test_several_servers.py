@@ -60,7 +60,9 @@ def two_workers(server_model, tmp_path_factory) -> Iterator[Server]:
     if CUDA and all_gpus() < 2:
         pytest.skip("needs two GPUs")
     flags = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--vllm_mode", "nccl_lora"]
-    flags += ["--dtype", "bfloat16", *GPU_FLAGS] if CUDA else []  # adapters take 16 bits there
+    if CUDA:
+        torch.cuda.init()  # with the GPU that is visible now
+        flags += ["--dtype", "bfloat16", *GPU_FLAGS]  # adapters take 16 bits there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a core for each, and one to spare
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
