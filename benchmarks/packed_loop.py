@@ -1,8 +1,8 @@
 """The step of a plain loop on the same rollouts: what a trainer could reach at most, for `trl-atropos bench step`.
 
 Rollouts stand end to end in rows of up to `max_tokens`, without padding; attention stops at their borders; decoder
-layers are compiled on GPUs; log-probabilities are computed in chunks. A pass without gradients, one with them, AdamW.
-No TRL, no groups, no statistics, and of a loss only importance ratios.
+layers are compiled on GPUs; log-probabilities are computed in chunks. One pass with gradients, AdamW. No TRL, no
+groups, no statistics, and of a loss only importance ratios.
 """
 
 import inspect
@@ -59,15 +59,11 @@ class PackedLoop:
         self.rows = [Row(row, self.model.device.type) for row in _packed(rollouts, max_tokens)]
         self.trained = sum(int(row.weights.sum()) for row in self.rows)  # tokens
 
-    def score(self) -> list[torch.Tensor]:
-        """Log-probabilities of all rows, without gradients."""
-        with torch.no_grad():
-            return [self._logprobs(row) for row in self.rows]
-
-    def train(self, scored: list[torch.Tensor]) -> None:
-        """The forward and backward passes, and the optimizer's step."""
-        for row, old in zip(self.rows, scored, strict=True):
-            ratios = (self._logprobs(row) - old).exp()
+    def train(self) -> None:
+        """The forward and backward passes."""
+        for row in self.rows:
+            logprobs = self._logprobs(row)
+            ratios = (logprobs - logprobs.detach()).exp()
             (-(ratios * row.weights[0, :-1]).sum() / self.trained).backward()
 
     def step(self) -> None:
@@ -81,9 +77,7 @@ class PackedLoop:
         hidden = self.model.model(input_ids=row.ids, **options).last_hidden_state[0, :-1]
         tokens, head = row.ids[0, 1:], self.model.lm_head.weight
         chunks = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
-        if torch.is_grad_enabled():
-            return torch.cat([checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks])
-        return torch.cat([_logprobs(*chunk, head) for chunk in chunks])
+        return torch.cat([checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks])
 
 
 def _logprobs(hidden: torch.Tensor, tokens: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

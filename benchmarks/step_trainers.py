@@ -250,15 +250,13 @@ def _run_loop(
     loop, clock = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing), StepTime()
     for _ in range(STEPS):
         began = _now()
-        scored = loop.score()
-        pass_began = _now()
-        loop.train(scored)
-        clock.training_pass = _now() - pass_began
+        loop.train()
+        clock.training_pass = _now() - began
         loop.step()
         clock.step = _now() - began
     if torch.cuda.is_available():
         with kernels() as count:
-            loop.train(loop.score())
+            loop.train()
             loop.step()
         clock.kernels = count()
     clock.tokens = sum(row.ids.numel() for row in loop.rows)

@@ -238,13 +238,13 @@ def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_
     assert len(loop.rows) > 1 and max(row.ids.numel() for row in loop.rows) <= 64
     assert loop.trained == sum(int(rollout.mask.sum()) for rollout in rollouts)
     alone = {tuple(row.ids[0].tolist()): row for one in rollouts for row in [Row([one], "cpu")]}
-    scored = loop.score()
-    for row, logprobs in zip(loop.rows, scored, strict=True):
+    for row in loop.rows:
+        logprobs = loop._logprobs(row)
         for begin, end in pairwise(row.borders.tolist()):
             with torch.no_grad():
                 expected = loop._logprobs(alone[tuple(row.ids[0, begin:end].tolist())])
             torch.testing.assert_close(logprobs[begin : end - 1], expected, rtol=1e-4, atol=1e-5)
     before = [parameter.clone() for parameter in loop.model.parameters()]
-    loop.train(scored)
+    loop.train()
     loop.step()
     assert all(not torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))

@@ -3,8 +3,8 @@
 With TRL's micro-batches and TRL's padding, bit for bit; without its padding, and with rows of like length in a
 micro-batch, to what float32 allows.
 
-TRL gets the rollouts through its documented `rollout_func`; groups are of one size and the sampler correction is off,
-because that is as far as TRL goes without a vLLM of its own. Everything else is in `test_reference.py`.
+TRL gets the rollouts through its documented `rollout_func`; groups are of one size, and for the correction for the
+sampler TRL is told that a vLLM sampled. Everything else is in `test_reference.py`.
 """
 
 import math
@@ -15,6 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.rollout_factory import (
@@ -27,7 +28,7 @@ from tests.rollout_factory import (
     uniform_batch,
 )
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.config import LOSS_TYPES
+from trl_atropos.config import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES
 
 STEPS = 4
 GROUP_SIZE = 4
@@ -54,6 +55,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "padding to a multiple": {"pad_to_multiple_of": 8},
 }
+# What a generation batch is for. TRL scores each before training, we those of the last two.
+RHYTHMS: dict[str, dict[str, Any]] = {
+    "one step": {"gradient_accumulation_steps": 2},
+    "half a step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "one step, twice": {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 2},
+    "two steps": {"steps_per_generation": 2},
+    "two iterations": {"num_iterations": 2},
+}
+# Of a batch of 32 rollouts, or two, for one step.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed by tokens": {"per_device_train_batch_size": 32, "max_tokens_per_micro_batch": 96},
+    "padded by tokens": {
+        "per_device_train_batch_size": 32, "max_tokens_per_micro_batch": 96, "padding_free": False
+    },
+    "as drawn": {"gradient_accumulation_steps": 4, "group_by_length": False},
+    "two batches": {"gradient_accumulation_steps": 8, "steps_per_generation": 4},
+}  # fmt: skip
 LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": "gaussian"}
 
 
@@ -85,8 +103,31 @@ def atropos_score(score, **kwargs):
     return score
 
 
+class Scored(AtroposGRPOTrainer):
+    """Has TRL score every batch before training."""
+
+    _scores_first = True
+
+
+class AsIfOfVLLM(TrainerCallback):
+    """Has TRL correct for the sampler, and believe that vLLM has its weights."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+        trainer.use_vllm = True
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._trainer._last_loaded_step = state.global_step
+
+
 def compare(
-    model: Path, folder: Path, *, lora: dict[str, Any] | None = None, alike_groups: bool = True, **settings: Any
+    model: Path,
+    folder: Path,
+    *,
+    lora: dict[str, Any] | None = None,
+    alike_groups: bool = True,
+    corrected: bool = False,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """Trains all three on the same recording; returns TRL's log after checking that the others' are the same."""
     run = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, **settings}
@@ -110,7 +151,7 @@ def compare(
         config = AtroposGRPOConfig(
             **arguments(folder / trainer_class.__name__, **run),
             replay_paths=["given as rollout_source"],
-            vllm_importance_sampling_correction=False,
+            vllm_importance_sampling_correction=corrected,
             group_by_length=group_by_length,
         )
         trainer = trainer_class(str(model), args=config, rollout_source=source, **peft)
@@ -138,6 +179,8 @@ def compare(
         rollout_func=rollout_func,
         **peft,
     )
+    if corrected:
+        theirs.add_callback(AsIfOfVLLM(theirs))
     theirs.train()
 
     assert len(random_states) == generations
@@ -151,9 +194,14 @@ def compare(
         assert {name: mine[name] for name in other} == other
     for (name, mine), (_, other) in zip(padded.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert torch.equal(mine, other), name
+    rounding = 5e-6 if corrected else 1e-6  # the ratios of whole rollouts multiply that of their tokens
     for mine, other in zip(logged(ours), log, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=rounding)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        of_sampling = [name for name in other if name.startswith("sampling/")]
+        assert len(of_sampling) == 5 * (corrected and "reward" in other)  # of the steps that a batch begins with
+        for name in of_sampling:
+            assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
     return log
 
 
@@ -179,6 +227,78 @@ def test_every_loss_type_takes_the_same_steps(tiny_model, tmp_path, loss_type):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_takes_the_same_steps(tiny_model, tmp_path, setting):
     compare(tiny_model, tmp_path, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("lowest", [None, 0.9])
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("rhythm", RHYTHMS)
+def test_every_correction_takes_the_same_steps(tiny_model, tmp_path, rhythm, mode, lowest):
+    bounds = {"vllm_importance_sampling_clip_min": lowest, "vllm_importance_sampling_clip_max": 1.1}
+    log = compare(
+        tiny_model, tmp_path, corrected=True, vllm_importance_sampling_mode=mode, **bounds, **RHYTHMS[rhythm]
+    )
+    largest = [
+        value for entry in log for name, value in entry.items() if name == "sampling/importance_sampling_ratio/max"
+    ]
+    assert 1.0 < max(largest) <= 1.1 + 1e-6
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_is_corrected_without_scoring(tiny_model, tmp_path, loss_type):
+    settings = {"vllm_importance_sampling_mode": "token_truncate", "gradient_accumulation_steps": 2, "beta": 0.05}
+    compare(tiny_model, tmp_path, corrected=True, loss_type=loss_type, **settings)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "an adapter": {"lora": LORA, "beta": 0.1},
+    **{name: SETTINGS[name] for name in ("off-policy mask", "gradient checkpointing", "truncated rows left out")},
+}
+
+
+@pytest.mark.parametrize("setting", BESIDE)
+def test_a_correction_without_scoring_goes_with(tiny_model, tmp_path, setting):
+    settings = {"vllm_importance_sampling_mode": "token_truncate", "gradient_accumulation_steps": 2}
+    compare(tiny_model, tmp_path, corrected=True, **settings, **BESIDE[setting])
+
+
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_pass_that_trains_finds_what_one_before_would_have_found(tiny_model, tmp_path, layout, mode):
+    """And no micro-batch goes through the model twice."""
+    batches = [uniform_batch(tiny_model, GROUP_SIZE, 8, seed, logprobs="some") for seed in range(2)]
+    recording, runs = record(tmp_path / "rollouts.jsonl", *batches), []
+    for trainer_class in (AtroposGRPOTrainer, Scored):
+        args = AtroposGRPOConfig(
+            **arguments(tmp_path / trainer_class.__name__, replay_paths=[recording], **LAYOUTS[layout]),
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_max=1.1,
+        )
+        passes = Passes()
+        trainer = trainer_class(str(tiny_model), args=args, callbacks=[passes])
+        trainer.train()
+        trained = [part for step in trainer._buffered_inputs for part in step.get("micro_batches", [step])]
+        runs.append((passes.train, trained, step_logs(trainer)[0]))
+    (ours, trained, log), (scored_first, scored, expected) = runs
+    assert all(ours) and len(ours) >= len(trained) > 2
+    assert sorted(scored_first) == [False] * len(ours) + [True] * len(ours)
+    for mine, other in zip(trained, scored, strict=True):
+        assert torch.equal(mine["completion_ids"], other["completion_ids"])
+        assert "old_per_token_logps" in other and "old_per_token_logps" not in mine
+        ratio, by_trl = mine["importance_sampling_ratio"], other["importance_sampling_ratio"]
+        torch.testing.assert_close(ratio, by_trl, rtol=1e-4, atol=0)
+    assert len(torch.cat([each["importance_sampling_ratio"].flatten() for each in trained]).unique()) > 4
+    measured = [name for name in expected if name.startswith(("sampling/", "health/"))]
+    assert len(measured) > 20
+    assert {name: log[name] for name in measured} == pytest.approx({name: expected[name] for name in measured}, 1e-4)
+    assert log["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+class Passes(TrainerCallback):
+    """Notes of each forward pass in a step whether it is one that trains."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.train: list[bool] = []
+        model.register_forward_pre_hook(lambda *_: self.train.append(torch.is_grad_enabled()))
 
 
 def test_scaling_by_the_batch_takes_the_same_steps(tiny_model, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trl import TrlParser
 
 from tests.rollout_factory import Group, arguments, load_policy, make_group, record, step_logs
@@ -267,6 +268,22 @@ def test_a_warning_may_end_the_run(tiny_model, tmp_path):
         AtroposTrainingError, match=r"100% of the rollouts are in groups .* because `stop_on_warnings`"
     ):
         run(tiny_model, tmp_path, batches, ages, stop_on_warnings=["truncated", "zero_variance"])
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_warning_about_the_sampler_ends_the_run_before_another_step(tiny_model, tmp_path, iterations):
+    """Also where only the passes that train find it out."""
+    steps: list[int] = []
+    batches, patience = [groups(tiny_model, seed) for seed in range(4)], SIGNALS["logprob_gap"].patience
+    settings = {"num_iterations": iterations, "max_steps": 4 * iterations}
+    stop = {"stop_on_warnings": ["logprob_gap"], "warning_thresholds": {"logprob_gap": 0.0}}
+    handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    try:
+        with pytest.raises(AtroposTrainingError, match="`stop_on_warnings` lists 'logprob_gap'"):
+            run(tiny_model, tmp_path, batches, [0], **settings, **stop)
+    finally:
+        handle.remove()
+    assert len(steps) == (patience - 1) * iterations
 
 
 def test_a_warning_that_is_not_named_does_not_end_the_run(tiny_model, tmp_path, warned):

@@ -1,8 +1,9 @@
 """The loss and its gradient against the formulas of the papers, written out here without TRL and without padding.
 
 Each sequence goes alone through a plain forward of the model, in double precision, and only its trained tokens are
-looked at. Every run takes two steps on one batch: at the first the policy is the one that old log-probabilities are
-of, at the second it has moved, so that ratios, clipping and the KL term have something to show.
+looked at. Most runs take two steps on one batch: at the first the policy is the one that old log-probabilities are
+of, at the second it has moved, so that ratios, clipping and the KL term have something to show. A run of one step
+makes no pass for old log-probabilities.
 
 Formulas: GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, CISPO 2506.13585, GSPO 2507.18071, SAPO 2511.20347,
 LUSPO 2602.05261, VESPO 2602.10693, two-sided clipping 2505.07291; the normalisers are those that TRL 1.16 documents.
@@ -213,9 +214,10 @@ def compare(model: Path, folder: Path, groups: list[Group], mode: str, steps: in
         assert norm > 1e-4
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(("loss_type", "mode"), covering(ALLOWED, 3))
-def test_every_loss_with_every_correction_is_the_formula(tiny_model, tmp_path, loss_type, mode):
-    compare(tiny_model, tmp_path, mixed_batch(tiny_model), mode, loss_type=loss_type)
+def test_every_loss_with_every_correction_is_the_formula(tiny_model, tmp_path, loss_type, mode, steps):
+    compare(tiny_model, tmp_path, mixed_batch(tiny_model), mode, steps, loss_type=loss_type)
 
 
 # Of the ways to make one number of a batch: means of sequences, sums of tokens, products over sequences. All losses on

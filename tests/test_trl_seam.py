@@ -41,6 +41,7 @@ TENSORS = {
     "ref_per_token_logps": torch.float32,
     "row_index": torch.int64,
 }
+OF_SCORING = ("old_per_token_logps", "importance_sampling_ratio")
 
 
 LIBRARIES = ("transformers", "accelerate", "peft")
@@ -256,6 +257,34 @@ def test_the_attributes_are_read_where_they_are_counted_on():
         assert "if self.use_vllm and self.vllm_importance_sampling_correction" in body
 
 
+def test_a_batch_for_whole_optimizer_steps_is_scored_only_for_a_vllm():
+    body = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in body
+    condition = """
+            if self.args.gradient_accumulation_steps % generate_every != 0 or (
+                self.use_vllm and self.vllm_importance_sampling_correction
+            ):
+                old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies("""
+    assert condition in body and body.count("self.use_vllm") == 4
+    known = """
+        if sampling_per_token_logps is not None:
+            output["sampling_per_token_logps"] = sampling_per_token_logps"""
+    assert known in body, "the sampler's log-probabilities come only with a correction"
+
+
+def test_the_loss_takes_the_ratio_from_its_inputs_after_its_forward_pass():
+    assert "return self._compute_loss(model, inputs)" in inspect.getsource(GRPOTrainer.compute_loss)
+    body = inspect.getsource(GRPOTrainer._compute_loss)
+    forward, *reads = (body.index(text) for text in (
+        "self._get_per_token_logps_and_entropies(",
+        'old_per_token_logps = inputs.get("old_per_token_logps")',
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        'importance_sampling_ratio=inputs.get("importance_sampling_ratio")',
+        'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
+    ))  # fmt: skip
+    assert forward < min(reads) and body.count("importance_sampling_ratio") == 3
+
+
 @pytest.mark.parametrize("missing", ["prompt_ids", "completion_ids", "logprobs"])
 def test_rollouts_without_one_of_the_three_columns_are_refused(tiny_model, tmp_path, missing):
     columns = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
@@ -281,15 +310,19 @@ def test_generate_hands_on_masks_and_scores_in_the_form_that_is_counted_on(tiny_
     assert images is None and not tool_images
 
 
-def test_the_scored_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16, beta=0.1)
+@pytest.mark.parametrize(("iterations", "scored"), [(1, False), (2, True)])
+def test_the_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path, iterations, scored):
+    settings = {"per_device_train_batch_size": 16, "num_iterations": iterations, "beta": 0.1}
+    trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), **settings)
     trainer._begin(trainer.create_optimizer())
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": ""}])
-    assert {name: value.dtype for name, value in batch.items()} == TENSORS
+    assert trainer.use_vllm
+    expected = TENSORS if scored else {name: TENSORS[name] for name in TENSORS if name not in OF_SCORING}
+    assert {name: value.dtype for name, value in batch.items()} == expected
     rows, length = batch["completion_ids"].shape
     assert rows == 16
-    for name in set(TENSORS) - {"prompt_ids", "prompt_mask", "num_items_in_batch", "row_index"}:
+    for name in set(expected) - {"prompt_ids", "prompt_mask", "num_items_in_batch", "row_index"}:
         assert batch[name].shape == (rows, length), name
     assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
 
@@ -306,9 +339,8 @@ def test_num_generations_is_given_back_and_the_logs_are_corrected_in_place(tiny_
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path, correction):
-    trainer = make_trainer(
-        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), vllm_importance_sampling_correction=correction
-    )
+    settings = {"vllm_importance_sampling_correction": correction, "num_iterations": 2}
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), **settings)
     assert trainer.use_vllm is correction
     trainer._begin(trainer.create_optimizer())
     trainer.model.train()

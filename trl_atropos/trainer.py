@@ -1,9 +1,12 @@
 """`AtroposGRPOTrainer`: TRL's `GRPOTrainer` with rollouts from a `RolloutSource` in place of a prompt dataset.
 
-The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads, scores under the old
-and the reference policy, corrects for the sampler, and logs. It gets the rollouts through its `rollout_func` hook and
-their scores through a reward function. Only the advantages are set here, because Atropos groups have sizes of their
-own. `tests/test_trl_seam.py` fails when a private name of TRL or Transformers that is used here moves.
+The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads, scores under the
+reference policy, and logs. It gets the rollouts through its `rollout_func` hook and their scores through a reward
+function. Only the advantages are set here, because Atropos groups have sizes of their own. `tests/test_trl_seam.py`
+fails when a private name of TRL or Transformers that is used here moves.
+
+To correct for the sampler, TRL scores every batch under the policy before training. Here it does so only where a batch
+is for several optimizer steps; where the weights stay as they are, the passes that train find the same.
 """
 
 import logging
@@ -30,7 +33,7 @@ from trl_atropos.batches import micro_batches, numerics, packing
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError, RolloutError
-from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped
+from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped, trl_metrics
 from trl_atropos.metrics.timing import (
     COMPUTE,
     EVALUATE,
@@ -149,10 +152,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
-        self._rollouts: list[Rollout] = []  # this rank's share of the current generation batch
+        self._batch: list[Rollout] = []  # the current generation batch, rank by rank
+        self._rollouts: list[Rollout] = []  # this rank's share of it
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
+        self._found: Batch | None = None  # of this rank's share, what the training passes find; None where TRL scores
         self._packs: packing.How | None = None  # None where rollouts are padded
-        self._layout: packing.Layout | None = None  # of the micro-batch that is trained on
+        self._trained: Batch | None = None  # the micro-batch that is trained on
         self._budget: micro_batches.TokenBudget | None = None  # None where the configuration says how large they are
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
@@ -302,6 +307,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Training steps (micro-batches of TRL) that are taken on one generation batch."""
         return self.args.steps_per_generation * self.args.num_iterations
 
+    @property
+    def _scores_first(self) -> bool:
+        """Whether the weights change while a generation batch is trained on, so that it is scored before."""
+        return self.args.gradient_accumulation_steps % self._steps_per_batch != 0
+
     def _unfinished(self) -> int:
         """Rollouts of the current generation batch that no step has taken. A run that resumes here takes new ones."""
         taken = self._step % self._steps_per_batch or self._steps_per_batch
@@ -388,29 +398,32 @@ class AtroposGRPOTrainer(GRPOTrainer):
             rollouts = [rollouts[index] for index in self._plan.order]
         local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
-        self._rollouts = rollouts[here]
+        self._batch, self._rollouts = rollouts, rollouts[here]
         # Once there, the column stays: TRL would show the messages of the batch before in place of none.
         self._shows_messages |= self.log_completions and any(rollout.messages is not None for rollout in rollouts)
         prompts = self.processing_class.batch_decode([rollout.prompt_ids for rollout in self._rollouts])
         self._last_loaded_step = self.state.global_step  # the publisher has sent the weights: TRL must not
         # TRL groups by a fixed size. One group of all rollouts keeps its statistics defined for any batch; what it
-        # derives from them is replaced below.
-        asked, self.num_generations = self.num_generations, len(rollouts)
+        # derives from them is replaced below. And it scores wherever it corrects for a vLLM.
+        asked = self.num_generations, self.use_vllm
+        self.num_generations, self.use_vllm = len(rollouts), self.use_vllm and self._scores_first
         try:
             output = super()._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
         finally:
-            self.num_generations = asked
+            self.num_generations, self.use_vllm = asked
         length = output["completion_ids"].size(1)
         advantages = batch_inputs.advantage_tensor(rollouts, here, self.scale_rewards, length)
         output["advantages"] = advantages.to(self.accelerator.device)
         if self.args.distillation_coef:
             output |= batch_inputs.distillation_inputs(rollouts, here, output, self.accelerator)
-        self._check_health(rollouts, output, self._correct_logs(rollouts))
+        self._check_rollouts(rollouts, self._correct_logs(rollouts))
         self._count_tokens(rollouts)
         if "old_per_token_logps" in output:
-            self._logprobs.keep(rollouts, output, self.accelerator)
-        if self._plan is not None:
-            output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the batch next
+            self._compare_with_sampler(output)
+        elif self.use_vllm:
+            kept = {name: output[name] for name in ("completion_mask", "tool_mask", "sampling_per_token_logps")}
+            self._found = kept | {"old_per_token_logps": torch.zeros_like(kept["sampling_per_token_logps"])}
+        output["row_index"] = torch.arange(local, device=self.accelerator.device)  # TRL shuffles the batch next
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -426,7 +439,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self._plan is None:
             return [self._trimmed(batch, lengths_of(batch)) for batch in batches]
         batch = join(batches)
-        batch = take(batch, batch.pop("row_index").argsort())
+        batch = take(batch, batch["row_index"].argsort())
         lengths, steps = lengths_of(batch), self._plan.micro_batches()
         divided = [[self._trimmed(take(batch, part), lengths[part]) for part in step] for step in steps]
         return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
@@ -441,24 +454,27 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        """As in TRL, in the micro-batches that are trained, and without their padding."""
+        """As in TRL, in the micro-batches that are trained, and without their padding. When one is trained, its loss
+        is corrected for the sampler by what this finds."""
         forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
-        if self._layout is not None:
-            return packing.score_packed(forward, model, input_ids, logits_to_keep, self._layout)
-        size = batch_size or len(input_ids)
+        size, trained, packs = batch_size or len(input_ids), self._trained, self._packs
         parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
         if batch_size is not None and self._plan is not None:
             parts = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
         with self.stopwatch.part(COMPUTE):
-            if self._packs is not None:
-                scored = packing.score_all(
-                    forward, model, input_ids, attention_mask, logits_to_keep, parts, self._packs
-                )
-            else:
+            if packs is None:
                 score, multiple = partial(forward, model), self.pad_to_multiple_of or 1
                 scored = without_padding(score, input_ids, attention_mask, logits_to_keep, parts, multiple)
-            if not torch.is_grad_enabled():  # before training: TRL reads values of the batch next
+            elif trained is not None:
+                scored = packing.score_packed(forward, model, input_ids, logits_to_keep, trained["layout"])
+            else:
+                scored = packing.score_all(forward, model, input_ids, attention_mask, logits_to_keep, parts, packs)
+            if trained is None:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
+        if trained is not None and self._found is not None:
+            logprobs = scored[0].detach().float()
+            self._found["old_per_token_logps"][trained["row_index"], : logprobs.size(1)] = logprobs
+            trained["importance_sampling_ratio"] = batch_inputs.importance_ratio(logprobs, trained, self.args)
         return scored
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
@@ -528,22 +544,34 @@ class AtroposGRPOTrainer(GRPOTrainer):
             "trained": trained * accumulated / self.args.steps_per_generation,
         }
 
-    def _check_health(self, rollouts: list[Rollout], output: Batch, own: dict[str, float]) -> None:
-        """Logs the health of the batch. Warns where it does not look right, or stops all ranks together."""
-        metrics = self._metrics["train"]
+    def _check_rollouts(self, rollouts: list[Rollout], own: dict[str, float]) -> None:
         measures: dict[str, float] = {}
-        if "importance_sampling_ratio" in output:  # only then has TRL scored the rollouts under the current policy
-            sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
-            measures, further = sampling_measures(output, self._rollouts, sequence_level, self.accelerator)
-            self._log(further)
         if self.accelerator.is_main_process:
             measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rollouts)
-            measures["truncated"] = metrics["completions/clipped_ratio"][-1]
+            measures["truncated"] = self._metrics["train"]["completions/clipped_ratio"][-1]
             measures["dropped"] = share_dropped(own, len(rollouts))
             if "rollouts/staleness_mean" in own:
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
+        self._check_health(measures)
+
+    def _compare_with_sampler(self, batch: Batch) -> None:
+        """Measures and keeps how likely this rank's rollouts are under the policy; `batch` has that by TRL's names."""
+        sequence_level = self.vllm_importance_sampling_mode.startswith("sequence")
+        if not self._scores_first:  # else TRL has done this
+            ratio = batch_inputs.importance_ratio(batch["old_per_token_logps"], batch, self.args)
+            batch = batch | {"importance_sampling_ratio": ratio}
+            self._log(trl_metrics(batch, sequence_level, self.accelerator))
+        if self.use_vllm:
+            measures, further = sampling_measures(batch, self._rollouts, sequence_level, self.accelerator)
+            self._log(further)
+            self._check_health(measures)
+        self._logprobs.keep(self._batch, batch, self.accelerator)
+
+    def _check_health(self, measures: dict[str, float]) -> None:
+        """Logs the health of the batch. Warns where it does not look right, or stops all ranks together."""
+        if self.accelerator.is_main_process:
             self._log({f"health/{name}": value for name, value in measures.items()})
         if self.args.stop_on_warnings:  # only then can it raise: else no rank waits for rank 0
             ranks.on_main(lambda: self._health.check(measures))
@@ -573,17 +601,21 @@ class AtroposGRPOTrainer(GRPOTrainer):
             else:
                 train_on(micro_batch)
         loss, divergence = self._micro_batch_loss(model, last)
+        if self._found is not None and (self._step + 1) % self._steps_per_batch == 0:
+            # TRL has just read values from the device, and the weights change after, or with DeepSpeed in, backward.
+            with self.stopwatch.part(INGEST):
+                self._compare_with_sampler(self._found)
         if divergence is not None:
             self._metrics["train"]["distillation/kl"].append(divergence + sum(divergences))
         return loss + sum(losses)
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
         """The loss, and the divergence from the teacher if there is one."""
-        self._layout = inputs.get("layout")
+        self._trained = inputs
         try:
             loss = super().compute_loss(model, inputs)
         finally:
-            self._layout = None
+            self._trained = None
         loss = loss * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None

@@ -1,17 +1,23 @@
-"""What TRL's loss takes of a generation batch: columns, advantages, and a teacher's top-k log-probabilities.
+"""What TRL's loss takes of a generation batch: columns, advantages, the correction for the sampler, and a teacher's
+top-k log-probabilities.
 
 TRL derives groups from positions in the batch, all of one size. Here every rollout carries the mean and standard
 deviation of its own group, so groups may differ in size and may be split between ranks.
 """
 
+import math
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
+
+if TYPE_CHECKING:
+    from trl_atropos.config import AtroposGRPOConfig
 
 ABSENT = -1e9  # as good as -inf for a softmax, but differences between two of them are finite
 
@@ -65,6 +71,32 @@ def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
 def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
     """The share of `rollouts` (at least one) in groups whose scores are all equal: `frac_reward_zero_std`."""
     return np.mean([rollout.group_std <= ZERO_STD for rollout in rollouts], dtype=np.float32).item()
+
+
+def importance_ratio(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor], args: "AtroposGRPOConfig"
+) -> torch.Tensor:
+    """
+    By how much likelier the policy makes each trained token, or each rollout, than its sampler did, within the bounds
+    that `args` has for it: the formula of TRL's `_generate_and_score_completions`.
+
+    Args:
+        logprobs: `(B, C)`, the policy's, in nats, without gradients.
+        batch: `(B, C)` tensors `completion_mask`, `tool_mask`, and `sampling_per_token_logps`, NaN where not known.
+
+    Returns:
+        `(B, C)`, or `(B, 1)` for a mode of sequences; 1 where nothing is known or trained.
+    """
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    log_ratio = ((logprobs - batch["sampling_per_token_logps"]) * mask).nan_to_num(nan=0.0)
+    if args.vllm_importance_sampling_mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    ratio = log_ratio.exp()
+    if args.vllm_importance_sampling_mode.endswith("truncate"):
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 def distillation_inputs(

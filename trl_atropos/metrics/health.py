@@ -124,7 +124,7 @@ class Health:
 
     def check(self, measures: Mapping[str, float]) -> None:
         """
-        Looks at one generation batch. A signal that is not measured in it stays as it was. Raises
+        Looks at what was measured of one generation batch. A signal that is not measured in it stays as it was. Raises
         `AtroposTrainingError` if one of `stop_on` warns.
         """
         stopping = None
@@ -233,6 +233,25 @@ class History:
         return measures
 
 
+def trl_metrics(batch: dict[str, torch.Tensor], sequence_level: bool, accelerator: Accelerator) -> dict[str, float]:
+    """What TRL logs of a batch that it scores, from what `sampling_measures` takes. Means are of the ranks' means."""
+    trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    gaps = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
+    gaps, ratios = gaps[trained & ~gaps.isnan()], batch["importance_sampling_ratio"]
+    ratios = ratios.flatten() if sequence_level else ratios[trained]
+    gaps, ratios = (values if values.numel() else values.new_zeros(1) for values in (gaps, ratios))
+    own = torch.stack([gaps.mean(), gaps.max(), ratios.min(), ratios.mean(), ratios.max()])
+    of_ranks = accelerator.gather(own[None])  # (ranks, 5)
+    mean, least, most = torch.stack([of_ranks.mean(0), of_ranks.amin(0), of_ranks.amax(0)]).tolist()
+    return {
+        "sampling/sampling_logp_difference/mean": mean[0],
+        "sampling/sampling_logp_difference/max": most[1],
+        "sampling/importance_sampling_ratio/min": least[2],
+        "sampling/importance_sampling_ratio/mean": mean[3],
+        "sampling/importance_sampling_ratio/max": most[4],
+    }
+
+
 @torch.no_grad()
 def sampling_measures(
     output: dict[str, torch.Tensor], rollouts: Sequence[Rollout], sequence_level: bool, accelerator: Accelerator
@@ -243,7 +262,7 @@ def sampling_measures(
 
     Args:
         output: this rank's `(B, C)` tensors `completion_mask`, `tool_mask`, `old_per_token_logps` and
-            `sampling_per_token_logps`, and `importance_sampling_ratio`, `(B, C)` or `(B, 1)`, as TRL made them.
+            `sampling_per_token_logps`, and `importance_sampling_ratio`, `(B, C)` or `(B, 1)`, as TRL has them.
         rollouts: this rank's `B`.
         sequence_level: whether the correction multiplies the ratios of a rollout's tokens.
 

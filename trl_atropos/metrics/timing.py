@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
-COMPUTE = "forward_backward"  # also of the old and of the reference policy
+COMPUTE = "forward_backward"  # also of the reference policy, and of the old one where it is scored
 OPTIMIZER = "optimizer"  # clipping included
 PUBLISH = "publish"  # pause, transfer, resume, probe
 SAVE = "save"  # of a checkpoint; this and the next are parts of `other`, and logged by themselves
