@@ -172,19 +172,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 eval_dataset=None if evaluator is None else Dataset.from_dict({"prompt": [""]}),
                 **kwargs,
             )
-            if self.is_model_parallel:
-                raise ValueError(
-                    "The model is divided among several GPUs, as TRL does it where a process sees more than one: set "
-                    "`CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
-                )
+            self._refuse_what_cannot_be_trained()
             for computed in (self.model, self.ref_model):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
                     packing.use_packed_attention(base_model(computed))
                     numerics.use(args, computed, self.accelerator.device, self.is_sharded)
-            if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
-                kind = base_model(self.model).config.model_type
-                raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
             prepare_model(self.model, warn=self.accelerator.is_main_process)
             self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
@@ -210,6 +203,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
+
+    def _refuse_what_cannot_be_trained(self) -> None:
+        if self.is_model_parallel:
+            raise ValueError(
+                "The model is divided among several GPUs, as TRL does it where a process sees more than one: set "
+                "`CUDA_VISIBLE_DEVICES` to one GPU, or start the run by `accelerate launch`."
+            )
+        if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
+            kind = base_model(self.model).config.model_type
+            raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
