@@ -113,9 +113,15 @@ def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, 
             process.terminate()  # which a launcher passes on to what it has started
             process.wait()
     if code:
-        sys.exit(f"trl-atropos bench loop: {side} ended with exit code {code}\n{tail(log)}")
+        sys.exit(f"trl-atropos bench loop: {side} ended with exit code {code}\n{_last_words(log)}")
     steps = read_logs(folder / "run" / "run_log.jsonl" if side != "trl" else folder / "logs.jsonl")[WARM_UP:]
     return {"side": side, **summary(steps), "memory_gb": peak.gigabytes, "wall_s": time.monotonic() - began}
+
+
+def _last_words(log: Path) -> str:
+    """The error of the run, which the last lines of a server may follow."""
+    error = log.read_text(errors="replace").rpartition("trl_atropos: error:")
+    return "".join(error[1:]) if error[1] else tail(log)
 
 
 def _environment() -> dict[str, str]:

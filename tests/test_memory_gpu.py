@@ -22,6 +22,7 @@ from trl_atropos.check.launch import Launch, plan_of
 from trl_atropos.check.memory import case_of
 from trl_atropos.recipe import Recipe, parse
 from trl_atropos.rollouts.wire import MASKED
+from trl_atropos.weights.transfer import ROOM, leave_room
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,3 +116,17 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(flags, model, tmp_
 
 if __name__ == "__main__":
     train(*sys.argv[1:])
+
+
+def test_a_trainer_leaves_room_for_the_server_on_its_gpu():
+    device, kept = torch.device("cuda"), []
+    leave_room(device)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            while True:
+                kept.append(torch.empty(1 << 30, dtype=torch.uint8, device=device))
+        free, total = torch.cuda.mem_get_info(device)
+        assert free >= 0.9 * ROOM * total
+    finally:
+        kept.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -28,7 +28,7 @@ MICRO_BATCH_OVERHEAD = 1 / 16
 
 # Where the configuration sets no bound, a GPU's micro-batches have `FIRST` tokens in the first step, and from then on
 # as many as fit into `SHARE` of the free memory, up to `MOST`, above which nothing is won.
-FIRST, MOST, SHARE = 4096, 16384, 0.8
+FIRST, MOST, SHARE = 4096, 16384, 0.7
 
 
 class TokenBudget:

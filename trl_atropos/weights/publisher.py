@@ -32,7 +32,7 @@ from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
 from trl_atropos.weights.lora import FileLora, MemoryLora
 from trl_atropos.weights.probe import Probe
-from trl_atropos.weights.transfer import Transfer
+from trl_atropos.weights.transfer import Transfer, leave_room, shares_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +221,8 @@ class ServerPublisher(PolicyPublisher):
                 "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
             )
         self.servers.hold_leases()
+        if shares_gpu(self.servers, trainer.accelerator.device):
+            leave_room(trainer.accelerator.device)
         self.transfer.attach(trainer)
         self._trainer = trainer
         self._proof = Proof(self.servers, self.transfer.fingerprinted())

@@ -18,6 +18,8 @@ from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
 
+ROOM = 0.05  # of a GPU's memory
+
 
 class Fingerprinted(NamedTuple):
     """A part of the policy whose fingerprints trainer and servers compare."""
@@ -100,9 +102,7 @@ def open_views(
 def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
     """`"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0, a trainer on `device`, and a `weight_transport`."""
     here = all(info.machine == machine_id() for info in servers.infos)
-    on_gpu = device.type == "cuda"
-    own = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
-    on_own = any(own in info.device_uuids for info in servers.infos)
+    on_gpu, own, on_own = device.type == "cuda", uuid_of(device), shares_gpu(servers, device)
     kinds = {info.device for info in servers.infos}
     if kinds != {device.type}:
         raise AttachError(
@@ -126,6 +126,23 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
     else:
         return asked
     raise AttachError(f"`weight_transport: {asked}` {wrong}: set it to auto.")
+
+
+def uuid_of(device: torch.device) -> str:
+    """Of a GPU; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def shares_gpu(servers: Servers, device: torch.device) -> bool:
+    """Whether one of this rank's servers computes on the trainer's GPU."""
+    return any(uuid_of(device) in info.device_uuids for info in servers.infos)
+
+
+def leave_room(device: torch.device) -> None:
+    """Has torch give back memory that it keeps for later, before it takes the last `ROOM` of a GPU: the server would
+    not find what its next step takes, and die."""
+    (free, total), own = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(max(own, own + free - ROOM * total) / total, device)
 
 
 def open_channel(transport: str, servers: Servers, device: torch.device, num_bytes: int) -> channels.Channel:
