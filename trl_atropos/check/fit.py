@@ -11,14 +11,20 @@ from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB
-from trl_atropos.check.memory import Case, Process, server_memory, smallest_cache, state_bytes, trainer_memory
-from trl_atropos.check.trace import ACTIVATIONS, GRADIENTS, Sizes, shadow_model
+from trl_atropos.check.launch import GIB, Case
+from trl_atropos.check.memory import (
+    Process,
+    Sizes,
+    server_memory,
+    shadow_model,
+    smallest_cache,
+    state_bytes,
+    trainer_memory,
+)
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 
 RESTART_COPIES = 3  # on disk: the version that is served, the one before, and the one that is being written
-PASSING = (ACTIVATIONS, GRADIENTS, "temporaries")  # items that are gone when a step is over
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,7 @@ class Estimate:
         if self.server is None:
             return total
         if args.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
-            resting = sum(size for name, size in self.trainer.items.items() if name not in PASSING)
-            return max(total + self.server.items["runtime"], resting + self.server.total)
+            return max(total + self.server.items["runtime"], self.trainer.resting + self.server.total)
         return total + self.server.total * (len(args.vllm_server_urls) if on_cpu else 1)
 
     @property
@@ -255,9 +260,7 @@ def _changed(case: Case, settings: dict[str, Any]) -> Case:
 
 def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
-    args = case.training
-    model, _mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
-    sizes = Sizes.of(model)
+    args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
     final = sizes.own if case.peft_config is not None else sizes.weights
     half = case.dtype.itemsize == 2 and case.peft_config is None
     masters = half and (args.master_weights or case.plan.sharding.startswith("zero"))
