@@ -81,7 +81,7 @@ def _run(words: list[str]) -> None:
     elif command == "report":
         from trl_atropos.report.page import main as run
     elif command == "slurm":
-        from trl_atropos.commands.slurm import main as run
+        from trl_atropos.commands import slurm as run
     elif command == "bench":
         run = _benchmarks()
     else:
