@@ -26,7 +26,7 @@ import trl_atropos
 from trl_atropos.server import compat
 from trl_atropos.server.compat import PRIVATE_NAMES
 
-OTHERS = {  # of uvicorn and torch, used in `routes.py`, `front/serve.py`, `layout.py` and `extension.py`
+OTHERS = {  # of uvicorn and torch, used in `plane.py`, `front/serve.py`, `layout.py` and `extension.py`
     "uvicorn:Server": ("handle_exit(sig, frame)", "should_exit", "server_state"),
     "uvicorn.server:ServerState": ("connections",),
     "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": ("transport",),
