@@ -1,4 +1,4 @@
-"""Commands of `trl-atropos` around a run: `train`, `eval`, `init` and `slurm`. (`try` is in `rehearsal.py`.)"""
+"""Commands of `trl-atropos` around a run: `train`, `eval`, `try` (with `rehearsal.py`), `init` and `slurm`."""
 
 import argparse
 import os
@@ -177,6 +177,37 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
                 sys.stdout.flush()
             time.sleep(POLL)
     sys.stdout.write(f"Answers and results: {folder}\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------- try
+
+TRY = """usage: trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
+
+Takes each environment of a recipe through one problem: starts the server if the
+recipe does (or uses the one that runs), lets the environment sample and score a
+group, checks it as a run would, and shows the rollouts. An exception of the
+environment is shown with its traceback. Trains nothing; what it writes is in
+the folder `try` of the recipe's `output_dir`.
+
+Exit codes: 0 when a run would train on every group, 1 otherwise, 2 after wrong
+use.
+"""
+
+
+def rehearse(words: list[str]) -> None:
+    """Exits with the code that the help text names."""
+    if not words or {"-h", "--help"} & set(words):
+        sys.stdout.write(TRY)
+        sys.exit(0 if words else 2)
+    install_handlers()
+    from trl_atropos.train import apply_recipe_environment, without_vllm
+
+    launcher, settings = divide(words)
+    settings = with_recipe(settings)
+    apply_recipe_environment(settings)
+    with without_vllm():
+        from trl_atropos.commands.rehearsal import main
+    main(launcher, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------- init
