@@ -2,7 +2,7 @@
 
 `environment_site/groups.py` takes the environment's own code through one problem, on the server of the recipe and
 without an Atropos API. What it would have sent is read and checked by what reads and checks it in a run
-(`rollouts/wire.py`, `intake.py`, `versions.py`), and shown. An exception is shown as Python shows it.
+(`rollouts/wire.py`, `intake.py`), and shown. An exception is shown as Python shows it.
 """
 
 import json
@@ -24,9 +24,8 @@ from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, 
 from trl_atropos.logging import columns, cut
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
-from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.intake import Intake, VersionBook
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import SITE, EnvironmentSpec
