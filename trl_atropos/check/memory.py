@@ -1,4 +1,5 @@
-"""How much memory trainer and server of a run take at their peaks, by its recipe and its model's config alone.
+"""How much memory trainer and server of a run take at their peaks, and its checkpoints on disk, by its recipe and its
+model's config alone.
 
 What a forward and backward pass hold is found, for any architecture, by running them under torch's `FakeTensorMode`,
 on tensors that have shapes but no data, and counting the bytes of every storage while it lives. (torch's `MemTracker`
@@ -7,11 +8,13 @@ themselves is not seen. The rest is sums.
 """
 
 import math
+import shutil
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from trl_atropos.check.launch import GIB, UTILIZATION, Case
+from trl_atropos.errors import ERROR, WARNING
+from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.probe import prepare_model
 
@@ -343,3 +348,45 @@ def smallest_cache(case: Case) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # only some configs have it
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head * case.served_dtype.itemsize * case.max_model_len // case.parts
+
+
+# ----------------------------------------------------------------------------------------------------------- the disk
+
+RESTART_COPIES = 3  # the version that is served, the one before, and the one that is being written
+
+
+def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
+    """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
+    args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
+    final = sizes.own if case.peft_config is not None else sizes.weights
+    half = case.dtype.itemsize == 2 and case.peft_config is None
+    masters = half and (args.master_weights or case.plan.sharding.startswith("zero"))
+    state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (4 * sizes.number if masters else 0)
+    checkpoint = final + (0 if args.save_only_model else state)
+    number = checkpoints(args)
+    restarts = RESTART_COPIES * sizes.weights if args.vllm_mode == "restart" else 0
+    needed = number * checkpoint + final + restarts
+    folder = Path(args.output_dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    # Those that are there count as what is needed, and are replaced one by one.
+    there = sum(file.stat().st_size for file in folder.glob("checkpoint-*/**/*") if file.is_file())
+    free = shutil.disk_usage(folder).free + there
+    if needed > free:
+        what = "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere
+        copies = f", {restarts / GIB:.1f} for the server's restarts" if restarts else ""
+        saved = f"{needed / GIB:.1f} GiB ({number} checkpoints of {checkpoint / GIB:.1f}{copies})"
+        fix = "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model`), "
+        fix += "or set `output_dir` to a larger disk."
+        level = WARNING if elsewhere else ERROR
+        yield Finding(what, f"{saved}, free are {free / GIB:.1f}", fix, "disk", level)
+
+
+def checkpoints(training: Any) -> int:
+    """How many there are at once: an old one is removed when the new one is there."""
+    if training.save_strategy == "no":
+        return 0
+    steps = training.max_steps
+    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * steps) or steps
+    number = max(1, math.ceil(steps / every)) if training.save_strategy == "steps" else 1  # the last step's, too
+    return number if training.save_total_limit is None else min(number, training.save_total_limit + 1)
