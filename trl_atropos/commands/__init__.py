@@ -102,17 +102,12 @@ def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
     stated = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in launcher if word.startswith("-")}
     if "config_file" in stated or os.path.isfile(default_config_file):
         return []
-    usual = {"num_machines": "1", "mixed_precision": "no", "dynamo_backend": "no"}
+    usual = {"num_machines": ["1"], "mixed_precision": ["no"], "dynamo_backend": ["no"]}
     if not stated & {"num_processes", "multi_gpu", "use_deepspeed", "use_fsdp"}:
-        usual["num_processes"] = "1"
-        if not torch.cuda.is_available() or str(stated_settings(settings).get("use_cpu")).lower() == "true":
-            return [*_flags(usual, stated), *(["--cpu"] if "cpu" not in stated else [])]
-        usual["gpu_ids"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return _flags(usual, stated)
-
-
-def _flags(values: dict[str, str], stated: set[str]) -> list[str]:
-    return [word for name, value in values.items() if name not in stated for word in (f"--{name}", value)]
+        gpu = {"gpu_ids": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]}
+        uses_cpu = str(stated_settings(settings).get("use_cpu")).lower() == "true" or not torch.cuda.is_available()
+        usual |= {"num_processes": ["1"]} | ({"cpu": []} if uses_cpu else gpu)
+    return [word for name, value in usual.items() if name not in stated for word in (f"--{name}", *value)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- eval
