@@ -21,7 +21,7 @@ from tests.check_desk import SOURCE, Desk, check
 from tests.check_mistakes import DDP, GPU, MISTAKES, tokenizing
 from tests.server_process import free_port
 from trl_atropos.check import examine, main
-from trl_atropos.check.fit import checkpoints
+from trl_atropos.check.memory import checkpoints
 from trl_atropos.errors import ERROR, WARNING, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse

@@ -26,8 +26,8 @@ from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
 from trl_atropos.check.fit import Estimate, estimate, findings
-from trl_atropos.check.launch import GIB, Launch, plan_of
-from trl_atropos.check.memory import case_of, state_bytes
+from trl_atropos.check.launch import GIB, Launch, case_of, plan_of
+from trl_atropos.check.memory import state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 

@@ -18,8 +18,7 @@ from tests.rollout_factory import arguments, record
 from tests.server_process import running_server
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.check.fit import Estimate, estimate
-from trl_atropos.check.launch import Launch, plan_of
-from trl_atropos.check.memory import case_of
+from trl_atropos.check.launch import Launch, case_of, plan_of
 from trl_atropos.recipe import Recipe, parse
 from trl_atropos.rollouts.wire import MASKED
 from trl_atropos.weights.transfer import ROOM, leave_room

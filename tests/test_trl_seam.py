@@ -376,7 +376,7 @@ def test_a_checkpoint_goes_below_the_folder_that_is_asked_for_when_it_is_written
 
 
 def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformers():
-    """`trl_atropos/check/trace.py` and `memory.py`."""
+    """`trl_atropos/check/memory.py`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -393,7 +393,7 @@ def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformer
 def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
     from trl.kernels import chunked_logprob
 
-    from trl_atropos.check.trace import TILE
+    from trl_atropos.check.memory import TILE
 
     assert TILE[0] == chunked_logprob.TOKEN_CHUNK_SIZE, "TRL's head takes other tiles: see `_head_bytes`"
 

@@ -57,31 +57,26 @@ def _run(words: list[str]) -> None:
     if command == "--version":
         sys.stdout.write(f"trl_atropos {__version__}\n")
         return
+    from trl_atropos import commands
+
+    around_a_run = {"train": commands.train, "eval": commands.evaluate, "try": commands.rehearse}
+    around_a_run |= {"init": commands.init, "slurm": commands.slurm}
     if command in ("check", "eval", "slurm", "try"):
-        from trl_atropos.commands import with_recipe
         from trl_atropos.train import apply_recipe_environment
 
-        arguments = with_recipe(arguments)
+        arguments = commands.with_recipe(arguments)
         apply_recipe_environment(arguments)
-    if command == "train":
-        from trl_atropos.commands import train as run
+    if command in around_a_run:
+        run = around_a_run[command]
     elif command == "check":
         from trl_atropos.check import main as check
         from trl_atropos.train import without_vllm
 
         run = without_vllm()(check)
-    elif command == "try":
-        from trl_atropos.commands.rehearsal import main as run
-    elif command == "eval":
-        from trl_atropos.commands import evaluate as run
-    elif command == "init":
-        from trl_atropos.commands import init as run
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":
         from trl_atropos.report.page import main as run
-    elif command == "slurm":
-        from trl_atropos.commands.slurm import main as run
     elif command == "bench":
         run = _benchmarks()
     else:

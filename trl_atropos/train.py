@@ -276,9 +276,9 @@ def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str)
     flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
-        # With `colocate`, each process trains on its own device, and its server is there.
-        shares = training.vllm_mode == "colocate" and len(urls) > 1
-        env = {"CUDA_VISIBLE_DEVICES": _device(index)} if shares else {}
+        env, visible = {}, os.environ.get("CUDA_VISIBLE_DEVICES")
+        if training.vllm_mode == "colocate" and len(urls) > 1:  # each process trains where its server is
+            env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
         services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     return names
 
@@ -297,12 +297,6 @@ def require_room(recipe: "Recipe") -> None:
     if recipe.services.start_atropos:
         url = recipe.training.atropos_url
         require_free_port(url, "the Atropos API", fix.format("atropos_url", "start_atropos"))
-
-
-def _device(index: int) -> str:
-    """What `CUDA_VISIBLE_DEVICES` calls the device of the process `index` of this machine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[index] if visible else str(index)
 
 
 def _module(name: str, url: str, *arguments: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.commands import slurm
+from trl_atropos.commands import render, slurm, slurm_parser
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/gsm8k/zero3_72b.yaml"
@@ -53,8 +53,8 @@ if sys.argv[1] == "serve" and {serves}:
 
 
 def rendered(words: list[str]) -> str:
-    options, settings = slurm.build_parser().parse_known_args(words)
-    return slurm.render(options, settings, "trl-atropos slurm")
+    options, settings = slurm_parser().parse_known_args(words)
+    return render(options, settings, "trl-atropos slurm")
 
 
 @pytest.fixture
@@ -147,13 +147,13 @@ def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_n
 def test_what_cannot_run_is_not_rendered(words, told, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as error:
-        slurm.main(["--config", RECIPE, *words])
+        slurm(["--config", RECIPE, *words])
     assert told in str(error.value) and capsys.readouterr().out == ""
 
 
 def test_the_script_is_written_where_output_says(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    slurm.main(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])
+    slurm(["--config", RECIPE, "--nodes", "3", "--output", str(tmp_path / "job.sh")])
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     assert f"sbatch {tmp_path}/job.sh" in capsys.readouterr().out
     assert "@" not in (tmp_path / "job.sh").read_text().replace("[@]", "").replace("{@", "")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trl_atropos.protocol import Note, SamplingSettings, VersionsReply, completion_key
-from trl_atropos.server.ledger import History, Ledger
+from trl_atropos.server.plane import History, Ledger
 
 
 def test_a_key_is_the_same_for_lists_arrays_and_what_has_gone_through_json():

@@ -24,9 +24,75 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 
 import trl_atropos
 from trl_atropos.server import compat
-from trl_atropos.server.compat import PRIVATE_NAMES
+from trl_atropos.server.compat import NEW
 
-OTHERS = {  # of uvicorn and torch, used in `routes.py`, `front/serve.py`, `layout.py` and `extension.py`
+MODULES = "vllm.model_executor"
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    # `module:class`, or `module:` -> attributes, and functions with the arguments that are given to them.
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ("lora_requests",),
+    "vllm.envs:": ("VLLM_SKIP_MODEL_NAME_VALIDATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    "vllm.v1.engine.async_llm:AsyncLLM": (
+        *("engine_core", "model_config", "vllm_config", "get_tokenizer()", "check_health()", "is_sleeping()"),
+        *("generate(prompt, sampling_params, request_id, lora_request)", "collective_rpc(method, args)"),
+        *("resume_generation()", "reset_prefix_cache(reset_running_requests)", "sleep(level, mode)", "wake_up(tags)"),
+        *(("update_weight_version(new_version)",) if NEW else ()),
+    ),
+    "vllm.v1.engine.core_client:AsyncMPClient": ("pause_scheduler_async(mode, clear_cache)",),
+    "vllm.outputs:RequestOutput": ("num_cached_tokens",),
+    "vllm.outputs:CompletionOutput": (
+        "index",
+        "token_ids",
+        "finish_reason",
+        *(("weight_versions",) if NEW else ()),
+    ),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    "vllm.config:ModelConfig": (
+        *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
+        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
+    ),
+    "vllm.config:ParallelConfig": (
+        *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
+    ),
+    "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
+    "vllm.config:CacheConfig": ("block_size",),
+    "vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",),
+    "vllm.sampling_params:SamplingParams": ("flat_logprobs",),
+    "vllm.logprobs:FlatLogprobs": ("start_indices", "logprobs"),
+    "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
+    "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
+    "vllm.config:LoadConfig": ("load_format", "model_loader_extra_config"),
+    "vllm.v1.worker.worker_base:WorkerBase": (
+        *("vllm_config", "rank", "device", "model_runner", "add_lora(lora_request)"),
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("get_model()", "lora_manager"),
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager", "lora_config", "vocab_size"),
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
+        *("model", "capacity", "lora_index_to_id", "add_adapter(lora)", "activate_adapter(lora_id)"),
+        *("modules", "lora_slots", "_registered_adapters", "_active_adapters"),
+        *("remove_adapter(adapter_id)", "remove_oldest_adapter()"),
+    ),
+    "vllm.lora.layers:ColumnParallelLinearWithLoRA": ("base_layer", "lora_a_stacked", "lora_b_stacked"),
+    "vllm.lora.lora_model:LoRAModel": (
+        "from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, "
+        "skip_prefixes)",
+    ),
+    "vllm.lora.peft_helper:PEFTHelper": ("from_dict(config_dict)", "validate_legal(lora_config)"),
+    f"{MODULES}.models.utils:WeightsMapper": ("get_rename_mapper()" if NEW else "get_unstacked_mapper()",),
+    f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
+    f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.layernorm:": ("rms_norm_batch_invariant(input, weight, eps, residual)",),
+    f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
+    f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
+    f"{MODULES}.layers.fused_moe.activation:MoEActivation": ("SWIGLUOAI",),
+}
+if NEW:
+    PRIVATE_NAMES[f"{MODULES}.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"] = (
+        "process_weights_after_loading(layer)",
+        "apply(output, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)",
+        *("w1_bias", "w2_bias", "activation(activation, output, input)"),
+    )
+OTHERS = {  # of uvicorn and torch, used in `plane.py`, `front/serve.py`, `layout.py` and `extension.py`
     "uvicorn:Server": ("handle_exit(sig, frame)", "should_exit", "server_state"),
     "uvicorn.server:ServerState": ("connections",),
     "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": ("transport",),
@@ -152,7 +218,7 @@ def test_a_name_that_moved_is_told(name, told, monkeypatch):
     assert "vllm.left has no Right" in what_moved("vllm.left:Right", name)
 
 
-@pytest.mark.skipif(not compat.NEW, reason="the lines are those of vLLM 0.32")
+@pytest.mark.skipif(not NEW, reason="the lines are those of vLLM 0.32")
 @pytest.mark.parametrize(
     ("module", "line"),
     [

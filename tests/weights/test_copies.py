@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from trl_atropos.tensors.copies import Copies, runs_of
+from trl_atropos.tensors.channel import Copies, runs_of
 
 KERNEL = """
 import numpy, torch
-from trl_atropos.tensors import copies
+from trl_atropos.tensors import channel as copies
 
 def pair(size, of=None, to=None, dtype=torch.bfloat16):
     "`of` and `to`: how a larger tensor is cut, where the source and the target are no whole ones."

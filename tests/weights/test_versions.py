@@ -25,10 +25,9 @@ from tests.server_process import Server
 from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
-from trl_atropos.rollouts.intake import Intake
+from trl_atropos.rollouts.intake import Intake, VersionBook
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.services.manager import free_port
 

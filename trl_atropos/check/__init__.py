@@ -128,9 +128,9 @@ def examine(argv: list[str]) -> Report:
 
 
 def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], dict[str, Any]]:
-    from trl_atropos.check.fit import disk, estimate, findings
-    from trl_atropos.check.launch import Plan, dead, layout, plan_of, refused
-    from trl_atropos.check.memory import case_of
+    from trl_atropos.check.fit import estimate, findings
+    from trl_atropos.check.launch import Plan, case_of, dead, layout, plan_of, refused
+    from trl_atropos.check.memory import disk
     from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
 

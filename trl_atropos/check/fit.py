@@ -1,24 +1,17 @@
-"""Whether a run fits: its memory as a table, what to change where it is too much, and what it saves on disk."""
+"""Whether a run fits into memory: what it takes as a table, and what to change where that is too much."""
 
 import copy
 import math
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 from trl import get_peft_config
 
-from trl_atropos.check.launch import GIB
-from trl_atropos.check.memory import Case, Process, server_memory, smallest_cache, state_bytes, trainer_memory
-from trl_atropos.check.trace import ACTIVATIONS, GRADIENTS, Sizes, shadow_model
-from trl_atropos.errors import ERROR, WARNING
+from trl_atropos.check.launch import GIB, Case
+from trl_atropos.check.memory import Process, server_memory, smallest_cache, trainer_memory
 from trl_atropos.errors import AtroposTrainingError as Finding
-
-RESTART_COPIES = 3  # on disk: the version that is served, the one before, and the one that is being written
-PASSING = (ACTIVATIONS, GRADIENTS, "temporaries")  # items that are gone when a step is over
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,7 @@ class Estimate:
         if self.server is None:
             return total
         if args.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
-            resting = sum(size for name, size in self.trainer.items.items() if name not in PASSING)
-            return max(total + self.server.items["runtime"], resting + self.server.total)
+            return max(total + self.server.items["runtime"], self.trainer.resting + self.server.total)
         return total + self.server.total * (len(args.vllm_server_urls) if on_cpu else 1)
 
     @property
@@ -248,45 +240,3 @@ def _changed(case: Case, settings: dict[str, Any]) -> Case:
             setattr(model if hasattr(model, name) else training, name, value)
     recipe = replace(case.recipe, training=training, model=model)
     return replace(case, recipe=recipe, flags=flags, peft_config=get_peft_config(model))
-
-
-# ----------------------------------------------------------------------------------------------------------- the disk
-
-
-def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
-    """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
-    args = case.training
-    model, _mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
-    sizes = Sizes.of(model)
-    final = sizes.own if case.peft_config is not None else sizes.weights
-    half = case.dtype.itemsize == 2 and case.peft_config is None
-    masters = half and (args.master_weights or case.plan.sharding.startswith("zero"))
-    state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (4 * sizes.number if masters else 0)
-    checkpoint = final + (0 if args.save_only_model else state)
-    number = checkpoints(args)
-    restarts = RESTART_COPIES * sizes.weights if args.vllm_mode == "restart" else 0
-    needed = number * checkpoint + final + restarts
-    folder = Path(args.output_dir).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    # Those that are there count as what is needed, and are replaced one by one.
-    there = sum(file.stat().st_size for file in folder.glob("checkpoint-*/**/*") if file.is_file())
-    free = shutil.disk_usage(folder).free + there
-    if needed > free:
-        what = "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere
-        copies = f", {restarts / GIB:.1f} for the server's restarts" if restarts else ""
-        saved = f"{needed / GIB:.1f} GiB ({number} checkpoints of {checkpoint / GIB:.1f}{copies})"
-        fix = "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model`), "
-        fix += "or set `output_dir` to a larger disk."
-        level = WARNING if elsewhere else ERROR
-        yield Finding(what, f"{saved}, free are {free / GIB:.1f}", fix, "disk", level)
-
-
-def checkpoints(training: Any) -> int:
-    """How many there are at once: an old one is removed when the new one is there."""
-    if training.save_strategy == "no":
-        return 0
-    steps = training.max_steps
-    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * steps) or steps
-    number = max(1, math.ceil(steps / every)) if training.save_strategy == "steps" else 1  # the last step's, too
-    return number if training.save_total_limit is None else min(number, training.save_total_limit + 1)

@@ -1,11 +1,11 @@
-"""The run as it will be launched: its recipe, read as the main job reads it, and the processes, devices and packages
-that `check` is told of or finds. And whether these fit each other."""
+"""The run as it will be launched: its recipe, read as the main job reads it, its model and its server's flags, and the
+processes, devices and packages that `check` is told of or finds. And whether these fit each other."""
 
 import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,13 +14,17 @@ import torch
 import yaml
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from packaging.requirements import Requirement
-from transformers import Trainer
+from transformers import AutoConfig, PretrainedConfig, Trainer
+from trl import get_peft_config
 
+from trl_atropos.batches.micro_batches import FIRST
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.protocol import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
+from trl_atropos.server.launch import vllm_arguments
+from trl_atropos.weights.probe import drops_soft_cap
 
 UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 GIB = 1 << 30
@@ -166,6 +170,129 @@ def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
         if too_few:
             fix = f"{fix}, or tell `--devices` how many GPUs the machine of the run has."
             yield Finding("There are fewer GPUs than the run needs", f"{seen}, {here} GPUs", fix, "gpu-layout")
+
+
+# -------------------------------------------------------------------------------------------- the model and its server
+
+UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}  # of numbers in vLLM's flags
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is estimated."""
+
+    recipe: Recipe
+    plan: Plan
+    config: PretrainedConfig
+    flags: dict[str, str] | None  # of the server, if the run starts it; `None` where recorded rollouts are replayed
+    peft_config: Any
+    traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
+
+    @property
+    def training(self):
+        return self.recipe.training
+
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
+        asked = self.recipe.model.attn_implementation or "sdpa"
+        eager = asked == "eager" or drops_soft_cap(self.config, asked)
+        options = {"attn_implementation": "eager"} if eager else {}
+        return {"trust_remote_code": self.training.trust_remote_code, **options}
+
+    def whole(self, flag: str, default: int) -> int:
+        """A flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. It chooses `auto` and -1 itself."""
+        text = (self.flags or {}).get(f"--{flag}", "auto")
+        if text in ("auto", "-1"):
+            return default
+        return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(float(text))
+
+    @property
+    def max_model_len(self) -> int:
+        return self.whole("max-model-len", self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def parts(self) -> int:
+        """Among how many GPUs the server's weights are divided."""
+        return self.whole("tensor-parallel-size", 1) * self.whole("pipeline-parallel-size", 1)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The size of the server's KV cache, if it is given."""
+        return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The trainer's, as TRL chooses it; with `colocate` the server's, with DeepSpeed what it computes in."""
+        if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
+            return self.plan.mixed_precision
+        if self.flags is not None and self.training.vllm_mode == "colocate":
+            return self.served_dtype
+        kwargs = self.training.model_init_kwargs or {}
+        stated = str(kwargs.get("dtype", self.recipe.model.dtype)).removeprefix("torch.")
+        return self.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
+
+    @property
+    def served_dtype(self) -> torch.dtype:
+        """`auto` is the checkpoint's, and 16-bit for float32 ones (vllm/config/model.py, `_resolve_auto_dtype`)."""
+        stated = self.flags.get("--dtype", "auto")
+        if stated == "auto":
+            own = self.config.get_text_config().dtype or self.config.dtype or torch.float32
+            return torch.bfloat16 if own == torch.float32 else own
+        return {"half": torch.float16, "float": torch.float32}.get(stated) or getattr(torch, stated)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest rollout."""
+        return self.training.max_sequence_length or self.max_model_len
+
+    @property
+    def chooses_token_budget(self) -> bool:
+        return self.plan.device == "cuda" and self.training.chooses_token_budget
+
+    @property
+    def rollouts(self) -> int:
+        """How many the largest micro-batch has."""
+        rollouts, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
+        if self.chooses_token_budget:
+            tokens = FIRST
+        return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What operators compute in, if not the parameters' dtype."""
+        return self.plan.mixed_precision if self.plan.mixed_precision != self.dtype else None
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
+        leaves to them for rollouts of one length (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
+        text = self.config.get_text_config()
+        shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+        in_float32 = self.plan.device == "cuda" and (self.autocast or self.dtype) == torch.float32
+        return in_float32 and shared not in (None, heads)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
+        return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
+
+
+def case_of(recipe: Recipe, plan: Plan) -> Case:
+    """Raises `OSError` or `ValueError` if the model's config cannot be read."""
+    training, model = recipe.training, recipe.model
+    config = AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
+    )
+    flags = None
+    if training.replay_paths is None:
+        cpu = plan.device == "cpu"
+        own = recipe.vllm_flags() if recipe.services.start_vllm else []  # another server has flags of its own
+        given = vllm_arguments(model.model_name_or_path, own, cpu=cpu, mode=training.vllm_mode)
+        flags = server_flags(given)
+        if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
+            flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
+    return Case(recipe, plan, config, flags, get_peft_config(model))
 
 
 # --------------------------------------------------------------------------------------------------------- the recipe

@@ -1,24 +1,38 @@
-"""How much memory trainer and server of a run take at their peaks, by its recipe and its model's config alone: what
-`trace.py` finds of a forward and backward pass, and sums."""
+"""How much memory trainer and server of a run take at their peaks, and its checkpoints on disk, by its recipe and its
+model's config alone.
+
+What a forward and backward pass hold is found, for any architecture, by running them under torch's `FakeTensorMode`,
+on tensors that have shapes but no data, and counting the bytes of every storage while it lives. (torch's `MemTracker`
+counts the same bytes in five times the time, and cannot count frozen parameters.) What operators allocate within
+themselves is not seen. The rest is sums.
+"""
 
 import math
-import os
+import shutil
+import weakref
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
-from trl import get_peft_config
+from peft import get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
-from trl_atropos.batches.micro_batches import FIRST
-from trl_atropos.check.launch import GIB, UTILIZATION, Plan
-from trl_atropos.check.trace import GRADIENTS, Sizes, shadow_model, trace
-from trl_atropos.protocol import server_flags
-from trl_atropos.recipe import Recipe
-from trl_atropos.server.launch import vllm_arguments
-from trl_atropos.weights.probe import drops_soft_cap
+from trl_atropos.check.launch import GIB, UTILIZATION, Case
+from trl_atropos.errors import ERROR, WARNING
+from trl_atropos.errors import AtroposTrainingError as Finding
+from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.probe import prepare_model
+
+PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
+TILE = (4096, 32768)  # tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
 
 # vLLM's defaults for a server: (bytes of the device, tokens of a batch, sequences of a batch)
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).
@@ -33,125 +47,6 @@ BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `ov
 BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
 BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
-UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}  # of numbers in vLLM's flags
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is estimated."""
-
-    recipe: Recipe
-    plan: Plan
-    config: PretrainedConfig
-    flags: dict[str, str] | None  # of the server, if the run starts it; `None` where recorded rollouts are replayed
-    peft_config: Any
-    traces: dict = field(default_factory=dict, repr=False)  # shared by cases that differ in few settings
-
-    @property
-    def training(self):
-        return self.recipe.training
-
-    @property
-    def model_settings(self) -> dict[str, Any]:
-        """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
-        asked = self.recipe.model.attn_implementation or "sdpa"
-        eager = asked == "eager" or drops_soft_cap(self.config, asked)
-        options = {"attn_implementation": "eager"} if eager else {}
-        return {"trust_remote_code": self.training.trust_remote_code, **options}
-
-    def whole(self, flag: str, default: int) -> int:
-        """A flag of the server as vLLM takes it: `16k` is 16,000, `16K` 16,384. It chooses `auto` and -1 itself."""
-        text = (self.flags or {}).get(f"--{flag}", "auto")
-        if text in ("auto", "-1"):
-            return default
-        return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(float(text))
-
-    @property
-    def max_model_len(self) -> int:
-        return self.whole("max-model-len", self.config.get_text_config().max_position_embeddings)
-
-    @property
-    def parts(self) -> int:
-        """Among how many GPUs the server's weights are divided."""
-        return self.whole("tensor-parallel-size", 1) * self.whole("pipeline-parallel-size", 1)
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """The size of the server's KV cache, if it is given."""
-        return self.whole("kv-cache-memory-bytes", 0) or self.whole("kv-cache-memory", 0) or None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The trainer's, as TRL chooses it; with `colocate` the server's, with DeepSpeed what it computes in."""
-        if self.plan.sharding.startswith("zero") and self.plan.mixed_precision is not None:
-            return self.plan.mixed_precision
-        if self.flags is not None and self.training.vllm_mode == "colocate":
-            return self.served_dtype
-        kwargs = self.training.model_init_kwargs or {}
-        stated = str(kwargs.get("dtype", self.recipe.model.dtype)).removeprefix("torch.")
-        return self.config.dtype or torch.float32 if stated == "auto" else getattr(torch, stated)
-
-    @property
-    def served_dtype(self) -> torch.dtype:
-        """`auto` is the checkpoint's, and 16-bit for float32 ones (vllm/config/model.py, `_resolve_auto_dtype`)."""
-        stated = self.flags.get("--dtype", "auto")
-        if stated == "auto":
-            own = self.config.get_text_config().dtype or self.config.dtype or torch.float32
-            return torch.bfloat16 if own == torch.float32 else own
-        return {"half": torch.float16, "float": torch.float32}.get(stated) or getattr(torch, stated)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest rollout."""
-        return self.training.max_sequence_length or self.max_model_len
-
-    @property
-    def chooses_token_budget(self) -> bool:
-        return self.plan.device == "cuda" and self.training.chooses_token_budget
-
-    @property
-    def rollouts(self) -> int:
-        """How many the largest micro-batch has."""
-        rollouts, tokens = self.training.per_device_train_batch_size, self.training.max_tokens_per_micro_batch
-        if self.chooses_token_budget:
-            tokens = FIRST
-        return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """What operators compute in, if not the parameters' dtype."""
-        return self.plan.mixed_precision if self.plan.mixed_precision != self.dtype else None
-
-    @property
-    def plain_attention(self) -> bool:
-        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads, which transformers
-        leaves to them for rollouts of one length (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
-        text = self.config.get_text_config()
-        shared, heads = (getattr(text, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
-        in_float32 = self.plan.device == "cuda" and (self.autocast or self.dtype) == torch.float32
-        return in_float32 and shared not in (None, heads)
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
-        return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
-
-
-def case_of(recipe: Recipe, plan: Plan) -> Case:
-    """Raises `OSError` or `ValueError` if the model's config cannot be read."""
-    training, model = recipe.training, recipe.model
-    config = AutoConfig.from_pretrained(
-        model.model_name_or_path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
-    )
-    flags = None
-    if training.replay_paths is None:
-        cpu = plan.device == "cpu"
-        own = recipe.vllm_flags() if recipe.services.start_vllm else []  # another server has flags of its own
-        given = vllm_arguments(model.model_name_or_path, own, cpu=cpu, mode=training.vllm_mode)
-        flags = server_flags(given)
-        if cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # comes first, and is GiB
-            flags["--kv-cache-memory-bytes"] = str(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30)
-    return Case(recipe, plan, config, flags, get_peft_config(model))
 
 
 @dataclass(frozen=True)
@@ -165,6 +60,152 @@ class Process:
     def total(self) -> int:
         return sum(self.items.values())
 
+    @property
+    def resting(self) -> int:
+        """What is left of it when a step is over."""
+        return sum(size for name, size in self.items.items() if name not in PASSING)
+
+
+# ----------------------------------------------------------------------------------------- a forward and backward pass
+
+
+def shadow_model(case: Case, dtype: torch.dtype, peft_config: Any = None) -> tuple[Any, FakeTensorMode]:
+    """The model with its adapter, whose parameters take no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(case.config, dtype=dtype, **case.model_settings)
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        prepare_model(model, warn=False)
+    with FakeTensorMode() as mode:  # operators choose their kernels by the device, and have none for meta
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        base_model(model).tie_weights()
+    return model.train(), mode
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model that is trained, adapter included. Bytes, unless they say otherwise."""
+
+    weights: int
+    own: int  # of them, those that are not the base under an adapter
+    trained: list[torch.Tensor]  # without data
+    embeddings: set[int]  # `id`s of the trained ones that are embeddings
+    gathered: int  # whole at once where parameters are sharded
+
+    @classmethod
+    def of(cls, model: Any) -> "Sizes":
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        blocks = [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
+        inside = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+        weights = sum(p.nbytes for p in parameters)
+        # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one block ahead.
+        gathered = min(weights, weights - sum(inside) + 2 * max(inside, default=0))
+        return cls(weights, sum(p.nbytes for p in trained), trained, embeddings, gathered)
+
+    @property
+    def number(self) -> int:
+        """How many values are trained."""
+        return sum(one.numel() for one in self.trained)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make, until they are freed."""
+
+    def __init__(self, existing: Iterable[torch.Tensor]):
+        super().__init__()
+        self._now = 0
+        self.gradients = 0  # of these bytes
+        self.peak = {ACTIVATIONS: 0, GRADIENTS: 0}  # at the moment when both together were most
+        self._alive = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        weakref.finalize(storage, self._free, key, size)
+        self._now += size
+        if self._now > sum(self.peak.values()):
+            self.peak = {ACTIVATIONS: self._now - self.gradients, GRADIENTS: self.gradients}
+
+    def note_gradient(self, parameter: torch.nn.Parameter) -> None:
+        self.gradients += parameter.grad.nbytes
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self._now -= size
+
+
+def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -> dict[str, int]:
+    """
+    Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind. With `exact_gradients`,
+    they are in float32 whatever the parameters are (`weights/masters.py`).
+    """
+    args, plain, live = case.training, base_model(model), LiveBytes([*model.parameters(), *model.buffers()])
+    # Is there a gradient already, of the micro-batches before?
+    accumulates = args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
+    if args.gradient_checkpointing:
+        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if model is not plain:
+            plain.enable_input_require_grads()  # as TRL does
+    autocast = nullcontext() if case.autocast is None else torch.autocast("cpu", case.autocast)
+    attention = sdpa_kernel(SDPBackend.MATH) if case.plain_attention else nullcontext()
+    with mode:
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.grad_dtype = torch.float32 if exact_gradients else parameter.dtype
+            if accumulates:
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                live.note_gradient(parameter)
+                live.count(parameter.grad)
+            else:
+                parameter.register_post_accumulate_grad_hook(live.note_gradient)
+        with live, autocast, attention:
+            _score(plain, case).backward()
+    return live.peak
+
+
+def _score(model: Any, case: Case) -> torch.Tensor:
+    """
+    The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the loss itself has a few
+    floats per token. Rollouts differ in length, so there is an attention mask, unless attention takes more without.
+    """
+    ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
+    mask = {} if case.plain_attention else {"attention_mask": torch.ones_like(ids)}
+    hidden, weight = model.base_model(input_ids=ids, **mask, use_cache=False)[0], model.get_output_embeddings().weight
+    loss = hidden.sum() + weight.sum()
+    torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)  # is gone before the body's backward
+    if case.training.distillation_coef > 0:  # one more forward, for logits over the whole vocabulary
+        logits = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False).logits[:, :-1]
+        loss = loss + logits.gather(-1, ids[:, :-1, None]).float().sum()
+    return loss
+
+
+def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
+    """
+    What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in trl/kernels/chunked_logprob.py): a tile of
+    logits in the dtype that is computed in, what folds it where there is no Triton (7.25 tiles in float32), and
+    float32 gradients, which are then rounded.
+    """
+    dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"  # there, TRL's Triton kernel folds
+    tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
+    # Of a tile that is wider than the vocabulary, host memory has what is written to.
+    tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
+    scratch = 0 if on_gpu else int(4 * 7.25 * tile)
+    scratch += (weight.dtype != dtype) * width * weight.shape[1] * dtype.itemsize
+    gradients = tokens * hidden.shape[-1] + weight.requires_grad * weight.numel()
+    rounded = gradients * hidden.dtype.itemsize if hidden.dtype != torch.float32 else 0
+    return tile * dtype.itemsize + 4 * gradients + max(scratch, rounded)
+
 
 # ------------------------------------------------------------------------------------------------------- the trainer
 
@@ -177,7 +218,7 @@ def trainer_memory(case: Case) -> Process:
     size = case.rollouts, args.per_device_train_batch_size, args.gradient_accumulation_steps
     key = (size, args.gradient_checkpointing, repr(case.peft_config))
     if key not in case.traces:
-        model, mode = shadow_model(case.config, case.dtype, case.peft_config, **case.model_settings)
+        model, mode = shadow_model(case, case.dtype, case.peft_config)
         case.traces[key] = (Sizes.of(model), trace(model, mode, case, exact))
     sizes, peak = case.traces[key]
     constant, host = _state(case, sizes, exact)
@@ -187,7 +228,7 @@ def trainer_memory(case: Case) -> Process:
         peak = peak | {GRADIENTS: min(peak[GRADIENTS], gradients)}
     step = {GRADIENTS: gradients}
     if "optimizer state" not in host:
-        step["temporaries"] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // plan.shards
+        step[TEMPORARIES] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // plan.shards
     phases = {"forward and backward": constant | peak, "the optimizer's step": constant | step}
     if plan.device == "cpu":  # which is the host
         phases = {when: Counter(items) + Counter(host) for when, items in phases.items()}
@@ -291,7 +332,7 @@ def server_memory(case: Case) -> Process:
 
 def _served_sizes(case: Case) -> tuple[int, int]:
     """Bytes of the model's weights as vLLM keeps them, and of an adapter for each of its ranks."""
-    model, _mode = shadow_model(case.config, case.served_dtype, **case.model_settings)
+    model, _mode = shadow_model(case, case.served_dtype)
     head = model.get_output_embeddings()
     ends = {id(one.weight): one.weight for one in (model.get_input_embeddings(), head)}
     padding = sum(-weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values())
@@ -307,3 +348,45 @@ def smallest_cache(case: Case) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # only some configs have it
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head * case.served_dtype.itemsize * case.max_model_len // case.parts
+
+
+# ----------------------------------------------------------------------------------------------------------- the disk
+
+RESTART_COPIES = 3  # the version that is served, the one before, and the one that is being written
+
+
+def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
+    """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
+    args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
+    final = sizes.own if case.peft_config is not None else sizes.weights
+    half = case.dtype.itemsize == 2 and case.peft_config is None
+    masters = half and (args.master_weights or case.plan.sharding.startswith("zero"))
+    state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (4 * sizes.number if masters else 0)
+    checkpoint = final + (0 if args.save_only_model else state)
+    number = checkpoints(args)
+    restarts = RESTART_COPIES * sizes.weights if args.vllm_mode == "restart" else 0
+    needed = number * checkpoint + final + restarts
+    folder = Path(args.output_dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    # Those that are there count as what is needed, and are replaced one by one.
+    there = sum(file.stat().st_size for file in folder.glob("checkpoint-*/**/*") if file.is_file())
+    free = shutil.disk_usage(folder).free + there
+    if needed > free:
+        what = "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere
+        copies = f", {restarts / GIB:.1f} for the server's restarts" if restarts else ""
+        saved = f"{needed / GIB:.1f} GiB ({number} checkpoints of {checkpoint / GIB:.1f}{copies})"
+        fix = "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model`), "
+        fix += "or set `output_dir` to a larger disk."
+        level = WARNING if elsewhere else ERROR
+        yield Finding(what, f"{saved}, free are {free / GIB:.1f}", fix, "disk", level)
+
+
+def checkpoints(training: Any) -> int:
+    """How many there are at once: an old one is removed when the new one is there."""
+    if training.save_strategy == "no":
+        return 0
+    steps = training.max_steps
+    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * steps) or steps
+    number = max(1, math.ceil(steps / every)) if training.save_strategy == "steps" else 1  # the last step's, too
+    return number if training.save_total_limit is None else min(number, training.save_total_limit + 1)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_atropos.check.launch import Launch, refused, requirements
-from trl_atropos.check.memory import Case
+from trl_atropos.check.launch import Case, Launch, refused, requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.protocol import parallel, server_flags, stated_flags

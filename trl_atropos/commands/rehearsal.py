@@ -2,7 +2,7 @@
 
 `environment_site/groups.py` takes the environment's own code through one problem, on the server of the recipe and
 without an Atropos API. What it would have sent is read and checked by what reads and checks it in a run
-(`rollouts/wire.py`, `intake.py`, `versions.py`), and shown. An exception is shown as Python shows it.
+(`rollouts/wire.py`, `intake.py`), and shown. An exception is shown as Python shows it.
 """
 
 import json
@@ -13,57 +13,37 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trl_atropos.commands import POLL, divide, with_recipe
+import numpy as np
+from transformers import AutoConfig, AutoTokenizer
+
+from trl_atropos import logging
+from trl_atropos.check.launch import Launch, read
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.logging import columns, cut
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
-from trl_atropos.services.signals import install_handlers
+from trl_atropos.recipe import Recipe
+from trl_atropos.rollouts.intake import Intake, VersionBook
+from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
+from trl_atropos.server_client import ServerClient
+from trl_atropos.services.environments import SITE, EnvironmentSpec
+from trl_atropos.services.manager import ENVIRONMENT, Services, tail, trouble_at
+from trl_atropos.train import start_services
 
-if TYPE_CHECKING:
-    from trl_atropos.recipe import Recipe
-    from trl_atropos.rollouts.rollout import Rollout
-    from trl_atropos.rollouts.wire import ScoredGroup
-    from trl_atropos.services.environments import EnvironmentSpec
-    from trl_atropos.services.manager import Services
-
-USAGE = """usage: trl-atropos try RECIPE [accelerate's flags] [--SETTING VALUE ...]
-
-Takes each environment of a recipe through one problem: starts the server if the
-recipe does (or uses the one that runs), lets the environment sample and score a
-group, checks it as a run would, and shows the rollouts. An exception of the
-environment is shown with its traceback. Trains nothing; what it writes is in
-the folder `try` of the recipe's `output_dir`.
-
-Exit codes: 0 when a run would train on every group, 1 otherwise, 2 after wrong
-use.
-"""
+POLL = 0.1  # seconds
 LINES = 4  # of a completion that are shown
 WIDEST = 110
 
 
-def main(words: list[str]) -> None:
-    """Exits with the code that the help text names."""
-    if not words or {"-h", "--help"} & set(words):
-        sys.stdout.write(USAGE)
-        sys.exit(0 if words else 2)
-    install_handlers()
-    from trl_atropos import logging
-    from trl_atropos.train import apply_recipe_environment, start_services, without_vllm
-
-    with without_vllm():
-        from trl_atropos.check.launch import Launch, read
-    from trl_atropos.services.manager import Services
-
+def main(launcher: list[str], settings: list[str]) -> None:
+    """Called with accelerate's flags and the others. Exits with the code that the help text names."""
     logging.disable_propagation()
     logging.set_verbosity(logging.verbosity_of_environment() or logging.INFO)
     try:
-        launcher, settings = divide(words)
         flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in stated_flags(launcher).items()}
         launch = Launch(config_file=flags.get("config_file"), num_processes=int(flags.get("num_processes") or 0))
-        settings = with_recipe(settings)
-        apply_recipe_environment(settings)
         recipe = read(settings, stated_settings(settings), launch)
         specs, recipe.environments, recipe.services.start_atropos = recipe.environments, [], False
         if not specs:
@@ -82,7 +62,7 @@ def main(words: list[str]) -> None:
     sys.exit(0 if all(good) else 1)
 
 
-def _try(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> bool:
+def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> bool:
     """Shows one group of an environment, and returns whether a run would train on it."""
     began = time.monotonic()
     line, log = _ask(recipe, spec, services)
@@ -91,15 +71,13 @@ def _try(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> boo
         for text in _shown(recipe, spec, line, log, seconds):
             sys.stdout.write(f"{text}\n")
     except RolloutError as error:
-        _say(str(error))
+        sys.stdout.write("\n".join(_wrapped(str(error))) + "\n")
         return False
     return True
 
 
-def _require_servers(recipe: "Recipe") -> None:
+def _require_servers(recipe: Recipe) -> None:
     """Raises `ServiceError` if a server that this did not start is not there."""
-    from trl_atropos.services.manager import trouble_at
-
     for url in recipe.training.vllm_server_urls:
         if trouble := trouble_at(f"{url}/health"):
             model, mode = recipe.model.model_name_or_path, recipe.training.vllm_mode
@@ -107,33 +85,29 @@ def _require_servers(recipe: "Recipe") -> None:
             raise ServiceError(f"No server answers at {url}, and the recipe starts none", trouble, fix)
 
 
-def _say(text: str) -> None:
-    sys.stdout.write("\n".join(textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)) + "\n")
-
-
 def _width() -> int:
     return min(WIDEST, columns() or WIDEST)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)
 
 
 # ---------------------------------------------------------------------------------------------- the environment's code
 
 
-def _files(recipe: "Recipe", spec: "EnvironmentSpec") -> tuple[Path, Path, Path]:
+def _files(recipe: Recipe, spec: EnvironmentSpec) -> tuple[Path, Path, Path]:
     """What an environment waits for, what `groups.py` writes of its problem, and its log."""
     folder = Path(recipe.training.output_dir).absolute()
     found = folder / "environments" / f"{spec.name}.jsonl"
     return found.with_suffix(".go"), found, folder / "logs" / f"{_service(spec)}.log"
 
 
-def _service(spec: "EnvironmentSpec") -> str:
-    from trl_atropos.services.manager import ENVIRONMENT
-
+def _service(spec: EnvironmentSpec) -> str:
     return f"{ENVIRONMENT}{spec.name}"
 
 
-def _start(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> None:
-    from trl_atropos.services.environments import SITE
-
+def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> None:
     if spec.path is None:
         what, fix = "is started by a `command`, which `try` cannot run", "Name its script as `path`, with a `config`."
         raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
@@ -149,7 +123,7 @@ def _start(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> N
     services.start(_service(spec), command, env=env, cwd=spec.cwd, ends=True)
 
 
-def _ask(recipe: "Recipe", spec: "EnvironmentSpec", services: "Services") -> tuple[dict[str, Any] | None, Path]:
+def _ask(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> tuple[dict[str, Any] | None, Path]:
     """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
     go, found, log = _files(recipe, spec)
     name, limit = _service(spec), recipe.services.service_timeout
@@ -173,11 +147,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def _shown(
-    recipe: "Recipe", spec: "EnvironmentSpec", line: dict[str, Any] | None, log: Path, seconds: float
+    recipe: Recipe, spec: EnvironmentSpec, line: dict[str, Any] | None, log: Path, seconds: float
 ) -> Iterator[str]:
     """What is printed of an environment. Raises `RolloutError` where a run would drop the group or end."""
-    from trl_atropos.services.manager import tail
-
     if line is None:
         text = tail(log)
         yield from ("", *text[max(0, text.find("Traceback (most recent")) :].splitlines(), "")
@@ -194,12 +166,7 @@ def _shown(
         yield from _of_group(recipe, spec, group, seconds)
 
 
-def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], seconds: float) -> Iterator[str]:
-    from transformers import AutoTokenizer
-
-    from trl_atropos.rollouts.intake import Intake
-    from trl_atropos.rollouts.wire import RejectedGroup, parse_group
-
+def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], seconds: float) -> Iterator[str]:
     training, model = recipe.training, recipe.model.model_name_or_path
     longest = training.max_sequence_length or _longest(recipe) or math.inf
     intake = Intake(longest, training.temperature, training.single_row_groups, _vocabulary(recipe))
@@ -223,7 +190,7 @@ def _of_group(recipe: "Recipe", spec: "EnvironmentSpec", sent: dict[str, Any], s
         yield from _text(tokenizer.decode(one.completion_ids))
     yield ""
     for text in _judged(recipe, spec.name, group, rollouts, longest):
-        yield from textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)
+        yield from _wrapped(text)
 
 
 def _text(text: str) -> list[str]:
@@ -233,12 +200,8 @@ def _text(text: str) -> list[str]:
     return [f"   {whole[at : at + room]}" for at in range(0, len(whole), room)] or ["   (empty)"]
 
 
-def _judged(
-    recipe: "Recipe", name: str, group: "ScoredGroup", rollouts: "list[Rollout]", longest: float
-) -> Iterator[str]:
+def _judged(recipe: Recipe, name: str, group: ScoredGroup, rollouts: list[Rollout], longest: float) -> Iterator[str]:
     """What a run would make of the group: raises `RolloutError` where nothing can be trained."""
-    import numpy as np
-
     size, batch = group.size, recipe.training.generation_batch_size
     scores = np.array(group.scores)
     yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
@@ -270,27 +233,21 @@ def _judged(
 # ----------------------------------------------------------------------------------------------- what the model allows
 
 
-def _book(recipe: "Recipe") -> Any:
-    from trl_atropos.rollouts.versions import VersionBook
-
+def _book(recipe: Recipe) -> Any:
     training = recipe.training
     return VersionBook(training.vllm_server_urls, environment_token(), 60.0, training.temperature)
 
 
-def _longest(recipe: "Recipe") -> int | None:
+def _longest(recipe: Recipe) -> int | None:
     """Tokens of a sequence that every server takes; `None` where one does not say it."""
-    from trl_atropos.server_client import ServerClient
-
     try:
         return min(ServerClient(url, 10.0).info().max_model_len for url in recipe.training.vllm_server_urls)
     except ServerError:
         return None
 
 
-def _vocabulary(recipe: "Recipe") -> int | None:
+def _vocabulary(recipe: Recipe) -> int | None:
     """How many token ids the model knows."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(
         recipe.model.model_name_or_path, trust_remote_code=recipe.training.trust_remote_code
     )

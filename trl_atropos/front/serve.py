@@ -37,8 +37,7 @@ from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.protocol import server_flags
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
-from trl_atropos.server.ledger import Evaluations, Ledger
-from trl_atropos.server.routes import EVALUATION, ControlPlane, Refused, error, while_connected
+from trl_atropos.server.plane import EVALUATION, ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
 from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
 from trl_atropos.services.signals import install_handlers
@@ -132,8 +131,6 @@ class Front(ControlPlane):
         self.drain_timeout = options.drain_timeout  # seconds that a pause waits for the requests in flight
         self.policy_version = 0  # the requests that go through now are sampled from it
         self.model = options.model  # what `policy_version` stands for
-        self.ledger = Ledger()  # what earlier engines sampled: an engine forgets it, and knows no versions
-        self.evaluations = Evaluations()
         self.in_flight = 0  # requests that have been passed on and not answered yet
         self.ended = asyncio.get_running_loop().create_future()  # when `broken` is known
         self.server = _Server(self, options.host, options.port)
@@ -279,7 +276,7 @@ class Front(ControlPlane):
         return protocol.VersionsReply.of(note or other for note, other in zip(kept, new, strict=True)).model_dump()
 
     async def _keep_versions(self) -> None:
-        """Before the engine goes away, when nothing is in flight. A key that is in the ledger keeps its version."""
+        """Before the engine goes away, with nothing in flight. A key that is in the ledger keeps its version."""
         try:
             keys = (await self.engine.ask("GET", "/versions"))["keys"]
             notes = await self._notes_of_engine(keys, self.policy_version)

@@ -1,8 +1,8 @@
 """Where rollouts come from: the `RolloutSource` protocol, and `AtroposSource`, which pulls from a live Atropos API.
 
-In `AtroposSource`, a thread (`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them (`intake.py`), tags
-them with the policy versions that sampled them (`versions.py`), and puts them on disk (`spool.py`). `poll` takes them
-from there, oldest first.
+In `AtroposSource`, a thread (`selection.Feed`) pulls batches (`pull.py`), makes rollouts of them, tagged with the
+policy versions that sampled them (`intake.py`), and puts them on disk (`spool.py`). `poll` takes them from there,
+oldest first.
 """
 
 import logging
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
-from trl_atropos.rollouts.intake import REJECTED, TOO_LONG, UNTRAINED, Intake, SingleRowGroups
+from trl_atropos.rollouts.intake import REJECTED, TOO_LONG, UNTRAINED, Intake, SingleRowGroups, VersionBook
 from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, Arrival, BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
 from trl_atropos.rollouts.selection import OVER_SHARE, STALE, ZERO_VARIANCE, Books, Feed, Shares
 from trl_atropos.rollouts.spool import oldest_cursor, open_spool
-from trl_atropos.rollouts.versions import VersionBook
 
 logger = logging.getLogger(__name__)
 

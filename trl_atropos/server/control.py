@@ -27,8 +27,7 @@ from trl_atropos import protocol
 from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat
 from trl_atropos.server.launch import NUMERICS_VARIABLE, READY_VARIABLE
-from trl_atropos.server.ledger import Refusals
-from trl_atropos.server.routes import ControlPlane, Refused, error
+from trl_atropos.server.plane import ControlPlane, Refusals, Refused, error
 from trl_atropos.server.sampling import Sampling
 from trl_atropos.tensors.fingerprint import Assembly
 
@@ -65,8 +64,8 @@ class Control(ControlPlane):
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
-            ("POST", "/evaluation"): lambda body: self.sampling.evaluations.answer(body),
-            ("GET", "/versions"): lambda body: {"keys": self.sampling.ledger.keys()},  # for the front
+            ("POST", "/evaluation"): self.evaluations.answer,
+            ("GET", "/versions"): lambda body: {"keys": self.ledger.keys()},  # for the front
             ("GET", "/refusals"): lambda body: self.refusals.answer(),
         }
         self.changes = {
@@ -176,7 +175,7 @@ class Control(ControlPlane):
 
     def versions(self, body: dict) -> dict:
         keys = protocol.VersionsQuery.model_validate(body).keys
-        return protocol.VersionsReply.of(self.sampling.ledger.find(keys)).model_dump()
+        return protocol.VersionsReply.of(self.ledger.find(keys)).model_dump()
 
     async def attach(self, body: dict) -> dict:
         (attachment,) = await self._workers("attach", body["parameters"])

@@ -19,8 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
-from trl_atropos.tensors.channel import Channel, message_layout, open_receiver, unpack
-from trl_atropos.tensors.copies import Copies
+from trl_atropos.tensors.channel import Channel, Copies, message_layout, open_receiver, unpack
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, unsigned
 from trl_atropos.tensors.shared_memory import export_storage
 

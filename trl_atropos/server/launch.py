@@ -122,11 +122,11 @@ def vllm_arguments(
     return arguments
 
 
-def set_up_token(port: str) -> str:
+def set_up_token(port: str) -> Path | None:
     """Makes a control token if `TRL_ATROPOS_TOKEN` has none: sets it there and writes it into a file that only this
-    user can read, since a terminal scrolls and others may read a log. Returns a text that says where the token is."""
+    user can read, since a terminal scrolls and others may read a log. Returns the file."""
     if environment_token():
-        return f"in {TOKEN_VARIABLE}"
+        return None
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trl_atropos", f"token-{port}")
     os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)
     try:
@@ -139,16 +139,18 @@ def set_up_token(port: str) -> str:
             f"the control token cannot be kept in {path} ({error.strerror}). Make one yourself, for server and "
             f"trainer: `export {TOKEN_VARIABLE}=$(openssl rand -hex 24)`"
         ) from error
-    return f"in {path}"
+    return path
 
 
-def ready_text(host: str, port: str, mode: str, token: str) -> str:
-    """The line that a server prints when it is ready. `token` says where the token is."""
+def ready_text(host: str, port: str, mode: str, token_file: Path | None) -> str:
+    """The line that a server prints when it is ready. Without a file, the token is in `TRL_ATROPOS_TOKEN`."""
     url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
-    given = "" if token.endswith(TOKEN_VARIABLE) else f"{TOKEN_VARIABLE}=$(cat {token.removeprefix('in ')}) "
+    token, given = TOKEN_VARIABLE, ""
+    if token_file is not None:
+        token, given = token_file, f"{TOKEN_VARIABLE}=$(cat {token_file}) "
     return (
-        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token {token}; next: {given}trl-atropos train RECIPE "
-        f"--vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}\n"
+        f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next: {given}trl-atropos train "
+        f"RECIPE --vllm_mode {mode} --start_vllm false --vllm_server_base_url {url}\n"
     )
 
 

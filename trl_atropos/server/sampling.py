@@ -33,8 +33,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from trl_atropos.protocol import Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
-from trl_atropos.server.ledger import Evaluations, History, Ledger
-from trl_atropos.server.routes import EVALUATION, ControlPlane, Refused, answer, while_connected
+from trl_atropos.server.plane import EVALUATION, ControlPlane, History, Refused, answer, while_connected
 
 LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
@@ -59,8 +58,6 @@ class Sampling:
         self.adapter: LoRARequest | None = None  # that they sample from; None: from the model itself
         self.in_flight: Counter[int] = Counter()  # unfinished requests by adapter, which must not be overwritten
         self.history = History()
-        self.ledger = Ledger()
-        self.evaluations = Evaluations()
         self._versions_in_flight: Counter[int] = Counter()  # unfinished requests by the version they began with
         self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
 
@@ -147,10 +144,10 @@ class Sampling:
                         if span is not None:
                             spans.append(span)
                             if (evaluation := EVALUATION.get()) is not None:
-                                self.evaluations.note(evaluation, span)
+                                self.plane.evaluations.note(evaluation, span)
                             if noted:
                                 key = completion_key(output.prompt_token_ids, *sampled.pop(completion.index))
-                                self.ledger.note(key, Note(span, settings))
+                                self.plane.ledger.note(key, Note(span, settings))
                     yield output, spans
         finally:
             self._versions_in_flight[version] -= 1

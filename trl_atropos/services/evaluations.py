@@ -19,7 +19,7 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -215,7 +215,8 @@ class Evaluator:
     def _scores(self, process: _Process) -> tuple[dict[str, list[float]], dict[str, float]]:
         """The scores by problem, and what else is known of them. A problem on which the environment failed has not
         been solved; one for which it returned nothing is left out, since nothing is known of it."""
-        spec, items = process.spec, _lines(process.folder / GROUPS)
+        spec, path = process.spec, process.folder / GROUPS
+        items = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
         failed = [item for item in items if "error" in item]
         silent = sum(item.get("groups") == [] for item in items)
         scores = {f"{item['item']}": [min(0.0, spec.passes_above)] * spec.samples for item in failed}
@@ -229,17 +230,13 @@ class Evaluator:
         where = f"{failed[0]['error']} ({failed[0]['place']})" if failed else ""
         if not lengths:
             what = f"none of {len(items)} problems gave a rollout" + (f": {where}" if failed else "")
-            fix = (
-                "Correct it there."
-                if failed
-                else "Have `get_next_item` give problems, and `collect_trajectories` groups."
-            )
-            raise EvaluationError(what, fix=fix)
+            otherwise = "Have `get_next_item` give problems, and `collect_trajectories` groups."
+            raise EvaluationError(what, fix="Correct it there." if failed else otherwise)
         if failed:
             logger.warning(
                 "Evaluation %r at step %d failed on %d of %d problems, which count as not solved: %s. The tracebacks "
                 "are in %s.",
-                *(spec.name, process.step, len(failed), len(items), where, process.folder / GROUPS),
+                *(spec.name, process.step, len(failed), len(items), where, path),
             )
         if silent or len(items) < spec.problems:
             logger.warning(
@@ -275,10 +272,6 @@ def results_of(folder: str | Path) -> list[Result]:
     return [result for result in found if result is not None]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
 def _own_metrics(folder: Path) -> dict[str, float]:
     """What the environment's own `evaluate` has written by Atropos' `evaluate_log`."""
     path = folder / METRICS
@@ -304,7 +297,7 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
     low, high = interval(list(shares.values()))
     found = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
     fewest = min(len(given) for given in scores.values())
-    for k in _sizes(fewest):
+    for k in sorted({2**power for power in range(1, fewest.bit_length())} | {fewest} - {1}):
         found[f"pass@{k}"] = fmean(pass_at(k, len(scores[problem]), count) for problem, count in passed.items())
     found[f"avg@{fewest}"] = fmean(fmean(given) for given in scores.values())
     both = shares.keys() & (first or {}).keys()
@@ -313,16 +306,6 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
         error = CONFIDENCE * _standard_error(gains)
         found |= {"gain": fmean(gains), "gain_low": fmean(gains) - error, "gain_high": fmean(gains) + error}
     return found
-
-
-def _sizes(num_samples: int) -> Iterator[int]:
-    """2, 4, 8 and so on, and the number of samples."""
-    k = 2
-    while k < num_samples:
-        yield k
-        k *= 2
-    if num_samples > 1:
-        yield num_samples
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:

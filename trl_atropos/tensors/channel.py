@@ -3,6 +3,8 @@
 - `gloo` and `nccl`: one process group of the trainer and every worker of every server; to send is to broadcast.
 - `memory`: one buffer of shared memory, which the trainer fills and the workers of the same machine read.
 
+`Copies` makes the many copies of a publish, from and to messages, or straight from one side's memory to the other's.
+
 The trainer opens a channel with `open_group` or `open_memory`, a worker joins with `open_receiver`. Both ends are
 here, because they must agree byte for byte. What a worker must know to join is JSON; nothing is pickled.
 """
@@ -15,20 +17,30 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch for the CPU do without
+    triton = None
+
 ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
 POLL = 2e-4  # seconds between two checks of a transfer in flight
+WORD, UNIT = 4, 16  # bytes that the kernel counts in, and that it moves at a time
+SHORTEST = 1024  # bytes of a run, of which a program of the kernel moves at most `MOST`
+MOST, AT_ONCE = 1 << 15, 1 << 13  # words
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
@@ -316,3 +328,74 @@ def _without_vllms_nccl_variables() -> contextlib.AbstractContextManager:
     except ImportError:  # 0.26 sets none
         return contextlib.nullcontext()
     return unpinned_nccl_env()
+
+
+# ------------------------------------------------------------------------------------------------- many copies at once
+
+
+class Copies:
+    """
+    Copies many tensors, again and again between the same places. On a GPU, one kernel makes all copies that move runs
+    of whole 16 bytes: to queue one for each tensor takes the CPU longer than the device needs for small models, 2.8 ms
+    for the 310 tensors of the shape of Qwen3-0.6B on an H100, of which copying is 0.9 ms. Copies that convert, that
+    move a few bytes at a time, or that go from one device to another are torch's.
+
+    Args:
+        pairs: of tensors of equal shapes, the target first. Both stay where they are.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
+        self._kept = list(pairs)  # so that no memory in the table is freed
+        runs = [runs_of(target, source) if target.is_cuda else None for target, source in self._kept]
+        rest = [pair for pair, run in zip(self._kept, runs, strict=True) if run is None]
+        self._rest = [list(side) for side in zip(*rest)]
+        self._tables = {  # by device
+            device: torch.from_numpy(np.concatenate(found)).to(device)
+            for device in {target.device for target, _ in self._kept}
+            if (found := [run for (to, _), run in zip(self._kept, runs) if run is not None and to.device == device])
+        }
+
+    def __call__(self) -> None:
+        """Makes the copies, which on a GPU are only queued."""
+        for device, table in self._tables.items():
+            with torch.cuda.device(device):
+                _copy_runs[(len(table),)](table, MOST, AT_ONCE, num_warps=8)
+        if self._rest:
+            torch._foreach_copy_(*self._rest)
+
+
+def runs_of(target: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
+    """Where the kernel reads and writes to copy a tensor, and how many words: (runs, 3), or `None` if it cannot."""
+    if target.dtype != source.dtype or target.device != source.device or not target.numel():
+        return None
+    length, outer = 1, []
+    for size, to, of in reversed(list(zip(target.shape, target.stride(), source.stride(), strict=True))):
+        if not outer and (size == 1 or to == of == length):
+            length *= size
+        else:
+            outer.append((size, to, of))
+    begins = np.array([[source.data_ptr(), target.data_ptr()]])
+    for size, to, of in outer:
+        steps = np.arange(size)[:, None] * np.array([of, to]) * target.element_size()
+        begins = (begins[:, None] + steps).reshape(-1, 2)
+    num_bytes = length * target.element_size()
+    if num_bytes % UNIT or num_bytes < SHORTEST or (begins % UNIT).any():
+        return None
+    offsets = np.arange(0, num_bytes // WORD, MOST)
+    counts = np.minimum(MOST, num_bytes // WORD - offsets)
+    places = (begins[:, None] + offsets[:, None] * WORD).reshape(-1, 2)
+    return np.column_stack([places, np.tile(counts, len(begins))])
+
+
+if triton is not None:
+
+    @triton.jit
+    def _copy_runs(table, MOST: tl.constexpr, AT_ONCE: tl.constexpr):
+        entry = table + tl.program_id(0).to(tl.int64) * 3
+        # Multiples, which let the compiler move 16 bytes at a time.
+        source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), 16)
+        target = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int32)), 16)
+        count = tl.multiple_of(tl.load(entry + 2).to(tl.int32), 4)
+        for begin in range(0, MOST, AT_ONCE):
+            words = begin + tl.arange(0, AT_ONCE)
+            tl.store(target + words, tl.load(source + words, mask=words < count), mask=words < count)

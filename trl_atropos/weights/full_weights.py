@@ -25,8 +25,7 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, message_layout, unpack
-from trl_atropos.tensors.copies import Copies
+from trl_atropos.tensors.channel import ALIGNMENT, Copies, message_layout, unpack
 from trl_atropos.weights import gather
 from trl_atropos.weights.fingerprints import Fingerprinted, checkpoint_specs, fingerprinted_weights
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages

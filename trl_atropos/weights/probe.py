@@ -163,11 +163,6 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    def run(self, policy_version: int) -> ProbeResult:
-        """As `begin` and `judge`."""
-        self.begin(policy_version)
-        return self.judge()
-
     def begin(self, policy_version: int) -> None:
         """Lets the servers sample from this version. Returns at once."""
         is_new, self.policy_version = policy_version != self.policy_version, policy_version
@@ -256,7 +251,7 @@ class Probe:
         )
 
     def run_longest(self) -> None:
-        """Once, after a first `run`: compares the run's longest rollout, or what both sides can take within half of a
+        """Once, after a first probe: compares the run's longest rollout, or what both sides can take within half of a
         server's deadline and the trainer's memory. Warns, or raises where `max_sequence_length` asks for such lengths.
         """
         agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
