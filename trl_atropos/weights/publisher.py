@@ -221,7 +221,7 @@ class ServerPublisher(PolicyPublisher):
                 "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
             )
         self.servers.hold_leases()
-        if shares_gpu(self.servers, trainer.accelerator.device):
+        if shares_gpu(self.servers, trainer.accelerator.device) and not self.sleep_level:  # what sleeps makes room
             leave_room(trainer.accelerator.device)
         self.transfer.attach(trainer)
         self._trainer = trainer
