@@ -156,11 +156,12 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 class PaddedTrainer(AtroposGRPOTrainer):
-    """With the micro-batches that TRL draws, padded as TRL does, and scored before training wherever TRL does it."""
+    """With the micro-batches that TRL draws, padded as TRL does."""
 
-    _scores_first = True
     _prepare_inputs = GRPOTrainer._prepare_inputs
-    _get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return self._corrected(GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs))
 
 
 def make_trainer(

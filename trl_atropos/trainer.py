@@ -457,8 +457,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        """As in TRL, in the micro-batches that are trained, and without their padding. When one is trained, its loss
-        is corrected for the sampler by what this finds."""
+        """As in TRL, in the micro-batches that are trained, and without their padding."""
         forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
         size, trained, packs = batch_size or len(input_ids), self._trained, self._packs
         parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
@@ -474,10 +473,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 scored = packing.score_all(forward, model, input_ids, attention_mask, logits_to_keep, parts, packs)
             if trained is None:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
-        if trained is not None and self._found is not None:
-            logprobs = scored[0].detach().float()
-            self._found["old_per_token_logps"][trained["row_index"], : logprobs.size(1)] = logprobs
-            trained["importance_sampling_ratio"] = batch_inputs.importance_ratio(logprobs, trained, self.args)
+        return self._corrected(scored)
+
+    def _corrected(self, scored: micro_batches.Scores) -> micro_batches.Scores:
+        """Keeps what a training pass has found, of which the ratio to the sampler goes into the loss."""
+        if self._trained is not None and self._found is not None:
+            logprobs, rows = scored[0].detach().float(), self._trained["row_index"]
+            self._found["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
+            ratio = batch_inputs.importance_ratio(logprobs, self._trained, self.args)
+            self._trained["importance_sampling_ratio"] = ratio
         return scored
 
     def _columns(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
