@@ -297,7 +297,8 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
     low, high = interval(list(shares.values()))
     found = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
     fewest = min(len(given) for given in scores.values())
-    for k in sorted({2**power for power in range(1, fewest.bit_length())} | {fewest} - {1}):
+    sizes = {2**power for power in range(1, fewest.bit_length())} | {fewest}
+    for k in sorted(sizes - {1}):
         found[f"pass@{k}"] = fmean(pass_at(k, len(scores[problem]), count) for problem, count in passed.items())
     found[f"avg@{fewest}"] = fmean(fmean(given) for given in scores.values())
     both = shares.keys() & (first or {}).keys()

@@ -341,7 +341,7 @@ class Copies:
     move a few bytes at a time, or that go from one device to another are torch's.
 
     Args:
-        pairs: of tensors of equal shapes, the target first. Both stay where they are.
+        pairs: of tensors of equal shapes, the target first. Sources are on one device; both stay where they are.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
@@ -349,17 +349,14 @@ class Copies:
         runs = [runs_of(target, source) if target.is_cuda else None for target, source in self._kept]
         rest = [pair for pair, run in zip(self._kept, runs, strict=True) if run is None]
         self._rest = [list(side) for side in zip(*rest)]
-        self._tables = {  # by device
-            device: torch.from_numpy(np.concatenate(found)).to(device)
-            for device in {target.device for target, _ in self._kept}
-            if (found := [run for (to, _), run in zip(self._kept, runs) if run is not None and to.device == device])
-        }
+        found = [run for run in runs if run is not None]
+        self._table = torch.from_numpy(np.concatenate(found)).to(self._kept[0][1].device) if found else None
 
     def __call__(self) -> None:
         """Makes the copies, which on a GPU are only queued."""
-        for device, table in self._tables.items():
-            with torch.cuda.device(device):
-                _copy_runs[(len(table),)](table, MOST, AT_ONCE, num_warps=8)
+        if self._table is not None:
+            with torch.cuda.device(self._table.device):
+                _copy_runs[(len(self._table),)](self._table, MOST, AT_ONCE, num_warps=8)
         if self._rest:
             torch._foreach_copy_(*self._rest)
 
@@ -374,12 +371,14 @@ def runs_of(target: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
             length *= size
         else:
             outer.append((size, to, of))
+    num_bytes = length * target.element_size()
+    if num_bytes % UNIT or num_bytes < SHORTEST:  # before every run is listed, which may be each element
+        return None
     begins = np.array([[source.data_ptr(), target.data_ptr()]])
     for size, to, of in outer:
         steps = np.arange(size)[:, None] * np.array([of, to]) * target.element_size()
         begins = (begins[:, None] + steps).reshape(-1, 2)
-    num_bytes = length * target.element_size()
-    if num_bytes % UNIT or num_bytes < SHORTEST or (begins % UNIT).any():
+    if (begins % UNIT).any():
         return None
     offsets = np.arange(0, num_bytes // WORD, MOST)
     counts = np.minimum(MOST, num_bytes // WORD - offsets)
