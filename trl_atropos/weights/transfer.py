@@ -142,7 +142,7 @@ def leave_room(device: torch.device) -> None:
     """Has torch give back memory that it keeps for later, before it takes the last `ROOM` of a GPU: the server would
     not find what its next step takes, and die."""
     (free, total), own = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(max(own, own + free - ROOM * total) / total, device)
+    torch.cuda.set_per_process_memory_fraction(max(own, own + free - ROOM * total) / total, device.index)
 
 
 def open_channel(transport: str, servers: Servers, device: torch.device, num_bytes: int) -> channels.Channel:
