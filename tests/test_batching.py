@@ -8,7 +8,17 @@ import torch
 from transformers import TrainerCallback
 
 from tests.rollout_factory import make_group, make_trainer, step_logs, uniform_batch
-from trl_atropos.batches.micro_batches import FIRST, MOST, lengths_of, plan, tokens_that_fit, trim, without_padding
+from trl_atropos.batches.micro_batches import (
+    FIRST,
+    MOST,
+    SHARE,
+    TokenBudget,
+    lengths_of,
+    plan,
+    tokens_that_fit,
+    trim,
+    without_padding,
+)
 from trl_atropos.config import LOSS_TYPES
 
 ADDS_UP = [name for name in LOSS_TYPES if name != "bnpo"]
@@ -110,10 +120,23 @@ def test_rollouts_without_padding_fill_a_micro_batch():
 
 def test_a_gpus_micro_batches_are_as_large_as_its_memory_allows():
     gib = 1 << 30
-    assert tokens_that_fit(10 * gib, per_token=1 << 20) == 7168  # 70 % of it
+    assert tokens_that_fit(10 * gib, per_token=1 << 20) == 6144  # 60 % of it
     assert tokens_that_fit(10 * gib, per_token=1 << 10) == MOST
     assert tokens_that_fit(gib, per_token=1 << 20) == FIRST  # that have been seen to fit
     assert tokens_that_fit(10 * gib, per_token=0.0) == FIRST  # too few micro-batches to measure one
+
+
+def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch):
+    """Of 80 GB, the server takes 30 and the trainer 10, of which it uses 8, and it may have 46: so 46 - 8 are left."""
+    gib = 1 << 30
+    told = {"mem_get_info": (40 * gib, 80 * gib), "memory_reserved": 10 * gib, "memory_allocated": 8 * gib}
+    told |= {"get_per_process_memory_fraction": 46 / 80, "empty_cache": None}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    budget = TokenBudget(torch.device("cpu"), gradients=2 * gib)
+    assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
+    budget._per_token = 4 << 20
+    assert budget.of_next_batch(gather=lambda tokens: tokens) == int(SHARE * 36 * 256)
 
 
 def test_eight_ranks_have_as_many_tokens_each():

@@ -113,10 +113,6 @@ def test_the_servers_memory_is_within_a_tenth_of_the_estimate(flags, model, tmp_
     assert taken == pytest.approx(found.total, rel=0.1)
 
 
-if __name__ == "__main__":
-    train(*sys.argv[1:])
-
-
 def test_a_trainer_leaves_room_for_the_server_on_its_gpu():
     device, kept = torch.device("cuda"), []
     leave_room(device)
@@ -128,4 +124,8 @@ def test_a_trainer_leaves_room_for_the_server_on_its_gpu():
         assert free >= 0.9 * ROOM * total
     finally:
         kept.clear()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

@@ -69,6 +69,10 @@ NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the 
 EVALUATION_POLL = 0.1  # seconds
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
+OUT_OF_MEMORY = (  # what a user of the trainer reads below torch's message
+    "Give the trainer less to keep at a time (`max_tokens_per_micro_batch: 4096`, `gradient_checkpointing: true`) or "
+    "a server on its GPU less memory (`--gpu-memory-utilization`). `trl-atropos check` says what a run takes."
+)
 NOT_SUPPORTED = {
     "reward_funcs": "rewards come with the rollouts: score them in the environment",
     "reward_processing_classes": "rewards come with the rollouts: score them in the environment",
@@ -328,7 +332,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
-            loss = super().training_step(model, *args, **kwargs)
+            try:
+                loss = super().training_step(model, *args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                error.add_note(OUT_OF_MEMORY)
+                raise
             if self.accelerator.sync_gradients:
                 self.policy_publisher.before_step()
             # Transformers looks at the loss next, which waits for the device, unless it is told not to.
