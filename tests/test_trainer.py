@@ -359,6 +359,18 @@ def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tm
     assert source.closed and publisher.closed
 
 
+def test_an_error_for_memory_names_the_settings_that_help(tiny_model, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), max_steps=1)
+
+    def too_much(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(trainer, "_micro_batch_loss", too_much)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    assert "max_tokens_per_micro_batch" in error.value.__notes__[0]
+
+
 def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model, tmp_path):
     class Silent(ReplaySource):
         def poll(self, num_rows, timeout):
