@@ -82,11 +82,22 @@ def test_a_family_is_scored_alike_or_padded(name, tmp_path):
         assert PADDED[name] in why
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
-    parts = [slice(0, 4), slice(4, 5)]
-    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, how_of(model))
-    apart = without_padding(partial(FORWARD, model), ids, mask, C, parts)
+    scored_as_apart(model, ids, mask, how_of(model), None)
+    # The first, second and last rollout begin with the same tokens.
+    assert packing.can_share(FORWARD, model, model, how_of(model))
+    prompts = torch.tensor([7, 7, 3, 1, 7])[:, None]
+    mask[:, :P] = torch.arange(P) >= P - prompts
+    ids[[1, 4], :P] = ids[0, :P]
+    scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), np.array([5, 5, 3, 1, 5]))
+
+
+def scored_as_apart(model, ids, mask, how, alike) -> None:
+    parts = [slice(0, 2), slice(2, 5)] if alike is None else [slice(0, 5)]
+    packed = packing.score_all(FORWARD, model, ids, mask, C, parts, how, alike)
+    apart = without_padding(partial(FORWARD, model), ids, mask, C, [slice(0, 4), slice(4, 5)])
     for mine, other in zip(packed[:2], apart[:2], strict=True):
         assert (mine - other).abs().max() <= 1e-5
+    model.zero_grad()
     packed[0].sum().backward()
     mine = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -123,6 +134,54 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
     positions = torch.cat([torch.arange(lengths[one]) for one in order])
     assert torch.equal(inputs["position_ids"][0, :useful], positions)
     assert int(inputs["rollout_lengths"].sum()) == inputs["input_ids"].size(1)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
+    """But for its last token, which predicts another one in each of them."""
+    how = how_of(policy, multiple)._replace(shares=True)
+    layout = packing.Layout.of([4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how, alike=[1, 1, 0, 1])
+    places = torch.arange(4 * 9).view(4, 9)  # into the flattened (B, P + C)
+    prompt, third = places[0, :3], places[2, 2:]
+    rest = [places[1, 3:6], places[0, 3:7], places[3, 3:7]]  # the shorter one first
+    useful = torch.cat([prompt, third, *rest])
+    assert torch.equal(layout.tokens[0, : len(useful)], useful)
+    positions = layout.inputs["position_ids"][0, : len(useful)]
+    assert positions.tolist() == [0, 1, 2, *range(7), 3, 4, 5, 3, 4, 5, 6, 3, 4, 5, 6]
+    assert layout.inputs["rollout_lengths"].tolist()[:5] == [3, 7, 3, 4, 4]
+    assert layout.inputs["key_lengths"].tolist()[:5] == [3, 7, 6, 7, 7]
+    keys = [0, 1, 2, *range(3, 10), 0, 1, 2, 10, 11, 12, 0, 1, 2, 13, 14, 15, 16, 0, 1, 2, 17, 18, 19, 20]
+    assert layout.inputs["rollout_keys"].tolist()[: len(keys)] == keys
+    assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["key_lengths"].sum())
+    assert layout.tokens.size(1) == math.ceil(len(useful) / multiple) * multiple
+
+
+@pytest.mark.parametrize("prompts, alike", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)])
+def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(policy, prompts, alike):
+    how = how_of(policy)._replace(shares=True)
+    assert "rollout_keys" not in packing.Layout.of(prompts, [9, 9], 3, 9, how, alike).inputs
+    assert "rollout_keys" not in packing.Layout.of([3, 3], [40, 40], 3, 40, how, [0, 0]).inputs  # 2 of 86 tokens
+
+
+def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
+    groups, steps, tokens = uniform_batch(tiny_model, 4, 8, 0), [], [0, 0]  # with prompts of 3 to 7 tokens
+    for number, shares in enumerate((True, False)):
+        settings = {"per_device_train_batch_size": 16, "max_steps": 2, "share_prompts": shares}
+        trainer = make_trainer(tiny_model, tmp_path / str(shares), groups, **settings)
+        trimmed = trainer._trimmed
+
+        def counted(*args, number=number, trimmed=trimmed):
+            micro_batch = trimmed(*args)
+            tokens[number] += micro_batch["layout"].tokens.numel()
+            return micro_batch
+
+        monkeypatch.setattr(trainer, "_trimmed", counted)
+        trainer.train()
+        steps.append(step_logs(trainer))
+    assert tokens[0] < 0.85 * tokens[1]
+    for name in ("loss", "grad_norm", "entropy"):
+        mine, other = ([step[name] for step in one] for one in steps)
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 def test_completions_that_are_masked_as_a_whole_are_scored_nowhere(policy):

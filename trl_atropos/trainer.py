@@ -292,7 +292,20 @@ class AtroposGRPOTrainer(GRPOTrainer):
             raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
         if why and self.accelerator.is_main_process:
             logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
-        return None if why else how
+        return None if why else how._replace(shares=self._shares_prompts(how))
+
+    def _shares_prompts(self, how: packing.How) -> bool:
+        """By default on the CPU: on GPUs it has not been measured."""
+        asked = self.args.share_prompts
+        if not (how.device.type == "cpu" if asked is None else asked) or self.args.numerics == "bitwise":
+            return False
+        score = super()._get_per_token_logps_and_entropies
+        shares = how.attention == packing.ATTENTION and packing.can_share(
+            score, self.model, base_model(self.model), how
+        )
+        if asked and not shares and self.accelerator.is_main_process:
+            logger.warning("Rollouts do not share their prompts (`share_prompts`): this model scores them otherwise.")
+        return shares
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is
@@ -403,13 +416,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if self._budget is not None:
                 budget = self._budget.of_next_batch(self.accelerator.gather)
             packed = self._packs is not None
+            alike = packing.alike(rollouts) if packed and self._packs.shares else None
             self._plan = micro_batches.plan_rollouts(
-                rollouts, self.args, self.accelerator.num_processes, seed, packed, budget
+                rollouts, self.args, self.accelerator.num_processes, seed, packed, budget, alike
             )
             rollouts = [rollouts[index] for index in self._plan.order]
         local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
         self._batch, self._rollouts = rollouts, rollouts[here]
+        self._alike = packing.alike(self._rollouts)
         # Once there, the column stays: TRL would show the messages of the batch before in place of none.
         self._shows_messages |= self.log_completions and any(rollout.messages is not None for rollout in rollouts)
         prompts = self.processing_class.batch_decode([rollout.prompt_ids for rollout in self._rollouts])
@@ -452,14 +467,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
         lengths, steps = lengths_of(batch), self._plan.micro_batches()
-        divided = [[self._trimmed(take(batch, part), lengths[part]) for part in step] for step in steps]
+        divided = [
+            [self._trimmed(take(batch, part), lengths[part], self._alike[part]) for part in step] for step in steps
+        ]
         return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
 
-    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray) -> Batch:
+    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, alike: np.ndarray | None = None) -> Batch:
         micro_batch = trim(micro_batch, lengths, self.pad_to_multiple_of or 1)
         if self._packs is not None:
             widths = micro_batch["prompt_ids"].size(1), micro_batch["completion_ids"].size(1)
-            micro_batch["layout"] = packing.Layout.of(*lengths.T, *widths, self._packs)
+            micro_batch["layout"] = packing.Layout.of(*lengths.T, *widths, self._packs, alike)
         return micro_batch
 
     def _get_per_token_logps_and_entropies(
@@ -468,9 +485,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """As in TRL, in the micro-batches that are trained, and without their padding."""
         forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
         size, trained, packs = batch_size or len(input_ids), self._trained, self._packs
-        parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
+        parts, alike = [slice(start, start + size) for start in range(0, len(input_ids), size)], None
         if batch_size is not None and self._plan is not None:
-            parts = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
+            parts, alike = [micro_batch for step in self._plan.micro_batches() for micro_batch in step], self._alike
         with self.stopwatch.part(COMPUTE):
             if packs is None:
                 score, multiple = partial(forward, model), self.pad_to_multiple_of or 1
@@ -478,7 +495,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             elif trained is not None:
                 scored = packing.score_packed(forward, model, input_ids, logits_to_keep, trained["layout"])
             else:
-                scored = packing.score_all(forward, model, input_ids, attention_mask, logits_to_keep, parts, packs)
+                batch = input_ids, attention_mask, logits_to_keep, parts
+                scored = packing.score_all(forward, model, *batch, packs, alike)
             if trained is None:  # TRL reads values of the batch next
                 settle(self.accelerator.device)
         return self._corrected(scored)

@@ -113,11 +113,12 @@ def plan_rollouts(
     seed: int,
     packed: bool,
     max_tokens: int | None,
+    alike: np.ndarray | None = None,
 ) -> Plan:
     """The plan for a generation batch, from the settings of the run; see `plan`."""
     lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
     together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-    return plan(lengths, ranks, args.steps_per_generation, together, max_tokens, seed, packed)
+    return plan(lengths, ranks, args.steps_per_generation, together, max_tokens, seed, packed, alike)
 
 
 def plan(
@@ -128,6 +129,7 @@ def plan(
     max_tokens: int | None = None,
     seed: int = 0,
     packed: bool = False,
+    alike: np.ndarray | None = None,
 ) -> Plan:
     """
     Args:
@@ -138,6 +140,8 @@ def plan(
         max_tokens: that a micro-batch may have, padding included; a longer rollout has a micro-batch of its own. None
             makes each training step one micro-batch.
         packed: whether a micro-batch has no padding (`packing.py`).
+        alike: a number for each rollout, the same for those that may share their prompt. With one rank they stay
+            together; several ranks get rollouts of similar length, whatever their prompts.
     """
     indices = np.arange(len(lengths))
     if steps > together:
@@ -147,8 +151,9 @@ def plan(
     order: list[list[int]] = [[] for _ in range(ranks)]
     sizes: list[list[int]] = []
     for window in indices.reshape(steps // together, -1):
-        longest_first = window[np.argsort(-sizes_of[window], kind="stable")]
-        for hands in _deal(longest_first.reshape(together, -1), sizes_of, ranks):
+        by = -sizes_of if alike is None or ranks > 1 else alike
+        ordered = window[np.argsort(by[window], kind="stable")]
+        for hands in _deal(ordered.reshape(together, -1), sizes_of, ranks):
             # All ranks cut at the same positions, because TRL gathers a value per rollout in every micro-batch.
             longest = np.max([sizes_of[hand] for hand in hands], axis=0)
             sizes.append([per_step] if max_tokens is None else _cut(longest, max_tokens, packed))

@@ -2,7 +2,8 @@
 
 A micro-batch of TRL's, (B, P + C) with padding on both sides, becomes one row of T tokens whose positions begin anew
 with every rollout, and the scores go back to their columns. Attention stops at the borders between rollouts: on GPUs
-in one kernel for variable lengths (16 bits), elsewhere by torch's own attention, rollout by rollout.
+in one kernel for variable lengths (16 bits), elsewhere by torch's own attention, rollout by rollout. Rollouts with the
+same prompt may share it: it stands in the row once, and the keys and values of all of them begin with its own.
 
 Not every model can be packed: layers that carry a state from token to token run across borders. So a model is tried
 before the first batch (`why_padded`), and padded as before (`micro_batches.without_padding`) if it fails.
@@ -22,11 +23,13 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_atropos.batches.micro_batches import Scores
+from trl_atropos.rollouts.rollout import Rollout
 
 ATTENTION = "sdpa_packed"  # `attn_implementation` of a model that is packed; as `sdpa` for any other input
 FLASH = ("flash_attention_2", "flash_attention_3")  # these find the borders by themselves
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)  # torch's versions differ in them
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+WORTH_SHARING = 1 / 8  # of the tokens of a row: as many are not computed because rollouts share prompts
 WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has won back the time of compiling
 TRIED = (24, 17)  # tokens of the two rollouts that a model is tried with
 # Nats that a rollout's log-probabilities may differ by in another row: by what stands before it, and from a row of
@@ -45,20 +48,31 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(
-        cls, prompts: Sequence[int], completions: Sequence[int], prompt_width: int, width: int, how: "How"
+        cls,
+        prompts: Sequence[int],
+        completions: Sequence[int],
+        prompt_width: int,
+        width: int,
+        how: "How",
+        alike: Sequence[int] | None = None,
     ) -> "Layout":
         """
         Args:
             prompts: tokens of each prompt, at least 1; `completions`: of each completion.
             prompt_width: P; `width`: C.
+            alike: a number for each rollout, the same for those with the same prompt. They share it where that pays.
         """
         prompts = np.asarray(prompts)
-        # By length, because attention takes neighbours of the same length at once.
-        order = np.argsort(prompts + completions, kind="stable")
-        lengths = (prompts + completions)[order]
-        ends = lengths.cumsum()
-        rollout = np.repeat(order, lengths)
-        position = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        whole = prompts + completions
+        givers, giver_of, shared = _sharing(prompts, whole, alike if how.shares else None)
+        # By length, because attention takes neighbours of the same lengths at once.
+        order = np.lexsort((whole, shared))
+        # Parts of the row: shared prompts without their last token, then what else there is of each rollout.
+        rollouts, shared = np.append(givers, order), np.append(0 * givers, shared[order])
+        lengths = np.append(prompts[givers] - 1, whole[order] - shared[len(givers) :])
+        begins = lengths.cumsum() - lengths
+        part = np.repeat(np.arange(len(lengths)), lengths)
+        rollout, position = rollouts[part], np.arange(len(part)) - (begins - shared)[part]
         column = position - prompts[rollout]  # of the completion; below 0 in the prompt
         tokens = rollout * (prompt_width + width) + prompt_width + column
         scored = np.flatnonzero(column >= 0)
@@ -66,13 +80,50 @@ class Layout(NamedTuple):
         tail = -len(tokens) % how.multiple  # tokens of no rollout, which fill the row
         if tail:
             tokens, position = (np.append(array, np.arange(tail)) for array in (tokens, position))
-            lengths = np.append(lengths, tail)
+            begins, lengths, shared = np.append(begins, len(part)), np.append(lengths, tail), np.append(shared, 0)
         row = np.zeros(len(tokens), dtype=np.int64)
         row[scored] = 1
+        keys = np.zeros(0, dtype=np.int64)
+        if len(givers):
+            givers_of = np.concatenate(
+                [np.arange(len(givers)), giver_of[order], np.zeros(int(tail > 0), dtype=np.int64)]
+            )
+            keys = _keys(begins, lengths, shared, begins[givers_of])
         # One copy to the device: each would have the device wait for the host.
-        parts = torch.from_numpy(np.concatenate([tokens, row, position, scored - 1, columns])).to(how.device)
-        tokens, row, position, predicts, columns = parts.split([len(row)] * 3 + [len(scored)] * 2)
-        return cls(tokens[None], row[None], predicts, columns, how.inputs(position[None], lengths))
+        parts = torch.from_numpy(np.concatenate([tokens, row, position, scored - 1, columns, keys])).to(how.device)
+        sizes = [len(row)] * 3 + [len(scored)] * 2 + [len(keys)]
+        tokens, row, position, predicts, columns, keys = parts.split(sizes)
+        inputs = how.inputs(position[None], lengths, lengths + shared, keys if len(givers) else None)
+        return cls(tokens[None], row[None], predicts, columns, inputs)
+
+
+def alike(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """(B,): a number for each rollout, the same for those with the same prompt."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(rollout.prompt_ids.tobytes(), len(numbers)) for rollout in rollouts])
+
+
+def _sharing(prompts: np.ndarray, whole: np.ndarray, alike: Sequence[int] | None) -> tuple[np.ndarray, ...]:
+    """The rollouts whose prompt others take; for each rollout, which of these it takes from, and how many tokens."""
+    nobody = np.zeros(0, dtype=np.int64), np.zeros_like(prompts), np.zeros_like(prompts)
+    if alike is None:
+        return nobody
+    _, first, group, number = np.unique(alike, return_index=True, return_inverse=True, return_counts=True)
+    gives = (number > 1) & (prompts[first] > 1)
+    # The last token of a prompt predicts another token in each rollout, and stays with it.
+    shared = np.where(gives[group], prompts - 1, 0)
+    givers = first[gives]
+    if shared.sum() - shared[givers].sum() < WORTH_SHARING * whole.sum():
+        return nobody
+    return givers, np.where(gives, gives.cumsum() - 1, 0)[group], shared
+
+
+def _keys(begins: np.ndarray, lengths: np.ndarray, shared: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """Where in the row the keys of each part are: first the `shared` tokens of a prompt that begins at `prompts`."""
+    numbers = lengths + shared
+    part = np.repeat(np.arange(len(numbers)), numbers)
+    key = np.arange(len(part)) - (numbers.cumsum() - numbers)[part]
+    return np.where(key < shared[part], prompts[part], (begins - shared)[part]) + key
 
 
 class How(NamedTuple):
@@ -82,26 +133,41 @@ class How(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     multiple: int = 1  # of the row's length
+    shares: bool = False  # prompts among rollouts
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None, multiple: int) -> "How":
         dtype = autocast or next(parameter.dtype for parameter in model.parameters())
         return cls(model.config._attn_implementation, device, dtype, multiple)
 
-    def inputs(self, positions: torch.Tensor, lengths: np.ndarray) -> dict[str, Any]:
-        """What the model gets beside the row: names of Transformers' own for rows of several sequences."""
+    def inputs(
+        self,
+        positions: torch.Tensor,
+        lengths: np.ndarray,
+        key_lengths: np.ndarray | None = None,
+        keys: torch.Tensor | None = None,
+    ) -> dict[str, Any]:
+        """What the model gets beside the row: names of Transformers' own for rows of several sequences. `keys` are the
+        places in the row of all parts' keys, if some of these are shared."""
         inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
-        lengths = torch.from_numpy(lengths.astype(np.int32))
-        borders = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(self.device)
-        longest = int(lengths.max())
+        numbers = [
+            torch.from_numpy(array.astype(np.int32)) for array in (lengths, lengths if keys is None else key_lengths)
+        ]
+        longest = [int(number.max()) for number in numbers]
+        if keys is not None:
+            inputs["rollout_keys"] = keys
         if self.attention == ATTENTION:
             # A mask of four dimensions is taken as it is: none is made, which would wait for the device.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
             if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
-                return inputs | {"rollout_lengths": lengths}
-            longest = 1 << (longest - 1).bit_length()  # few different numbers, each of which may be compiled anew
-        both = {"cu_seq_lens_{}": borders, "max_length_{}": longest}
-        return inputs | {name.format(side): value for name, value in both.items() for side in "qk"}
+                return inputs | {"rollout_lengths": numbers[0], "key_lengths": numbers[1]}
+            # Few different numbers, each of which may be compiled anew.
+            longest = [1 << (number - 1).bit_length() for number in longest]
+        borders = [torch.nn.functional.pad(number.cumsum(0, dtype=torch.int32), (1, 0)) for number in numbers]
+        borders = [borders[0].to(self.device)] * 2 if keys is None else [border.to(self.device) for border in borders]
+        for side, border, most in zip("qk", borders, longest, strict=True):
+            inputs |= {f"cu_seq_lens_{side}": border, f"max_length_{side}": most}
+        return inputs
 
 
 def score_packed(forward: Callable[..., Scores], model: Any, ids: torch.Tensor, keep: int, layout: Layout) -> Scores:
@@ -141,14 +207,15 @@ def score_all(
     keep: int,
     micro_batches: Sequence[slice],
     how: How,
+    alike: np.ndarray | None = None,
 ) -> Scores:
     """As `score_packed`, for each micro-batch of a batch whose attention mask (B, P + C) is given."""
     widths = ids.size(1) - keep, keep
     lengths = torch.stack([part.sum(1) for part in mask.split(widths, dim=1)]).cpu().numpy()
-    scored = [
-        score_packed(forward, model, ids[part], keep, Layout.of(*lengths[:, part], *widths, how))
-        for part in micro_batches
+    layouts = [
+        Layout.of(*lengths[:, part], *widths, how, None if alike is None else alike[part]) for part in micro_batches
     ]
+    scored = [score_packed(forward, model, ids[part], keep, layout) for part, layout in zip(micro_batches, layouts)]
     logprobs, entropies, _ = zip(*scored)
     return torch.cat(logprobs), torch.cat(entropies) if entropies[0] is not None else None, None
 
@@ -164,36 +231,56 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
 
 
-def attend(module, query, key, value, attention_mask, rollout_lengths=None, cu_seq_lens_q=None, **options):
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    rollout_keys=None,
+    rollout_lengths=None,
+    key_lengths=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    **options,
+):
     """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
+    if rollout_keys is not None:
+        key, value = (tensor.index_select(2, rollout_keys) for tensor in (key, value))
     if rollout_lengths is not None:
-        return _each_rollout(module, query, key, value, rollout_lengths, **options), None
+        return _each_rollout(module, query, key, value, rollout_lengths, key_lengths, **options), None
     if cu_seq_lens_q is not None:
-        return _varlen(query, key, value, cu_seq_lens_q, **options), None
+        return _varlen(query, key, value, cu_seq_lens_q, cu_seq_lens_k, **options), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 @torch.compiler.disable
-def _each_rollout(module, query, key, value, lengths, sliding_window=None, **options) -> torch.Tensor:
-    """Rollouts of the same length that stand side by side are a batch."""
-    runs = [(length, len(list(same))) for length, same in groupby(lengths.tolist())]
-    parts = zip(*(tensor.split([length * number for length, number in runs], dim=2) for tensor in (query, key, value)))
+def _each_rollout(module, query, key, value, lengths, key_lengths, sliding_window=None, **options) -> torch.Tensor:
+    """Rollouts of the same lengths that stand side by side are a batch."""
+    runs = [(*pair, len(list(same))) for pair, same in groupby(zip(lengths.tolist(), key_lengths.tolist()))]
+    sizes = [length * number for length, _, number in runs], [length * number for _, length, number in runs]
+    parts = zip(query.split(sizes[0], dim=2), key.split(sizes[1], dim=2), value.split(sizes[1], dim=2))
     attended = []
-    for (length, number), part in zip(runs, parts, strict=True):
-        batch = (tensor[0].unflatten(1, (number, length)).transpose(0, 1) for tensor in part)
-        mask = _window(length, sliding_window, query.device)
+    for (length, key_length, number), part in zip(runs, parts, strict=True):
+        batch = (tensor[0].unflatten(1, (number, -1)).transpose(0, 1) for tensor in part)
+        mask = _mask(length, key_length, sliding_window, query.device)
         attended.append(sdpa_attention_forward(module, *batch, mask, **options)[0].flatten(0, 1))
     return (attended[0] if len(attended) == 1 else torch.cat(attended))[None]
 
 
-def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    if sliding_window is None or length <= sliding_window:
+def _mask(length: int, key_length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """None: each query sees the keys up to its own."""
+    narrow = sliding_window is not None and key_length > sliding_window
+    if length == key_length and not narrow:
         return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return ((distance >= 0) & (distance < sliding_window))[None, None]
+    distance = torch.arange(key_length - length, key_length, device=device)[:, None]
+    distance = distance - torch.arange(key_length, device=device)
+    return ((distance >= 0) & (distance < (sliding_window if narrow else key_length)))[None, None]
 
 
-def _varlen(query, key, value, borders, max_length_q, scaling=None, sliding_window=None, **_) -> torch.Tensor:
+def _varlen(
+    query, key, value, borders, key_borders, max_length_q, max_length_k, scaling=None, sliding_window=None, **_
+) -> torch.Tensor:
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in VARLEN:
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -210,7 +297,7 @@ def _varlen(query, key, value, borders, max_length_q, scaling=None, sliding_wind
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    return varlen_attn(query, key, value, borders, borders, max_length_q, max_length_q, **options)[None]
+    return varlen_attn(query, key, value, borders, key_borders, max_length_q, max_length_k, **options)[None]
 
 
 # ----------------------------------------------------------------------------------------------------- what can be had
@@ -247,6 +334,27 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
     if not (behind - alone).abs().max() <= ALONE[kind]:
         return "a rollout in a row of several is not computed as in one of its own"
     return None
+
+
+@torch.no_grad()
+def can_share(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> bool:
+    """Whether rollouts of this model are scored alike if they share their prompt."""
+    prompt, completion = TRIED
+    ids = (
+        torch.arange(2 * (prompt + completion), device=how.device)
+        * 7919
+        % (policy.config.get_text_config().vocab_size - 1)
+    )
+    ids = ids.view(2, -1)
+    ids[1, :prompt] = ids[0, :prompt]
+    layouts = [
+        Layout.of([prompt] * 2, [completion, completion - 1], prompt, completion, how._replace(shares=shares), [0, 0])
+        for shares in (True, False)
+    ]
+    with torch.compiler.set_stance("force_eager"):
+        together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
+    kind = "float32" if how.dtype in (torch.float32, torch.float64) else "16 bits"
+    return bool((together - apart).abs().max() <= ALONE[kind])
 
 
 def compile_layers(model: PreTrainedModel) -> None:
