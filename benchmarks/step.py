@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rows", type=positive, default=64, metavar="N", help="per optimizer step (default: %(default)s)")
     add("--micro_batch", type=positive, default=8, metavar="N", help="rows of one (default: %(default)s)")
     add("--prompt", type=positive, default=16, metavar="N", help="tokens of each prompt (default: %(default)s)")
+    add("--group_size", type=positive, default=8, metavar="N", help="rows with the same prompt (default: %(default)s)")
     add("--median", type=positive, default=96, metavar="N", help="tokens of a completion (default: %(default)s)")
     add("--sigma", type=float, default=1.0, metavar="X", help="of the log-normal spread (default: %(default)s)")
     add("--longest", type=positive, default=4096, metavar="N", help="row in tokens; others are cut (default: 4096)")
@@ -94,8 +95,9 @@ def main(argv: list[str] | None = None) -> None:
         setattr(options, name, chosen)
         if not set(chosen) <= set(known):
             parser.error(f"--{name} {','.join(chosen)}: there are {', '.join(known)}")
-    if options.rows % options.micro_batch or options.rows % 2:
-        parser.error(f"--rows {options.rows} is not an even multiple of --micro_batch {options.micro_batch}")
+    for name in ("micro_batch", "group_size"):
+        if options.rows % getattr(options, name):
+            parser.error(f"--rows {options.rows} is not a multiple of --{name} {getattr(options, name)}")
     if not 0 <= options.sigma < 3:
         parser.error(f"--sigma is {options.sigma}: set it to 0 or more, and below 3")
     if options.longest <= options.prompt:

@@ -30,7 +30,6 @@ from trl_atropos.trainer import atropos_score
 
 BATCHES = 1000  # of the table of ranks
 STEPS = 2  # that each trainer takes; the last is measured
-GROUP_SIZE = 2
 PACKED_LOOP = "packed_loop"  # is no trainer
 VOCABULARY = 256
 
@@ -121,13 +120,14 @@ def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     generator = np.random.default_rng(0)
     prompt, lengths = options.prompt, lengths_of(generator, shape, options.rows, options)
     groups = []
-    for pair in lengths.reshape(-1, GROUP_SIZE):
-        sequences = [generator.integers(0, VOCABULARY, prompt + length).tolist() for length in pair]
+    for completions in lengths.reshape(-1, options.group_size):
+        start = generator.integers(0, VOCABULARY, prompt).tolist()
+        sequences = [start + generator.integers(0, VOCABULARY, length).tolist() for length in completions]
         groups.append(
             {
                 "tokens": sequences,
                 "masks": [[-100] * prompt + tokens[prompt:] for tokens in sequences],
-                "scores": generator.normal(size=GROUP_SIZE).tolist(),
+                "scores": generator.normal(size=options.group_size).tolist(),
                 "inference_logprobs": [
                     [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist() for tokens in sequences
                 ],
@@ -202,7 +202,7 @@ def _make_trainer(
     trainer = GRPOTrainer(
         str(model),
         reward_funcs=[atropos_score],
-        args=GRPOConfig(**settings, num_generations=GROUP_SIZE, shuffle_dataset=False),
+        args=GRPOConfig(**settings, num_generations=options.group_size, shuffle_dataset=False),
         train_dataset=Dataset.from_dict({"prompt": [""] * len(rows)}),
         rollout_func=lambda prompts, trainer: columns(rows),
     )

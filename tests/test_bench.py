@@ -232,7 +232,7 @@ def test_a_wrong_flag_of_loop_is_one_line_that_names_the_fix(arguments, message)
 
 
 def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_model):
-    options = argparse.Namespace(rows=8, prompt=4, median=12, sigma=1.0, longest=40)
+    options = argparse.Namespace(rows=8, group_size=2, prompt=4, median=12, sigma=1.0, longest=40)
     rollouts = make_rows("spread", options)
     loop = PackedLoop(tiny_model, rollouts, max_tokens=64, checkpointing=False)
     assert len(loop.rows) > 1 and max(row.ids.numel() for row in loop.rows) <= 64

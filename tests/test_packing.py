@@ -68,6 +68,14 @@ def padded(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids * mask, mask
 
 
+def padded_alike(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """The first, second and last rollout begin with the same seven tokens, which is what the last value says."""
+    ids, mask = padded(vocabulary)
+    mask[:, :P] = torch.arange(P) >= P - torch.tensor([7, 7, 3, 1, 7])[:, None]
+    ids[[1, 4], :P] = ids[0, :P]
+    return ids, mask, np.array([5, 5, 3, 1, 5])
+
+
 def how_of(model, multiple: int = 1) -> packing.How:
     return packing.How.of(model, CPU, None, multiple)
 
@@ -83,12 +91,9 @@ def test_a_family_is_scored_alike_or_padded(name, tmp_path):
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
     scored_as_apart(model, ids, mask, how_of(model), None)
-    # The first, second and last rollout begin with the same tokens.
     assert packing.can_share(FORWARD, model, model, how_of(model))
-    prompts = torch.tensor([7, 7, 3, 1, 7])[:, None]
-    mask[:, :P] = torch.arange(P) >= P - prompts
-    ids[[1, 4], :P] = ids[0, :P]
-    scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), np.array([5, 5, 3, 1, 5]))
+    ids, mask, alike = padded_alike(model.config.get_text_config().vocab_size - 1)
+    scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), alike)
 
 
 def scored_as_apart(model, ids, mask, how, alike) -> None:
@@ -133,7 +138,7 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
     assert torch.equal(inputs["input_ids"][0, :useful], torch.cat([ids[one][mask[one].bool()] for one in order]))
     positions = torch.cat([torch.arange(lengths[one]) for one in order])
     assert torch.equal(inputs["position_ids"][0, :useful], positions)
-    assert int(inputs["rollout_lengths"].sum()) == inputs["input_ids"].size(1)
+    assert int(inputs["rollout_lengths"][0].sum()) == inputs["input_ids"].size(1)
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
@@ -148,12 +153,46 @@ def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
     assert torch.equal(layout.tokens[0, : len(useful)], useful)
     positions = layout.inputs["position_ids"][0, : len(useful)]
     assert positions.tolist() == [0, 1, 2, *range(7), 3, 4, 5, 3, 4, 5, 6, 3, 4, 5, 6]
-    assert layout.inputs["rollout_lengths"].tolist()[:5] == [3, 7, 3, 4, 4]
-    assert layout.inputs["key_lengths"].tolist()[:5] == [3, 7, 6, 7, 7]
+    assert layout.inputs["rollout_lengths"][:, :5].tolist() == [[3, 7, 3, 4, 4], [3, 7, 6, 7, 7]]
     keys = [0, 1, 2, *range(3, 10), 0, 1, 2, 10, 11, 12, 0, 1, 2, 13, 14, 15, 16, 0, 1, 2, 17, 18, 19, 20]
     assert layout.inputs["rollout_keys"].tolist()[: len(keys)] == keys
-    assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["key_lengths"].sum())
+    assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["rollout_lengths"][1].sum())
     assert layout.tokens.size(1) == math.ceil(len(useful) / multiple) * multiple
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatch):
+    """What `varlen_attn` gets on GPUs, computed here by its definition: queries are at the end of their keys."""
+
+    def kernel(query, key, value, borders, key_borders, most, most_keys, *, scale, window_size, enable_gqa):
+        assert [most, most_keys] == [int(each.diff().max()) for each in (borders, key_borders)] and enable_gqa
+        attended = []
+        for begin, end, first, last in zip(borders, borders[1:], key_borders, key_borders[1:]):
+            distance = torch.arange(last - first - (end - begin), last - first)[:, None] - torch.arange(last - first)
+            seen = (distance >= 0) & (distance <= (window_size[0] if window else distance))
+            q, k, v = (
+                query[begin:end],
+                key[first:last].repeat_interleave(2, 1),
+                value[first:last].repeat_interleave(2, 1),
+            )
+            scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -math.inf).softmax(-1)
+            attended.append(torch.einsum("hqk,khd->qhd", scores, v))
+        return torch.cat(attended)
+
+    layout = packing.Layout.of([4, 4, 2, 4], [3, 2, 5, 3], 4, 5, how_of(policy)._replace(shares=True), [1, 1, 0, 1])
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, layout.tokens.numel(), 8, generator=draw) for heads in (4, 2, 2))
+    keys, lengths = layout.inputs["rollout_keys"], layout.inputs["rollout_lengths"]
+    options = {"scaling": 0.3, "sliding_window": window}
+    layer = policy.model.layers[0].self_attn
+    monkeypatch.setattr(layer, "num_key_value_groups", 2)
+    apart, _ = packing.attend(layer, query, key, value, None, keys, lengths, dropout=0.0, **options)
+    borders, key_borders = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
+    options |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": key_borders}
+    options |= {"max_length_q": int(lengths[0].max()), "max_length_k": int(lengths[1].max())}
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    at_once, _ = packing.attend(layer, query, key, value, None, keys, dropout=0.0, **options)
+    torch.testing.assert_close(at_once, apart)
 
 
 @pytest.mark.parametrize("prompts, alike", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)])
@@ -243,20 +282,22 @@ def test_layers_are_compiled_on_gpus_where_that_wins_back_its_time():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shares", [False, True], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["Qwen3", "Llama", "Ministral", "GPT-2"])
-def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, tmp_path):
+def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, shares, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
     how = packing.How.of(packed, torch.device("cuda"), None, 1)
     assert packing.why_padded(FORWARD, packed, packed, how) is None
     if compiled:
         packing.compile_layers(packed)
-    ids, mask = (tensor.cuda() for tensor in padded(250))
-    parts = [slice(0, 4), slice(4, 5)]
-    scores = packing.score_all(FORWARD, packed, ids, mask, C, parts, how)[0]
-    apart = without_padding(partial(FORWARD, alone), ids, mask, C, parts)[0]
+    assert packing.can_share(FORWARD, packed, packed, how)
+    ids, mask, alike = padded_alike(250) if shares else (*padded(250), None)
+    ids, mask, parts = ids.cuda(), mask.cuda(), [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)]
+    scores = packing.score_all(FORWARD, packed, ids, mask, C, parts, how._replace(shares=shares), alike)[0]
+    apart = without_padding(partial(FORWARD, alone), ids, mask, C, [slice(0, 4), slice(4, 5)])[0]
     rounding = 0.05 if dtype == torch.bfloat16 else 5e-3  # of the embeddings' 250 tokens; TF32
     assert (scores - apart).abs().max() <= rounding
     for each in (scores, apart):

@@ -193,20 +193,18 @@ class AtroposGRPOConfig(GRPOConfig):
             temperature 1, averaged over the trained tokens that have them. `0` switches it off. Otherwise each
             micro-batch takes one further forward, and memory for its logits over the whole vocabulary.
         group_by_length (`bool`, *optional*, defaults to `True`):
-            Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. Has no
+            Whether rollouts of similar length share a micro-batch, and every process gets about as many tokens. No
             effect where the gradient depends on it: with `loss_type: bnpo`, an entropy bonus, `top_entropy_quantile`,
-            or the load-balancing loss of a mixture of experts.
+            or a mixture's load-balancing loss.
         max_tokens_per_micro_batch (`int`, *optional*):
-            Tokens of a micro-batch, padding included, in place of a fixed number of rollouts. Then
-            `per_device_train_batch_size` is the number of rollouts of one process in an optimizer step. By default,
-            with `gradient_accumulation_steps: 1` on a GPU, as many as fit into the memory that is free after the first
-            step, up to 16384.
+            Tokens of a micro-batch, padding included, in place of a number of rollouts. Then
+            `per_device_train_batch_size` is the rollouts of one process in an optimizer step. By default, with
+            `gradient_accumulation_steps: 1` on a GPU, what fits into the free memory, up to 16384.
         padding_free (`bool`, *optional*, defaults to `True`):
             Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is computed on padding.
-            A model for which that does not work is padded, with a warning that says why.
+            A model that cannot is padded; a warning says why.
         share_prompts (`bool`, *optional*):
-            Whether rollouts with the same prompt compute it once, where that saves an eighth of the tokens of a
-            micro-batch or more. By default on the CPU; on GPUs it has not been measured.
+            Whether rollouts with the same prompt compute it once, where that pays. By default on the CPU only.
         compile_layers (`bool`, *optional*):
             Whether to compile each decoder layer (`torch.compile`). By default, on GPUs for dense models of at least
             50 million parameters that are not sharded.

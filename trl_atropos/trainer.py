@@ -728,8 +728,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         model = self.accelerator.unwrap_model(self.model)
         adapters = list(model.peft_config.values()) if isinstance(model, PeftModel) else []
-        # An upload that is under way would fail if the picture changed.
-        draw = self.hub_model_id is None or self.push_in_progress is None or self.push_in_progress.is_done()
+        if self.hub_model_id is None:  # nobody sees it before the end, and drawing takes as long as a small step
+            draw = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+        else:  # an upload that is under way would fail if the picture changed
+            draw = self.push_in_progress is None or self.push_in_progress.is_done()
         own = self.environment_commands, self.evaluations
         complete_card(self.args, self.state, model.config.name_or_path, adapters, *own, draw)
 

@@ -115,7 +115,8 @@ class Pages:
         """
         self.rollouts = rollouts
         if "rollout_lengths" in rollouts:
-            self.lengths, self.longest = rollouts["rollout_lengths"], int(rollouts["rollout_lengths"].max())
+            self.lengths = rollouts["rollout_lengths"][0]
+            self.longest = int(self.lengths.max())
             self.borders = pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         else:
             self.borders, self.longest = rollouts["cu_seq_lens_q"], rollouts["max_length_q"]

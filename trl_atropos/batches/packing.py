@@ -85,15 +85,13 @@ class Layout(NamedTuple):
         row[scored] = 1
         keys = np.zeros(0, dtype=np.int64)
         if len(givers):
-            givers_of = np.concatenate(
-                [np.arange(len(givers)), giver_of[order], np.zeros(int(tail > 0), dtype=np.int64)]
-            )
-            keys = _keys(begins, lengths, shared, begins[givers_of])
+            giver_of = np.concatenate([np.arange(len(givers)), giver_of[order], [0] * bool(tail)]).astype(int)
+            keys = _keys(begins, lengths, shared, begins[giver_of])
         # One copy to the device: each would have the device wait for the host.
         parts = torch.from_numpy(np.concatenate([tokens, row, position, scored - 1, columns, keys])).to(how.device)
         sizes = [len(row)] * 3 + [len(scored)] * 2 + [len(keys)]
         tokens, row, position, predicts, columns, keys = parts.split(sizes)
-        inputs = how.inputs(position[None], lengths, lengths + shared, keys if len(givers) else None)
+        inputs = how.inputs(position[None], lengths, keys if len(givers) else None, shared)
         return cls(tokens[None], row[None], predicts, columns, inputs)
 
 
@@ -141,30 +139,23 @@ class How(NamedTuple):
         return cls(model.config._attn_implementation, device, dtype, multiple)
 
     def inputs(
-        self,
-        positions: torch.Tensor,
-        lengths: np.ndarray,
-        key_lengths: np.ndarray | None = None,
-        keys: torch.Tensor | None = None,
+        self, positions: torch.Tensor, lengths: np.ndarray, keys: torch.Tensor | None = None, shared: Any = 0
     ) -> dict[str, Any]:
         """What the model gets beside the row: names of Transformers' own for rows of several sequences. `keys` are the
-        places in the row of all parts' keys, if some of these are shared."""
+        places of all parts' keys in the row, if some of a part are `shared` ones that stand elsewhere."""
         inputs: dict[str, Any] = {"position_ids": positions, "attention_mask": None}
-        numbers = [
-            torch.from_numpy(array.astype(np.int32)) for array in (lengths, lengths if keys is None else key_lengths)
-        ]
-        longest = [int(number.max()) for number in numbers]
         if keys is not None:
             inputs["rollout_keys"] = keys
+        numbers = torch.from_numpy(np.stack([lengths, lengths + shared]).astype(np.int32))  # of queries and of keys
+        longest = numbers.amax(1).tolist()
         if self.attention == ATTENTION:
             # A mask of four dimensions is taken as it is: none is made, which would wait for the device.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
             if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
-                return inputs | {"rollout_lengths": numbers[0], "key_lengths": numbers[1]}
+                return inputs | {"rollout_lengths": numbers}
             # Few different numbers, each of which may be compiled anew.
             longest = [1 << (number - 1).bit_length() for number in longest]
-        borders = [torch.nn.functional.pad(number.cumsum(0, dtype=torch.int32), (1, 0)) for number in numbers]
-        borders = [borders[0].to(self.device)] * 2 if keys is None else [border.to(self.device) for border in borders]
+        borders = torch.nn.functional.pad(numbers.cumsum(1, dtype=torch.int32), (1, 0)).to(self.device)
         for side, border, most in zip("qk", borders, longest, strict=True):
             inputs |= {f"cu_seq_lens_{side}": border, f"max_length_{side}": most}
         return inputs
@@ -231,35 +222,23 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
 
 
-def attend(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    rollout_keys=None,
-    rollout_lengths=None,
-    key_lengths=None,
-    cu_seq_lens_q=None,
-    cu_seq_lens_k=None,
-    **options,
-):
+def attend(module, query, key, value, mask, rollout_keys=None, rollout_lengths=None, cu_seq_lens_q=None, **options):
     """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
     if rollout_keys is not None:
         key, value = (tensor.index_select(2, rollout_keys) for tensor in (key, value))
     if rollout_lengths is not None:
-        return _each_rollout(module, query, key, value, rollout_lengths, key_lengths, **options), None
+        return _each_rollout(module, query, key, value, rollout_lengths, **options), None
     if cu_seq_lens_q is not None:
-        return _varlen(query, key, value, cu_seq_lens_q, cu_seq_lens_k, **options), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _varlen(query, key, value, cu_seq_lens_q, **options), None
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 @torch.compiler.disable
-def _each_rollout(module, query, key, value, lengths, key_lengths, sliding_window=None, **options) -> torch.Tensor:
+def _each_rollout(module, query, key, value, lengths, sliding_window=None, **options) -> torch.Tensor:
     """Rollouts of the same lengths that stand side by side are a batch."""
-    runs = [(*pair, len(list(same))) for pair, same in groupby(zip(lengths.tolist(), key_lengths.tolist()))]
-    sizes = [length * number for length, _, number in runs], [length * number for _, length, number in runs]
-    parts = zip(query.split(sizes[0], dim=2), key.split(sizes[1], dim=2), value.split(sizes[1], dim=2))
+    runs = [(*pair, len(list(same))) for pair, same in groupby(zip(*lengths.tolist()))]
+    of_queries, of_keys = ([run[side] * run[2] for run in runs] for side in (0, 1))
+    parts = zip(query.split(of_queries, dim=2), key.split(of_keys, dim=2), value.split(of_keys, dim=2))
     attended = []
     for (length, key_length, number), part in zip(runs, parts, strict=True):
         batch = (tensor[0].unflatten(1, (number, -1)).transpose(0, 1) for tensor in part)
@@ -279,7 +258,7 @@ def _mask(length: int, key_length: int, sliding_window: int | None, device: torc
 
 
 def _varlen(
-    query, key, value, borders, key_borders, max_length_q, max_length_k, scaling=None, sliding_window=None, **_
+    query, key, value, borders, cu_seq_lens_k, max_length_q, max_length_k, scaling=None, sliding_window=None, **_
 ) -> torch.Tensor:
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in VARLEN:
@@ -297,7 +276,7 @@ def _varlen(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    return varlen_attn(query, key, value, borders, key_borders, max_length_q, max_length_k, **options)[None]
+    return varlen_attn(query, key, value, borders, cu_seq_lens_k, max_length_q, max_length_k, **options)[None]
 
 
 # ----------------------------------------------------------------------------------------------------- what can be had
