@@ -202,12 +202,12 @@ class AtroposGRPOConfig(GRPOConfig):
             `gradient_accumulation_steps: 1` on a GPU, what fits into the free memory, up to 16384.
         padding_free (`bool`, *optional*, defaults to `True`):
             Whether the rollouts of a micro-batch stand end to end in one row, so that nothing is computed on padding.
-            A model that cannot is padded; a warning says why.
+            Models that cannot are padded, with a warning.
         share_prompts (`bool`, *optional*):
             Whether rollouts with the same prompt compute it once, where that pays. By default on the CPU only.
         compile_layers (`bool`, *optional*):
-            Whether to compile each decoder layer (`torch.compile`). By default, on GPUs for dense models of at least
-            50 million parameters that are not sharded.
+            Whether to compile each decoder layer (`torch.compile`). By default on GPUs, for dense models of 50
+            million parameters or more that are not sharded.
 
         numerics (`str`, *optional*, defaults to `"default"`):
             How closely trainer and server compute the same: also `"float32_head"`, `"float16"`, and on Hopper GPUs
