@@ -129,8 +129,8 @@ class AtroposGRPOConfig(GRPOConfig):
         probe_every_n_steps (`int`, *optional*):
             Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
             tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
-            probes off. By default, probes take at most 2 percent of the run's time. That the server has the trainer's
-            weights is proven after every publish, whether it is probed or not.
+            probes off. By default, probes take at most 2 percent of the run's time. The weights themselves are
+            compared after every publish.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
             Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
             server needs `--enable-sleep-mode`.
