@@ -346,7 +346,7 @@ class AtroposGRPOConfig(GRPOConfig):
                 if getattr(self, name) != value:
                     what = f"`numerics: bitwise` is not there for `{name}: {getattr(self, name)}`"
                     raise self._wrong(what, f"Set `{name}: {str(value).lower()}`, or another `numerics`.")
-            self.compile_layers = False
+            self.compile_layers = self.share_prompts = False
 
     def _check_batch(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -297,7 +297,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _shares_prompts(self, how: packing.How) -> bool:
         """By default on the CPU: on GPUs it has not been measured."""
         asked = self.args.share_prompts
-        if not (how.device.type == "cpu" if asked is None else asked) or self.args.numerics == "bitwise":
+        if not (how.device.type == "cpu" if asked is None else asked):
             return False
         score = super()._get_per_token_logps_and_entropies
         shares = how.attention == packing.ATTENTION and packing.can_share(

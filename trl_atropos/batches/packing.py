@@ -319,19 +319,18 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
 def can_share(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> bool:
     """Whether rollouts of this model are scored alike if they share their prompt."""
     prompt, completion = TRIED
-    ids = (
-        torch.arange(2 * (prompt + completion), device=how.device)
-        * 7919
-        % (policy.config.get_text_config().vocab_size - 1)
-    )
-    ids = ids.view(2, -1)
+    vocabulary = policy.config.get_text_config().vocab_size - 1
+    ids = (torch.arange(2 * (prompt + completion), device=how.device) * 7919 % vocabulary).view(2, -1)
     ids[1, :prompt] = ids[0, :prompt]
     layouts = [
         Layout.of([prompt] * 2, [completion, completion - 1], prompt, completion, how._replace(shares=shares), [0, 0])
         for shares in (True, False)
     ]
-    with torch.compiler.set_stance("force_eager"):
-        together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
+    except Exception:  # noqa: BLE001 - whatever a model's own code raises
+        return False
     kind = "float32" if how.dtype in (torch.float32, torch.float64) else "16 bits"
     return bool((together - apart).abs().max() <= ALONE[kind])
 
