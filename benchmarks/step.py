@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shapes", default="spread,equal", metavar="LIST", help="which to run (default: %(default)s)")
     add("--trainers", default="trl,rows,tokens", metavar="LIST", help="which to run (default: %(default)s)")
     add("--gradient_checkpointing", action="store_true", help="as in training arguments")
+    add("--share_prompts", choices=("true", "false"), help="as in training arguments")
     add("--json", action="store_true", help="print one JSON object in place of the tables")
     add("--output", type=writable, metavar="FILE", help="also write the JSON object to a file")
     return parser

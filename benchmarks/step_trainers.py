@@ -196,6 +196,7 @@ def _make_trainer(
             **settings,
             replay_paths=["given as rollout_source"],
             max_tokens_per_micro_batch=_budget(rows, options) if name == "tokens" else None,
+            share_prompts=options.share_prompts and options.share_prompts == "true",
             master_weights=False,  # TRL has none
         )
         return AtroposGRPOTrainer(str(model), args=config, rollout_source=OneBatch(rows))
