@@ -159,6 +159,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
         self._rollouts: list[Rollout] = []  # this rank's share of it
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
+        self._alike: np.ndarray | None = None  # which of `_rollouts` have the same prompt, where they may share it
         self._found: Batch | None = None  # of this rank's share, what the training passes find; None where TRL scores
         self._packs: packing.How | None = None  # None where rollouts are padded
         self._trained: Batch | None = None  # the micro-batch that is trained on
@@ -299,10 +300,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         asked = self.args.share_prompts
         if not (how.device.type == "cpu" if asked is None else asked):
             return False
-        score = super()._get_per_token_logps_and_entropies
-        shares = how.attention == packing.ATTENTION and packing.can_share(
-            score, self.model, base_model(self.model), how
-        )
+        tried = super()._get_per_token_logps_and_entropies, self.model, base_model(self.model), how
+        shares = how.attention == packing.ATTENTION and packing.can_share(*tried)
         if asked and not shares and self.accelerator.is_main_process:
             logger.warning("Rollouts do not share their prompts (`share_prompts`): this model scores them otherwise.")
         return shares
@@ -409,7 +408,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             raise RuntimeError("prompts come with the rollouts: the trainer has none to predict with")
         rollouts = self._next_batch()
-        self._plan = None
+        self._plan = alike = None
         if self._regroups:
             seed = self.args.seed * NUM_SEEDS + self.state.global_step
             budget = self.args.max_tokens_per_micro_batch
@@ -421,10 +420,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 rollouts, self.args, self.accelerator.num_processes, seed, packed, budget, alike
             )
             rollouts = [rollouts[index] for index in self._plan.order]
+            alike = None if alike is None else alike[self._plan.order]
         local = len(rollouts) // self.accelerator.num_processes
         here = slice(self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local)
         self._batch, self._rollouts = rollouts, rollouts[here]
-        self._alike = packing.alike(self._rollouts)
+        self._alike = None if alike is None else alike[here]
         # Once there, the column stays: TRL would show the messages of the batch before in place of none.
         self._shows_messages |= self.log_completions and any(rollout.messages is not None for rollout in rollouts)
         prompts = self.processing_class.batch_decode([rollout.prompt_ids for rollout in self._rollouts])
@@ -467,15 +467,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
         lengths, steps = lengths_of(batch), self._plan.micro_batches()
-        divided = [
-            [self._trimmed(take(batch, part), lengths[part], self._alike[part]) for part in step] for step in steps
-        ]
+        divided = [[self._trimmed(take(batch, part), lengths[part], part) for part in step] for step in steps]
         return [step[0] if len(step) == 1 else {"micro_batches": step} for step in divided]
 
-    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, alike: np.ndarray | None = None) -> Batch:
+    def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, part: slice | None = None) -> Batch:
         micro_batch = trim(micro_batch, lengths, self.pad_to_multiple_of or 1)
         if self._packs is not None:
             widths = micro_batch["prompt_ids"].size(1), micro_batch["completion_ids"].size(1)
+            alike = None if part is None or self._alike is None else self._alike[part]
             micro_batch["layout"] = packing.Layout.of(*lengths.T, *widths, self._packs, alike)
         return micro_batch
 

@@ -138,6 +138,10 @@ class How(NamedTuple):
         dtype = autocast or next(parameter.dtype for parameter in model.parameters())
         return cls(model.config._attn_implementation, device, dtype, multiple)
 
+    @property
+    def rounding(self) -> str:
+        return "float32" if self.dtype in (torch.float32, torch.float64) else "16 bits"
+
     def inputs(
         self, positions: torch.Tensor, lengths: np.ndarray, keys: torch.Tensor | None = None, shared: Any = 0
     ) -> dict[str, Any]:
@@ -307,10 +311,9 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
             behind, behind_another, alone = (scores(row) for row in (ids[:first], ids[:first].flip(0), None))
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"packed, it fails ({type(error).__name__}: {error})"
-    kind = "float32" if how.dtype in (torch.float32, torch.float64) else "16 bits"
-    if not (behind - behind_another).abs().max() <= LEAK[kind]:
+    if not (behind - behind_another).abs().max() <= LEAK[how.rounding]:
         return "its layers carry something from one rollout of a row to the next"
-    if not (behind - alone).abs().max() <= ALONE[kind]:
+    if not (behind - alone).abs().max() <= ALONE[how.rounding]:
         return "a rollout in a row of several is not computed as in one of its own"
     return None
 
@@ -331,8 +334,7 @@ def can_share(forward: Callable[..., Scores], model: Any, policy: PreTrainedMode
             together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
     except Exception:  # noqa: BLE001 - whatever a model's own code raises
         return False
-    kind = "float32" if how.dtype in (torch.float32, torch.float64) else "16 bits"
-    return bool((together - apart).abs().max() <= ALONE[kind])
+    return bool((together - apart).abs().max() <= ALONE[how.rounding])
 
 
 def compile_layers(model: PreTrainedModel) -> None:
