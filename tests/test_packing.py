@@ -91,7 +91,7 @@ def test_a_family_is_scored_alike_or_padded(name, tmp_path):
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
     scored_as_apart(model, ids, mask, how_of(model), None)
-    assert packing.can_share(FORWARD, model, model, how_of(model))
+    assert packing.why_unshared(FORWARD, model, model, how_of(model)) is None
     ids, mask, alike = padded_alike(model.config.get_text_config().vocab_size - 1)
     scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), alike)
 
@@ -293,7 +293,7 @@ def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, sha
     assert packing.why_padded(FORWARD, packed, packed, how) is None
     if compiled:
         packing.compile_layers(packed)
-    assert packing.can_share(FORWARD, packed, packed, how)
+    assert packing.why_unshared(FORWARD, packed, packed, how) is None
     ids, mask, alike = padded_alike(250) if shares else (*padded(250), None)
     ids, mask, parts = ids.cuda(), mask.cuda(), [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)]
     scores = packing.score_all(FORWARD, packed, ids, mask, C, parts, how._replace(shares=shares), alike)[0]

@@ -286,25 +286,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return None
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         how = packing.How.of(policy, self.accelerator.device, autocast, self.pad_to_multiple_of or 1)
-        why = "it has a load-balancing loss" if self.aux_loss_enabled else None
-        why = why or packing.why_padded(super()._get_per_token_logps_and_entropies, self.model, policy, how)
+        tried = super()._get_per_token_logps_and_entropies, self.model, policy, how
+        why = "it has a load-balancing loss" if self.aux_loss_enabled else packing.why_padded(*tried)
         if why and args.numerics == "bitwise":
             what = f"`numerics: bitwise` needs rollouts in one row, and this model has them padded: {why}"
             raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
-        if why and self.accelerator.is_main_process:
-            logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
-        return None if why else how._replace(shares=self._shares_prompts(how))
-
-    def _shares_prompts(self, how: packing.How) -> bool:
-        """By default on the CPU: on GPUs it has not been measured."""
-        asked = self.args.share_prompts
-        if not (how.device.type == "cpu" if asked is None else asked):
-            return False
-        tried = super()._get_per_token_logps_and_entropies, self.model, base_model(self.model), how
-        shares = how.attention == packing.ATTENTION and packing.can_share(*tried)
-        if asked and not shares and self.accelerator.is_main_process:
-            logger.warning("Rollouts do not share their prompts (`share_prompts`): this model scores them otherwise.")
-        return shares
+        warn = logger.warning if self.accelerator.is_main_process else logger.debug
+        if why:
+            warn("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
+            return None
+        asked = args.share_prompts
+        if not (how.device.type == "cpu" if asked is None else asked):  # on GPUs it has not been measured
+            return how
+        why = packing.why_unshared(*tried)
+        if why and asked:
+            warn("Rollouts do not share their prompts (`share_prompts`) because of this model: %s.", why)
+        return how._replace(shares=why is None)
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is

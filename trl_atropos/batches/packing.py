@@ -319,8 +319,10 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
 
 
 @torch.no_grad()
-def can_share(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> bool:
-    """Whether rollouts of this model are scored alike if they share their prompt."""
+def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> str | None:
+    """Why rollouts of this model, which can be packed, cannot share their prompt; `None` if they can."""
+    if how.attention != ATTENTION:
+        return f"its attention is computed by `{how.attention}`"
     prompt, completion = TRIED
     vocabulary = policy.config.get_text_config().vocab_size - 1
     ids = (torch.arange(2 * (prompt + completion), device=how.device) * 7919 % vocabulary).view(2, -1)
@@ -332,9 +334,11 @@ def can_share(forward: Callable[..., Scores], model: Any, policy: PreTrainedMode
     try:
         with torch.compiler.set_stance("force_eager"):
             together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
-    except Exception:  # noqa: BLE001 - whatever a model's own code raises
-        return False
-    return bool((together - apart).abs().max() <= ALONE[how.rounding])
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
+        return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
+    if not (together - apart).abs().max() <= ALONE[how.rounding]:
+        return "a rollout is not computed as with a prompt of its own"
+    return None
 
 
 def compile_layers(model: PreTrainedModel) -> None:
