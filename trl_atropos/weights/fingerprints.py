@@ -183,8 +183,7 @@ class OwnFingerprints:
 
 def checkpoint_specs(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     """Of the parameters as the servers have them, with the tensors of a checkpoint that they consist of."""
-    specs = gather.shapes_of(trainer.model, trainer.accelerator, getattr(torch, servers.info.dtype))
-    shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
+    shapes = gather.shapes_of(trainer.model, trainer.accelerator, getattr(torch, servers.info.dtype))
     return gather.CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
 
 

@@ -77,19 +77,18 @@ class FullWeights(Transfer):
         self._trainer = trainer
         self._dtype = getattr(torch, self.servers.info.dtype)
         model, device = gather.base_model(trainer.model), trainer.accelerator.device
-        specs = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
-        shapes = {spec.name: (torch.Size(spec.shape), getattr(torch, spec.dtype)) for spec in specs}
+        shapes = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
         whole = gather.sharding_of(trainer.accelerator) in gather.WHOLE
         if transport == "memory" and whole:
             pieces = gather.CheckpointPlan(model, shapes).specs()
             together(lambda: self._open_views(pieces))
         self.in_place = bool(self.views)
-        shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
-        self._plan = gather.CheckpointPlan(model, shapes)
-        self._specs = self._plan.specs()[: len(specs)]  # without the buffers
+        buffers = {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers()}
+        self._plan = gather.CheckpointPlan(model, shapes | buffers)
+        self._specs = self._plan.specs()[: len(shapes)]  # without the buffers
         self._stays = whole and not self._plan.groups and not isinstance(trainer.model, PeftModel)
-        together(lambda: self._connect(transport, specs, device))
+        together(lambda: self._connect(transport, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
         return [fingerprinted_weights(self._trainer, self.servers, self._specs)]
@@ -106,11 +105,11 @@ class FullWeights(Transfer):
         """The checkpoint's buffers, for servers that take all of it through their loader."""
         return [] if self.views else gather.buffers_of(self._trainer.model)
 
-    def _connect(self, transport: str, specs: list[ParameterSpec], device: torch.device) -> None:
+    def _connect(self, transport: str, device: torch.device) -> None:
         if not self.servers.clients:
             return
         direct = set.intersection(*(set(views) for views in self.views)) if self.views else set()
-        sizes = [message_layout([spec])[1] for spec in specs if spec.name not in direct]
+        sizes = [message_layout([spec])[1] for spec in self._specs if spec.name not in direct]
         if sizes:
             chunk = self.chunk_bytes or CHUNK_BYTES[device.type]
             # Some checkpoint tensors are computed from several parameters.
@@ -118,7 +117,7 @@ class FullWeights(Transfer):
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
             "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others through %s",
-            *(len(direct), len(specs), message_layout(specs)[1] / 1e6, transport),
+            *(len(direct), len(self._specs), message_layout(self._specs)[1] / 1e6, transport),
         )
 
     @torch.no_grad()

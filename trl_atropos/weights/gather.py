@@ -11,7 +11,7 @@ memory beyond the shards, or two while adapters are merged.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ ADAPTER = "default"  # PEFT's name of the adapter that TRL trains
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
 Named = tuple[str, torch.Tensor]
-Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # by parameter name
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]  # by parameter name
 
 
 class Entry(NamedTuple):
@@ -80,12 +80,9 @@ def iter_full_parameters(
     return _stream(_full_units(model, accelerator, dtype), accelerator)
 
 
-def shapes_of(
-    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
-) -> list[ParameterSpec]:
+def shapes_of(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None) -> Shapes:
     """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
-    entries = entries_of(model, accelerator, dtype)
-    return [ParameterSpec.of(name, shape_of(parameter), dtype) for name, parameter, dtype in entries]
+    return {name: (shape_of(parameter), dtype) for name, parameter, dtype in entries_of(model, accelerator, dtype)}
 
 
 def entries_of(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None) -> list[Entry]:
