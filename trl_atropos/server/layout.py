@@ -177,17 +177,16 @@ def _storages(*values: Any) -> set[int]:
 
 def memory_of(model: torch.nn.Module) -> set[int]:
     """The data pointers of the storages of all parameters and buffers."""
-    return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    return _storages(*model.parameters(), *model.buffers())
 
 
 def memory_of_adapters(adapters: Any) -> set[int]:
     """The data pointers of the storages behind vLLM's buffers of all adapters' tensors."""
     buffers = [
-        buffer
+        value
         for module in adapters.modules.values()
         for name, value in vars(module).items()
         if name.startswith("lora_") and "stacked" in name
-        for buffer in (value if isinstance(value, list | tuple) else [value])
     ]
     return _storages(*buffers)
 

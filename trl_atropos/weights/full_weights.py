@@ -25,7 +25,7 @@ from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
-from trl_atropos.tensors.channel import ALIGNMENT, Copies, message_layout, unpack
+from trl_atropos.tensors.channel import Copies, message_layout, unpack
 from trl_atropos.weights import gather
 from trl_atropos.weights.fingerprints import Fingerprinted, checkpoint_specs, fingerprinted_weights
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
@@ -145,16 +145,16 @@ class FullWeights(Transfer):
         self._to_views = Copies(written)
         self._written = sum(view.nbytes for view, _ in written)
         self._fixed, room = [], 0
-        for name, tensor in tensors.items() if self.servers.clients else ():
-            in_all = len(self._views_of(name)) == len(self.servers.clients)
-            for piece in () if in_all else self._plan.pieces[name]:
-                spec = ParameterSpec.of(piece.name, piece.size, self._plan.shapes[name][1])
+        for name, tensor in tensors.items():
+            if len(self._views_of(name)) == len(self.servers.clients):  # also where there are none
+                continue
+            for piece_name, source in self._plan.tensors([(name, tensor)]):
+                spec = ParameterSpec.of(piece_name, source.shape, self._plan.shapes[name][1])
                 size = message_layout([spec])[1]
                 if not self._fixed or size > room:
                     self._fixed.append(FixedMessage())
                     room = self._room
                 room -= size
-                source = tensor.as_strided(piece.size, piece.stride, tensor.storage_offset() + piece.offset)
                 self._fixed[-1].tensors.append(spec)
                 self._fixed[-1].sources.append(source)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -185,14 +185,15 @@ class FullWeights(Transfer):
         """Copies tensors to where they are sent from, one by one as they come."""
         specs, filled, numbers, buffer = [], 0, itertools.count(), None
         for name, tensor in tensors:
-            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            spec = ParameterSpec.of(name, tensor.shape, tensor.dtype)
+            size = message_layout([spec])[1]
             if specs and filled + size > self._room:
                 yield Message(specs, buffer[:filled])
                 specs, filled = [], 0
             if not specs:
                 buffer = self._channel.staging(max(size, self._room), next(numbers))
-            buffer[filled : filled + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            specs.append(ParameterSpec.of(name, tensor.shape, tensor.dtype))
+            unpack(buffer[filled:], [spec])[0].copy_(tensor)
+            specs.append(spec)
             filled += size
         if specs:
             yield Message(specs, buffer[:filled])
