@@ -315,6 +315,10 @@ class Servers:
             calls = [pool.submit(call, client) for client in self.clients]
         return [done.result() for done in calls]
 
+    def on_connected_ranks(self, call: Callable[[], Any]) -> None:
+        """Makes a call on those ranks that talk to a server. All ranks call this; an error on one is raised on all."""
+        together(lambda: call() if self.clients else None)
+
     def each_in_background(self, call: Callable[[ServerClient], Any]) -> Future[list[Any]]:
         """As `each_here`, after all that this was given before."""
         return self._thread.submit(self.each_here, call)

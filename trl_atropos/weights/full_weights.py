@@ -88,7 +88,7 @@ class FullWeights(Transfer):
         self._plan = gather.CheckpointPlan(model, shapes | buffers)
         self._specs = self._plan.specs()[: len(shapes)]  # without the buffers
         self._stays = whole and not self._plan.groups and not isinstance(trainer.model, PeftModel)
-        together(lambda: self._connect(transport, device))
+        self.servers.on_connected_ranks(lambda: self._connect(transport, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
         return [fingerprinted_weights(self._trainer, self.servers, self._specs)]
@@ -106,8 +106,6 @@ class FullWeights(Transfer):
         return [] if self.views else gather.buffers_of(self._trainer.model)
 
     def _connect(self, transport: str, device: torch.device) -> None:
-        if not self.servers.clients:
-            return
         direct = set.intersection(*(set(views) for views in self.views)) if self.views else set()
         sizes = [message_layout([spec])[1] for spec in self._specs if spec.name not in direct]
         if sizes:
@@ -273,12 +271,10 @@ class Restart(Transfer):
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
         named = itertools.chain(parameters, gather.buffers_of(model))  # gathered on every rank, kept on rank 0
         state = {name: tensor.detach().cpu().clone() for name, tensor in named if self.servers.clients}
-        together(lambda: self._save_and_restart(state, policy_version))
+        self.servers.on_connected_ranks(lambda: self._save_and_restart(state, policy_version))
         return sum(tensor.nbytes for tensor in state.values())
 
     def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> None:
-        if not self.servers.clients:
-            return
         path = self.folder / f"v{version}"
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
         gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)

@@ -19,7 +19,7 @@ from peft import PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
-from trl_atropos.distributed import on_main, together
+from trl_atropos.distributed import on_main
 from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
@@ -55,11 +55,9 @@ class MemoryLora(Transfer):
         self._values: list[torch.Tensor] | None = None
         self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None  # of the adapter as it is published
         self._num_bytes = message_layout(self._tensors)[1]
-        together(lambda: self._connect(trainer))
+        self.servers.on_connected_ranks(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
-        if not self.servers.clients:
-            return
         device, num_bytes = trainer.accelerator.device, self._num_bytes
         transport = choose_transport(self.transport, self.servers, device)
         self._channel = open_channel(transport, self.servers, device, num_bytes)
@@ -78,12 +76,10 @@ class MemoryLora(Transfer):
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
         values = self._gathered()
-        together(lambda: self._push(values))
+        self.servers.on_connected_ranks(lambda: self._push(values))
         return self._num_bytes
 
     def _push(self, values: list[torch.Tensor]) -> None:
-        if not self.servers.clients:
-            return
         self._fill(self._slots, values)
         send_messages(self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter())
 
@@ -152,12 +148,10 @@ class FileLora(Transfer):
     def send(self, policy_version: int) -> int:
         named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named if self.servers.clients}
-        together(lambda: self._push(tensors, policy_version))
+        self.servers.on_connected_ranks(lambda: self._push(tensors, policy_version))
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
-        if not self.servers.clients:
-            return
         # vLLM tells cached prefixes apart by the path: a version of an earlier training must not have the same.
         path = self.folder / f"v{version}-{uuid.uuid4().hex[:8]}"
         path.mkdir(parents=True)
