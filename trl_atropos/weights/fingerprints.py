@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class Proof:
     def __init__(self, servers: Servers, subjects: list[Fingerprinted]):
         self.servers, self.subjects = servers, subjects
         self._compared: Counter[str] = Counter()  # how often, by subject
-        self._traced: set[str] = set()
-        self._refused: dict[tuple[str, str], dict[str, str]] = {}  # by server and subject, by name
+        self._refused: dict[tuple[str, str], dict[str, str]] = {}  # by server and subject that it traced, by name
         self._begun: list[tuple[Fingerprinted, torch.Tensor, Future]] = []
         self.policy_version = 0
 
@@ -54,18 +54,12 @@ class Proof:
         for subject in self.subjects:
             if subject.times is None or self._compared[subject.of] < subject.times:
                 own = subject.compute()
-                self._begun.append((subject, own, self.servers.each_in_background(self._asks(subject))))
+                self._begun.append((subject, own, self.servers.each_in_background(partial(self._ask, subject))))
 
-    def _asks(self, subject: Fingerprinted) -> Callable[[ServerClient], FingerprintsReply]:
-        is_new = subject.moves or subject.of not in self._traced
-        self._traced.add(subject.of)
-
-        def ask(client: ServerClient) -> FingerprintsReply:
-            if is_new:
-                self._trace(client, subject)
-            return client.fingerprints(subject.of)
-
-        return ask
+    def _ask(self, subject: Fingerprinted, client: ServerClient) -> FingerprintsReply:
+        if subject.moves or (client.url, subject.of) not in self._refused:
+            self._trace(client, subject)
+        return client.fingerprints(subject.of)
 
     def _trace(self, client: ServerClient, subject: Fingerprinted) -> None:
         known = self._refused.get((client.url, subject.of))
