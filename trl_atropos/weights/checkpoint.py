@@ -56,7 +56,7 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
         else:
             together(write)
     except BaseException:  # also Ctrl-C
-        if not has_state(folder):
+        if state_of(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -90,20 +90,18 @@ def _refusal(folder: str | Path, error: Exception) -> str | None:
     return str(error) if isinstance(error, SafetensorError) else None
 
 
-def has_state(checkpoint: str | Path) -> bool:
-    """Whether the checkpoint was written to its end: the trainer's state comes last."""
+def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
+    """The trainer's state, which is written last; `None` if the checkpoint was not written to its end."""
     try:
-        json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return True
+        return None
 
 
 def step_of(checkpoint: str | None) -> int:
     """The optimizer steps that made a checkpoint; 0 for a model without a trainer's state."""
-    if checkpoint is None or not has_state(checkpoint):
-        return 0
-    return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+    state = None if checkpoint is None else state_of(checkpoint)
+    return 0 if state is None else state["global_step"]
 
 
 def merged_model(model: str, folder: str) -> str:
@@ -142,7 +140,7 @@ def whole_checkpoints(output_dir: str) -> list[int]:
     steps = []
     for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdigit() and has_state(folder):
+        if step.isdigit() and state_of(folder) is not None:
             steps.append(int(step))
         elif step.isdigit():
             logger.warning("Passed over %s: its saving was interrupted.", folder)
