@@ -98,18 +98,18 @@ class Control(ControlPlane):
             if path.startswith(f"{ROUTE_PREFIX}/"):
                 return await self.control(request, send, (compat.EngineDeadError,))
             if self.broken is not None:
-                return await error(503, self.broken)(scope, receive, send)
+                raise Refused(self.broken, 503)
             if posts and (path == "/generate" or path in OPENAI_ROUTES):
                 await self.until_admitted(request)
-            if path == "/generate" and posts:
-                return await self.sampling.generate(request, self.refusals.watched(send))
-            if path in OPENAI_ROUTES and posts:
+                watched = self.refusals.watched(send)
+                if path == "/generate":
+                    return await self.sampling.generate(request, watched)
                 await self.until_open()  # the engine client waits, too, but a stream would begin with 200
-                return await self.app(scope, receive, self.refusals.watched(send))
+                return await self.app(scope, receive, watched)
             if ADAPTER_ROUTES.search(path) and not self.has_token(request):
-                return await error(401, NEEDS_TOKEN)(scope, receive, send)
+                raise Refused(NEEDS_TOKEN, 401)
             if path == "/health" and (trouble := await self._engine_trouble()):
-                return await error(503, trouble)(scope, receive, send)
+                raise Refused(trouble, 503)
         except Refused as problem:
             return await error(problem.status, str(problem))(scope, receive, send)
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
