@@ -156,8 +156,7 @@ class Message:
 
     tensors: list[ParameterSpec]
     copies: list[tuple[torch.Tensor, torch.Tensor]] | None
-    buffer: torch.Tensor  # that it came in
-    num_bytes: int
+    buffer: torch.Tensor  # that it came in, as long as the message
     all_copies: Copies | None = None  # from that buffer
 
     def copy_from(self, buffer: torch.Tensor) -> None:
@@ -195,20 +194,19 @@ class WeightReceiver:
         """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
         if not self.loading:
             self.messages, self.loaded = [], set()
-        num_bytes = message_layout(tensors)[1]
-        buffer = self.channel.receive(num_bytes)
+        buffer = self.channel.receive(message_layout(tensors)[1])
         tracer = layout.CopyTracer(buffer, layout.memory_of(self.model), swallows=False)
         with tracer if not self.reloads else nullcontext():
             self._load(buffer, tensors)
         same = layout.memory_of(self.model) == tracer.memory  # else a new parameter took the place of an old one
         only_copies = same and not self.reloads and not tracer.others
-        self.messages.append(Message(tensors, tracer.copies if only_copies else None, buffer, num_bytes))
+        self.messages.append(Message(tensors, tracer.copies if only_copies else None, buffer))
         _synchronize(self.channel.device)
 
     def load_again(self, numbers: list[int]) -> None:
         """Receives messages that were loaded before, and loads them. The last of all finishes."""
         known = [self.messages[number] for number in numbers]
-        buffers = self.channel.messages([message.num_bytes for message in known])
+        buffers = self.channel.messages([message.buffer.numel() for message in known])
         for message, buffer in zip(known, buffers, strict=True):
             if message.copies is None:
                 self._load(buffer, message.tensors)
