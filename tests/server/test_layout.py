@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
-from trl_atropos.server.extension import unloaded
+from trl_atropos.server import layout
+from trl_atropos.server.extension import WorkerExtension, unloaded
 from trl_atropos.server.layout import ALIGNMENT, CopyTracer, memory_of, move_to_arena, trace, unique_storages
 from trl_atropos.tensors.shared_memory import allocate_arena
 
@@ -256,3 +257,11 @@ def test_a_parameter_is_loaded_under_any_of_its_names():
     model.again = model.one
     assert unloaded(model, {"again.weight", "again.bias", "a_buffer"}) == ["left.weight"]
     assert unloaded(model, {"one.weight", "left.weight"}) == ["again.bias", "one.bias"]
+
+
+def test_a_worker_whose_weights_cannot_be_compared_says_why_and_has_no_fingerprints(monkeypatch):
+    monkeypatch.setattr(layout, "packed_layers", ["model.layers.0.mlp"])
+    worker, spec = WorkerExtension(), ParameterSpec.of("w", [2, 3], torch.float32)
+    told = worker.trl_atropos_trace("weights", [spec.model_dump()], None)
+    assert told["parts"] == [[]] and "the first is model.layers.0.mlp" in told["refused"]["w"]
+    assert worker.trl_atropos_fingerprints("weights", None) == []

@@ -67,6 +67,7 @@ class WorkerExtension:
             model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
                 parts, refused = layout.parts_of(model, specs)
+        if of == "weights":
             self._trl_atropos_fingerprints = fingerprints_of(parts, specs)
         return {"parts": [[part for _, part in some] for some in parts], "refused": refused}
 
