@@ -325,12 +325,9 @@ class AdapterReceiver:
         self.adapters.add_adapter(lora)
         with layout.CopyTracer(values) as tracer:
             self.adapters.activate_adapter(adapter_id)
-        self.plans[adapter_id] = AdapterPlan(self.adapters.lora_index_to_id.index(adapter_id), tracer.copies)
-        try:
-            self._check_coverage(self._parts(self.plans[adapter_id]))
-        except ValueError:
-            del self.plans[adapter_id]
-            raise
+        plan = AdapterPlan(self.adapters.lora_index_to_id.index(adapter_id), tracer.copies)
+        self._check_coverage(self._parts(plan))
+        self.plans[adapter_id] = plan
 
     def _lora_model(self, adapter_id: int, values: torch.Tensor) -> LoRAModel:
         model = self.adapters.model
