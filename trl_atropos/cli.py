@@ -61,18 +61,10 @@ def _run(words: list[str]) -> None:
 
     around_a_run = {"train": commands.train, "eval": commands.evaluate, "try": commands.rehearse}
     around_a_run |= {"init": commands.init, "slurm": commands.slurm}
-    if command in ("check", "eval", "slurm", "try"):
-        from trl_atropos.train import apply_recipe_environment
-
-        arguments = commands.with_recipe(arguments)
-        apply_recipe_environment(arguments)
     if command in around_a_run:
         run = around_a_run[command]
     elif command == "check":
-        from trl_atropos.check import main as check
-        from trl_atropos.train import without_vllm
-
-        run = without_vllm()(check)
+        from trl_atropos.check import main as run
     elif command == "serve":
         from trl_atropos.server.launch import main as run
     elif command == "report":
@@ -82,6 +74,12 @@ def _run(words: list[str]) -> None:
     else:
         sys.stderr.write(f"trl-atropos: unknown command {command!r}\n\n{USAGE}\n")
         sys.exit(2)
+    if command in ("check", "eval", "slurm", "try"):
+        from trl_atropos.train import apply_recipe_environment, without_vllm
+
+        arguments = commands.with_recipe(arguments)
+        apply_recipe_environment(arguments)
+        run = without_vllm()(run)
     run(arguments)
 
 

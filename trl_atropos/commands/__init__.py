@@ -126,10 +126,8 @@ def evaluate(words: list[str]) -> None:
         sys.stdout.write(EVALUATE)
         sys.exit(0 if words else 2)
     install_handlers()
-    from trl_atropos.train import without_vllm
+    from trl_atropos.recipe import parse
 
-    with without_vllm():
-        from trl_atropos.recipe import parse
     checkpoints, words = values_of("--checkpoint", words)
     try:
         _evaluate(parse(words), checkpoints[-1] if checkpoints else None)
@@ -195,13 +193,13 @@ def rehearse(words: list[str]) -> None:
         sys.stdout.write(TRY)
         sys.exit(0 if words else 2)
     install_handlers()
-    from trl_atropos.train import apply_recipe_environment, without_vllm
+    from trl_atropos.train import apply_recipe_environment
 
     launcher, settings = divide(words)
     settings = with_recipe(settings)
     apply_recipe_environment(settings)
-    with without_vllm():
-        from trl_atropos.commands.rehearsal import main
+    from trl_atropos.commands.rehearsal import main
+
     main(launcher, settings)
 
 
