@@ -385,11 +385,11 @@ def _describe(code: int) -> str:
     return f"exit code {code}{names.get(code, '')}"
 
 
-def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file, without `NOISE`; empty if it does not exist."""
+def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
+    """The last lines of a log file from byte `start` on, without `NOISE`; empty if it does not exist."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
@@ -398,9 +398,7 @@ def tail(path: str | Path, lines: int = TAIL_LINES) -> str:
 
 def _work_of(service: Service) -> str:
     """What a service is doing: its last line in words, of a progress bar where that stands."""
-    with open(service.log_path, "rb") as log:
-        log.seek(max(service.log_start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()[1:]
+    lines = tail(service.log_path, 10 * TAIL_LINES, service.log_start).splitlines()[1:]
     texts = (VLLM_PREFIX.sub("", line).strip() for line in lines[::-1])
     return next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
 
