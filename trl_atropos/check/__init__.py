@@ -44,7 +44,6 @@ some, 2 for a command line that is wrong."""
 
 RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 WIDTH = 110  # columns at most
-WHOLE = {"break_long_words": False, "break_on_hyphens": False}  # what people copy stays whole
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
 
@@ -167,11 +166,10 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     def painted(text: str, colour: str) -> str:
         return f"{colour}{text}{PLAIN}" if colours else text
 
-    width = min(WIDTH, columns() or WIDTH)
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {painted(one.level, RED if one.level == ERROR else YELLOW)} [{one.code}]"
         for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
-            yield from textwrap.wrap(text, width, initial_indent=title, subsequent_indent=" " * len(title), **WHOLE)
+            yield from wrapped(text, title)
         yield ""
     count = Counter(one.level for one in report.findings)
     counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in (ERROR, WARNING)]
@@ -184,4 +182,14 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     if report.memory["table"]:
         yield ""
         for line in report.memory["table"]:  # of which only what is no figure is long
-            yield from textwrap.wrap(line, width, drop_whitespace=False) if len(line) > width else [line]
+            yield from textwrap.wrap(line, width(), drop_whitespace=False) if len(line) > width() else [line]
+
+
+def width() -> int:
+    return min(WIDTH, columns() or WIDTH)
+
+
+def wrapped(text: str, title: str = "") -> list[str]:
+    """The lines of a text beside its title. What people copy stays whole."""
+    indent = {"initial_indent": title, "subsequent_indent": " " * len(title)}
+    return textwrap.wrap(text, width(), break_long_words=False, break_on_hyphens=False, **indent)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +18,10 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer
 
 from trl_atropos import logging
+from trl_atropos.check import width, wrapped
 from trl_atropos.check.launch import Launch, read
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
-from trl_atropos.logging import columns, cut
+from trl_atropos.logging import cut
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.intake import Intake, VersionBook
@@ -34,7 +34,6 @@ from trl_atropos.train import start_services
 
 POLL = 0.1  # seconds
 LINES = 4  # of a completion that are shown
-WIDEST = 110
 
 
 def main(launcher: list[str], settings: list[str]) -> None:
@@ -71,7 +70,7 @@ def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> bool:
         for text in _shown(recipe, spec, line, log, seconds):
             sys.stdout.write(f"{text}\n")
     except RolloutError as error:
-        sys.stdout.write("\n".join(_wrapped(str(error))) + "\n")
+        sys.stdout.write("\n".join(wrapped(str(error))) + "\n")
         return False
     return True
 
@@ -83,14 +82,6 @@ def _require_servers(recipe: Recipe) -> None:
             model, mode = recipe.model.model_name_or_path, recipe.training.vllm_mode
             fix = f"Start it with `trl-atropos serve {model} --vllm_mode {mode}`, or set `start_vllm: true`."
             raise ServiceError(f"No server answers at {url}, and the recipe starts none", trouble, fix)
-
-
-def _width() -> int:
-    return min(WIDEST, columns() or WIDEST)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _width(), break_long_words=False, break_on_hyphens=False)
 
 
 # ---------------------------------------------------------------------------------------------- the environment's code
@@ -190,12 +181,12 @@ def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], secon
         yield from _text(tokenizer.decode(one.completion_ids))
     yield ""
     for text in _judged(recipe, spec.name, group, rollouts, longest):
-        yield from _wrapped(text)
+        yield from wrapped(text)
 
 
 def _text(text: str) -> list[str]:
     """Decoded tokens as a few lines, the middle left out."""
-    room = _width() - 3
+    room = width() - 3
     whole = cut(repr(text)[1:-1], LINES * room)
     return [f"   {whole[at : at + room]}" for at in range(0, len(whole), room)] or ["   (empty)"]
 
