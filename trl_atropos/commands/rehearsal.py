@@ -29,7 +29,7 @@ from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import SITE, EnvironmentSpec
-from trl_atropos.services.manager import ENVIRONMENT, Services, tail, trouble_at
+from trl_atropos.services.manager import ENVIRONMENT, Service, Services, tail, trouble_at
 from trl_atropos.train import start_services
 
 POLL = 0.1  # seconds
@@ -51,23 +51,22 @@ def main(launcher: list[str], settings: list[str]) -> None:
             recipe.training.vllm_server_base_url = recipe.training.vllm_server_urls[0]  # enough for a group
         recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
-            for spec in specs:  # they load while the server starts
-                _start(recipe, spec, services)
+            started = [_start(recipe, spec, services) for spec in specs]  # they load while the server starts
             start_services(recipe, services)
             _require_servers(recipe)
-            good = [_try(recipe, spec, services) for spec in specs]
+            good = [_try(recipe, spec, services, service) for spec, service in zip(specs, started, strict=True)]
     except AtroposTrainingError as error:
         sys.exit(f"\ntrl-atropos try: {error}")
     sys.exit(0 if all(good) else 1)
 
 
-def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> bool:
+def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Service) -> bool:
     """Shows one group of an environment, and returns whether a run would train on it."""
     began = time.monotonic()
-    line, log = _ask(recipe, spec, services)
+    line = _ask(recipe, spec, services, service)
     seconds = time.monotonic() - began
     try:
-        for text in _shown(recipe, spec, line, log, seconds):
+        for text in _shown(recipe, spec, line, Path(service.log_path), seconds):
             sys.stdout.write(f"{text}\n")
     except RolloutError as error:
         sys.stdout.write("\n".join(wrapped(str(error))) + "\n")
@@ -87,23 +86,18 @@ def _require_servers(recipe: Recipe) -> None:
 # ---------------------------------------------------------------------------------------------- the environment's code
 
 
-def _files(recipe: Recipe, spec: EnvironmentSpec) -> tuple[Path, Path, Path]:
-    """What an environment waits for, what `groups.py` writes of its problem, and its log."""
-    folder = Path(recipe.training.output_dir).absolute()
-    found = folder / "environments" / f"{spec.name}.jsonl"
-    return found.with_suffix(".go"), found, folder / "logs" / f"{_service(spec)}.log"
+def _files(recipe: Recipe, spec: EnvironmentSpec) -> tuple[Path, Path]:
+    """What an environment waits for, and what `groups.py` writes of its problem."""
+    found = Path(recipe.training.output_dir, "environments", f"{spec.name}.jsonl").absolute()
+    return found.with_suffix(".go"), found
 
 
-def _service(spec: EnvironmentSpec) -> str:
-    return f"{ENVIRONMENT}{spec.name}"
-
-
-def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> None:
+def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service:
     if spec.path is None:
         what, fix = "is started by a `command`, which `try` cannot run", "Name its script as `path`, with a `config`."
         raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
-    go, found, log = _files(recipe, spec)
-    for file in (go, found, log):
+    name, (go, found) = f"{ENVIRONMENT}{spec.name}", _files(recipe, spec)
+    for file in (go, found, services.log_dir / f"{name}.log"):
         file.unlink(missing_ok=True)
     spec = spec.model_copy(deep=True)
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
@@ -111,23 +105,22 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> None:
     python, script, _, *flags = recipe.environment_command(spec)
     command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
     env = spec.variables(TRL_ATROPOS_GO=str(go))
-    services.start(_service(spec), command, env=env, cwd=spec.cwd, ends=True)
+    return services.start(name, command, env=env, cwd=spec.cwd, ends=True)
 
 
-def _ask(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> tuple[dict[str, Any] | None, Path]:
-    """What `groups.py` wrote of one problem, `None` if it wrote nothing; and the environment's log."""
-    go, found, log = _files(recipe, spec)
-    name, limit = _service(spec), recipe.services.service_timeout
+def _ask(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Service) -> dict[str, Any] | None:
+    """What `groups.py` wrote of one problem, `None` if it wrote nothing."""
+    (go, found), limit = _files(recipe, spec), recipe.services.service_timeout
     go.touch()
     ends = time.monotonic() + limit
-    while services.exit_code(name) is None and not _is_whole(found):
+    while services.exit_code(service) is None and not _is_whole(found):
         services.check()
         if time.monotonic() > ends:
-            fix = f"Look at its log, {log}, or give it longer."
-            raise ServiceError(f"{name} did not finish a group within {limit:g} s (`service_timeout`)", fix=fix)
+            what = f"{service.name} did not finish a group within {limit:g} s (`service_timeout`)"
+            raise ServiceError(what, fix=f"Look at its log, {Path(service.log_path).absolute()}, or give it longer.")
         time.sleep(POLL)
-    services.end(name)
-    return (json.loads(found.read_text()) if _is_whole(found) else None), log
+    services.end(service)
+    return json.loads(found.read_text()) if _is_whole(found) else None
 
 
 def _is_whole(path: Path) -> bool:

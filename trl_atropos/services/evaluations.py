@@ -30,7 +30,7 @@ from trl_atropos.errors import EvaluationError, ServerError
 from trl_atropos.protocol import EVALUATION_KEY
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import EvaluationSpec
-from trl_atropos.services.manager import Services
+from trl_atropos.services.manager import Service, Services
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class _Process:
     spec: EvaluationSpec
     folder: Path
     key: str
+    service: Service
     step: int | None = None  # None: it waits
     began: float = 0.0
 
@@ -135,10 +136,10 @@ class Evaluator:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         key = f"{EVALUATION_KEY}{spec.name}-{uuid.uuid4().hex}"
-        process = self._processes[spec.name] = _Process(spec, folder, key)
+        name, command = f"evaluation-{spec.name}", self._command_of(spec, folder, key)
         env = spec.variables(TRL_ATROPOS_GO=str(folder / GO))
-        command = self._command_of(spec, folder, process.key)
-        self._services.start(self._service(spec), command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+        service = self._services.start(name, command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+        self._processes[spec.name] = _Process(spec, folder, key, service)
 
     def begin(self, step: int, first: bool, last: bool) -> list[Result]:
         """Begins those that are due after `step` optimizer steps, all of them before the `first` and after the `last`.
@@ -154,7 +155,7 @@ class Evaluator:
     def _begin(self, process: _Process, step: int) -> None:
         deadline = time.monotonic() + READY_TIMEOUT
         while not process.folder.joinpath(f"{GO}.awaited").exists() and time.monotonic() < deadline:
-            if self._services.exit_code(self._service(process.spec)) is not None:
+            if self._services.exit_code(process.service) is not None:
                 break  # `poll` says why
             time.sleep(POLL)
         process.step, process.began = step, time.monotonic()
@@ -164,16 +165,17 @@ class Evaluator:
         """Those that have ended since the last call."""
         ended = []
         for process in [process for process in self._processes.values() if process.step is not None]:
-            code = self._services.exit_code(self._service(process.spec))
+            code = self._services.exit_code(process.service)
             if code is None and time.monotonic() - process.began < self._timeout:
                 continue
-            log = self._services.end(self._service(process.spec))
+            self._services.end(process.service)
             del self._processes[process.spec.name]
             try:
                 ended.append(self._read(process, code))
             except EvaluationError as error:
                 what = f"Evaluation {process.spec.name!r} at step {process.step} failed: {error.what}"
-                error = EvaluationError(what, error.seen, f"{error.fix} Its log: {log}", error.code)
+                fix = f"{error.fix} Its log: {process.service.log_path}"
+                error = EvaluationError(what, error.seen, fix, error.code)
                 if self._needed or process.step == 0:
                     raise error from None
                 logger.warning("%s", error)
@@ -185,9 +187,6 @@ class Evaluator:
     def busy(self, before: float = math.inf) -> bool:
         """Whether an evaluation of a step before `before` is under way."""
         return any(process.step is not None and process.step < before for process in self._processes.values())
-
-    def _service(self, spec: EvaluationSpec) -> str:
-        return f"evaluation-{spec.name}"
 
     def _read(self, process: _Process, code: int | None) -> Result:
         """Reads what the process left, and moves it to where it stays. `code`: its exit code, `None` if it is late."""

@@ -116,7 +116,7 @@ class Services(contextlib.AbstractContextManager):
         settled: float = SETTLED,
         scratch: bool = False,
         ends: bool = False,
-    ) -> None:
+    ) -> Service:
         """
         Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added to
         the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
@@ -153,11 +153,11 @@ class Services(contextlib.AbstractContextManager):
                 start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
             )
         os.close(report)
-        self._services[name] = Service(
-            *(name, str(log_path), log_start, health_url, folder, guard, reports), ends=ends
-        )
+        service = Service(name, str(log_path), log_start, health_url, folder, guard, reports, ends=ends)
+        self._services[name] = service
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
+        return service
 
     def wait_healthy(self, name: str, timeout: float) -> None:
         """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
@@ -185,7 +185,7 @@ class Services(contextlib.AbstractContextManager):
     def check(self) -> None:
         """Raises `ServiceError` if a service has died since it was started."""
         for service in self.running():
-            code = self._exit_code(service)
+            code = self.exit_code(service)
             if code is None or service.stopping or service.ends:
                 continue
             again = f", after {service.restarts} restarts," if service.restarts else ""
@@ -230,20 +230,13 @@ class Services(contextlib.AbstractContextManager):
         for service in services:
             service.stopping = True
         for service in services:
-            self._stop(service)
+            self.end(service)
         self._nothing_left.set()
 
-    def exit_code(self, name: str) -> int | None:
-        """Of a service that ends by itself; `None` while it runs."""
-        return self._exit_code(self._services[name])
-
-    def end(self, name: str) -> str:
-        """Stops a service that ends by itself, if it has not ended, and forgets it. Returns the path of its log."""
-        self._services[name].stopping = True
-        return self._stop(self._services[name])
-
-    def _stop(self, service: Service) -> str:
-        if self._exit_code(service) is None:
+    def end(self, service: Service) -> None:
+        """Stops a service, if it has not ended, and forgets it."""
+        service.stopping = True
+        if self.exit_code(service) is None:
             began = time.monotonic()
             service.guard.send_signal(signal.SIGTERM)
             try:
@@ -252,13 +245,12 @@ class Services(contextlib.AbstractContextManager):
                 logger.warning("The guard of %s does not end; killing it and its service", service.name)
                 service.guard.kill()
                 service.guard.wait()
-            self._exit_code(service)
+            self.exit_code(service)
             logger.info("Stopped %s in %.1f s", service.name, time.monotonic() - began)
         with self._reaping:
             os.close(self._services.pop(service.name).reports)
-        return service.log_path
 
-    def _exit_code(self, service: Service) -> int | None:
+    def exit_code(self, service: Service) -> int | None:
         """Exit code of a service, `None` while it runs. Ends what a killed guard left behind."""
         with self._reaping:
             code = service.guard.poll() if service.exit_code is None else service.exit_code
