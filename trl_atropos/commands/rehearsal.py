@@ -66,7 +66,7 @@ def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Ser
     line = _ask(recipe, spec, services, service)
     seconds = time.monotonic() - began
     try:
-        for text in _shown(recipe, spec, line, Path(service.log_path), seconds):
+        for text in _shown(recipe, spec, line, service.log_path, seconds):
             sys.stdout.write(f"{text}\n")
     except RolloutError as error:
         sys.stdout.write("\n".join(wrapped(str(error))) + "\n")
@@ -117,7 +117,7 @@ def _ask(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Ser
         services.check()
         if time.monotonic() > ends:
             what = f"{service.name} did not finish a group within {limit:g} s (`service_timeout`)"
-            raise ServiceError(what, fix=f"Look at its log, {Path(service.log_path).absolute()}, or give it longer.")
+            raise ServiceError(what, fix=f"Look at its log, {service.log_path.absolute()}, or give it longer.")
         time.sleep(POLL)
     services.end(service)
     return json.loads(found.read_text()) if _is_whole(found) else None

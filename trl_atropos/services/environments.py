@@ -180,7 +180,7 @@ def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
 class EnvironmentLog:
     """Follows the log of an environment that the run started; the part of this run begins at byte `start`."""
 
-    def __init__(self, path: str, start: int = 0):
+    def __init__(self, path: str | Path, start: int = 0):
         self._path, self._read_to = path, start
         self._reading = threading.Lock()
         self.number: int | None = None  # of the environment at the API

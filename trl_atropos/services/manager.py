@@ -76,7 +76,7 @@ class Service:
     """A service that was started, and the guard that keeps it."""
 
     name: str  # in messages
-    log_path: str
+    log_path: Path
     log_start: int  # where the output of this start begins in the log, in bytes
     health_url: str | None  # answers 200 when the service is ready; None if there is nothing to ask
     scratch: str  # the service's own temporary folder; empty if it has none
@@ -153,7 +153,7 @@ class Services(contextlib.AbstractContextManager):
                 start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
             )
         os.close(report)
-        service = Service(name, str(log_path), log_start, health_url, folder, guard, reports, ends=ends)
+        service = Service(name, log_path, log_start, health_url, folder, guard, reports, ends=ends)
         self._services[name] = service
         self._nothing_left.clear()
         logger.info("Started %s (process %d), log: %s", name, guard.pid, log_path)
@@ -395,7 +395,7 @@ def _work_of(service: Service) -> str:
     return next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
 
 
-def _cause_and_end_of(log_path: str) -> tuple[str, str]:
+def _cause_and_end_of(log_path: Path) -> tuple[str, str]:
     """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines,
     of tracebacks only the innermost frames."""
     cause, lines, frame, validation = "", [], [], False
