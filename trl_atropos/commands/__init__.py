@@ -160,7 +160,7 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         evaluator.start(0)
         for name in names:
             services.wait_healthy(name, config.service_timeout)
-        evaluator.results = [result for result in results_of(training.output_dir) if step and result.step == 0]
+        evaluator.results = results_of(training.output_dir, step=0) if step else []
         evaluator.begin(step, first=True, last=True)
         while evaluator.busy():
             services.check()

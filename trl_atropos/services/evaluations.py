@@ -265,10 +265,9 @@ def read_result(folder: Path) -> Result | None:
     return Result(**content, versions=versions and tuple(versions))
 
 
-def results_of(folder: str | Path) -> list[Result]:
-    """All results below the output folder of a run, by name and step."""
-    found = [read_result(path.parent) for path in sorted(Path(folder, FOLDER).glob(f"*/step-*/{RESULT}"))]
-    return [result for result in found if result is not None]
+def results_of(folder: str | Path, step: int) -> list[Result]:
+    """The results of an optimizer step below the output folder of a run, by name."""
+    return [read_result(path.parent) for path in sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}"))]
 
 
 def _own_metrics(folder: Path) -> dict[str, float]:
