@@ -19,7 +19,7 @@ from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.services.environments import HOPELESS, Disconnector, Supervisor, variables_of_environment
+from trl_atropos.services.environments import HOPELESS, Disconnector, EnvironmentSpec, Supervisor
 from trl_atropos.services.guard import members
 from trl_atropos.services.manager import ATROPOS, Services
 from trl_atropos.services.manager import SETTLED as SETTLED_BY_DEFAULT
@@ -201,7 +201,7 @@ class Loop:
 
     def start_environment(self, name: str, *flags: str) -> None:
         command = [sys.executable, PLAIN_ENVIRONMENT, self.url, str(self.model), "--offpolicy", "4", *flags]
-        env = variables_of_environment({})
+        env = EnvironmentSpec(path=PLAIN_ENVIRONMENT).variables()
         self.services.start(f"environment-{name}", command, env=env, restarts=3, settled=SETTLED)
 
     def pull(self, batches: int) -> None:

@@ -13,12 +13,17 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.services.environments import EnvironmentLog, variables_of_environment
+from trl_atropos.services.environments import EnvironmentLog, EnvironmentSpec
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
 WEIGHT_LINE = next(i for i, line in enumerate(ENVIRONMENT.read_text().splitlines(), 1) if '["weight"]' in line)
 BATCH = 4
 LIMIT = 65  # tokens: sequences of this length are dropped
+
+
+def variables(**own: str) -> dict[str, str]:
+    """Of the process of an environment that a run starts."""
+    return os.environ | EnvironmentSpec(path=str(ENVIRONMENT), env=own).variables()
 
 
 @pytest.fixture
@@ -185,7 +190,7 @@ def test_the_log_of_a_real_environment_tells_why_nothing_is_delivered(api, open_
     path = tmp_path / "log"
     command = [sys.executable, str(ENVIRONMENT), api.url, str(tiny_model), "--faults", *FAULTS]
     with path.open("wb") as output:
-        env = variables_of_environment(dict(os.environ))
+        env = variables()
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
     log = EnvironmentLog(str(path))
     try:
@@ -254,7 +259,7 @@ def test_a_log_without_a_sign_tells_nothing(log_of):
 
 def test_the_sitecustomize_of_an_environments_own_python_is_loaded_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('its own')")
-    env = variables_of_environment({**os.environ, "PYTHONPATH": str(tmp_path)})
+    env = variables(PYTHONPATH=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("its own\n", "")
 
@@ -269,7 +274,7 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
         "except Exception as e:\n    print(sitecustomize.describe(e), sitecustomize.place_of(e), sep=' | ')\n"
     )
     command = [sys.executable, str(tmp_path / "mine.py")]
-    env = variables_of_environment(dict(os.environ))
+    env = variables()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"ValueError: 400, Bad Request | {tmp_path}/mine.py:6 in collect\n"
 
@@ -311,7 +316,7 @@ print(waits)
 def test_an_environment_looks_again_soon_after_it_has_sent_a_batch_and_does_not_wait_long_for_others():
     """In Atropos' own main loop. The first wait is of 5 s by itself, the others of 0.1."""
     command = [sys.executable, "-c", LOOKS]
-    env = variables_of_environment(dict(os.environ))
+    env = variables()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     idle, at_work, idle_again = 4 * [0.02] + 2 * [0.1], 2 * [0.1], 3 * [0.02]
     assert done.stdout == f"{[1.5] + idle + at_work + idle_again}\n"

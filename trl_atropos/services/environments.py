@@ -113,8 +113,9 @@ class EnvironmentSpec(BaseModel):
 
     def variables(self, **further: str) -> dict[str, str]:
         """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`, and no token."""
-        own = {name: str(value) for name, value in self.env.items()}
-        return variables_of_environment({TOKEN_VARIABLE: "", **further, **own})
+        own = {TOKEN_VARIABLE: "", **further, **{name: str(value) for name, value in self.env.items()}}
+        before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
 
     def words(self) -> list[str]:
         """The command as words, with its placeholders."""
@@ -169,12 +170,6 @@ class EvaluationSpec(EnvironmentSpec):
         if self.temperature == 0 and self.samples > 1:
             raise ValueError("at temperature 0 all samples of a problem are the same: set `samples: 1`")
         return self
-
-
-def variables_of_environment(own: dict[str, str]) -> dict[str, str]:
-    """`own`, and what has its Python load `environment_site/sitecustomize.py`."""
-    before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
 
 
 class EnvironmentLog:
