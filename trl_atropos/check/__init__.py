@@ -182,10 +182,11 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
     if report.memory["table"]:
         yield ""
         for line in report.memory["table"]:  # of which only what is no figure is long
-            yield from textwrap.wrap(line, width(), drop_whitespace=False) if len(line) > width() else [line]
+            yield from textwrap.wrap(line, width(), drop_whitespace=False)
 
 
 def width() -> int:
+    """Columns that a line may take."""
     return min(WIDTH, columns() or WIDTH)
 
 
