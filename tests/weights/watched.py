@@ -111,11 +111,19 @@ class WatchedPublisher(ServerPublisher):
         lengths = [2 * block + i if i < LONG_SEQUENCES else 3 + i for i in range(NUM_SEQUENCES)]
         self._prompts = [[generator.randrange(256) for _ in range(length)] for length in lengths]
 
+    def before_step(self) -> None:
+        if self.transfer.steps_in_place and self._pausing is None:  # a server that has paused begins no request
+            self._await_requests()
+        super().before_step()
+
     def _pause(self) -> None:
-        if not self._paused:
-            wait_for_requests(self._server, 3)  # some may end before the pause takes hold, on a busy machine
-            self._began = time.monotonic()
+        if not self._paused and self._pausing is None:
+            self._await_requests()
         super()._pause()
+
+    def _await_requests(self) -> None:
+        wait_for_requests(self._server, 3)  # some may end before the pause takes hold, on a busy machine
+        self._began = time.monotonic()
 
     def _send(self) -> None:
         super()._send()
