@@ -291,16 +291,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if why and args.numerics == "bitwise":
             what = f"`numerics: bitwise` needs rollouts in one row, and this model has them padded: {why}"
             raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
-        warn = logger.warning if self.accelerator.is_main_process else logger.debug
+        if why and self.accelerator.is_main_process:
+            logger.warning("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
         if why:
-            warn("Rollouts are padded, not packed (`padding_free`), because of this model: %s.", why)
             return None
         asked = args.share_prompts
         if not (how.device.type == "cpu" if asked is None else asked):  # on GPUs it has not been measured
             return how
         why = packing.why_unshared(*tried)
-        if why and asked:
-            warn("Rollouts do not share their prompts (`share_prompts`) because of this model: %s.", why)
+        if why and asked and self.accelerator.is_main_process:
+            logger.warning("Rollouts do not share their prompts (`share_prompts`) because of this model: %s.", why)
         return how._replace(shares=why is None)
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:

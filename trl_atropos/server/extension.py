@@ -73,10 +73,9 @@ class WorkerExtension:
 
     def trl_atropos_fingerprints(self, of: str, adapter: list | None) -> list[int]:
         """Of each part that was found, in that order."""
-        known = self._trl_atropos_fingerprints
         if of == "adapter":
-            known = self._trl_atropos_adapter.fingerprints(LoRARequest(*adapter))
-        return unsigned(known.compute())
+            return unsigned(self._trl_atropos_adapter.fingerprints(LoRARequest(*adapter)).compute())
+        return unsigned(self._trl_atropos_fingerprints.compute())
 
     def trl_atropos_open_channel(self, specification: dict) -> None:
         """Joins the trainer's channel, in place of an earlier one."""
