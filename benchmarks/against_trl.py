@@ -30,8 +30,11 @@ from trl_atropos.services.signals import install_handlers
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quickstart/environment.py"
 ONE_AHEAD = {"max_batches_offpolicy": 1}
+TWO_SERVERS = {"vllm_mode": "server", "vllm_args": ["--max-model-len", "2048", "--kv-cache-memory-bytes", "8G"]}
 SIDES = {  # and the settings of the environment and of the run that differ from the recipe's
     "ours": ({}, {}),
+    "turns": ({}, {"mps": False}),
+    "two_servers": ({}, TWO_SERVERS),
     "one_ahead": (ONE_AHEAD, {"hold_requests": False}),
     "strict": (ONE_AHEAD, {"max_staleness": 0}),
     "trl": ({}, {}),
@@ -170,7 +173,7 @@ def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> 
         "model_name_or_path": settings["model"],
         "output_dir": str(folder / "run"),
         "environments": [{"path": str(ENVIRONMENT), "config": environment}],
-        "vllm_server_base_url": f"http://127.0.0.1:{free_port()}",
+        "vllm_server_base_url": [f"http://127.0.0.1:{free_port()}" for _ in range(1 + (side == "two_servers"))],
         "atropos_url": f"http://127.0.0.1:{free_port()}",
         "max_steps": settings["steps"],
         "per_device_train_batch_size": settings["rollouts"],

@@ -38,8 +38,9 @@ long as training.
 With `--against trl`, the whole loop with real sampling instead, beside TRL's own GRPOTrainer with vLLM in its process
 (which needs a GPU: on the CPU, TRL samples by Transformers):
 
-  side       ours: the recipe for one GPU as shipped; one_ahead: with one batch in flight and without `hold_requests`;
-             strict: with `max_staleness: 0`; trl: its defaults
+  side       ours: the recipe for one GPU as shipped; turns: with `mps: false`; two_servers: each with a copy of the
+             weights; one_ahead: with one batch in flight and without `hold_requests`; strict: with `max_staleness: 0`;
+             trl: its defaults
   sampled    tokens of completions per second; trained counts prompts, too
   publish    median; waits and computing are means
   memory     most that was taken of the GPU, by all processes

@@ -35,6 +35,7 @@ from trl_atropos.services.manager import (
     require_sockets,
     tail,
 )
+from trl_atropos.train import MPS_DAEMON, apply_recipe_environment
 
 GONE_WITHIN = 15.0
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -394,3 +395,64 @@ def test_what_a_service_leaves_in_its_temporary_folder_is_removed_however_it_end
         service.guard.wait(GONE_WITHIN)
     services.stop()
     assert not list(tmp_path.glob(f"{SCRATCH}*"))
+
+
+STARTS_MPS = "from trl_atropos.train import start_mps; start_mps('logs')\n"
+
+
+def started_mps(folder: Path, code: str, **variables: str) -> subprocess.CompletedProcess:
+    """What a process says that starts MPS, and then runs `code`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_MPS")} | variables
+    command = [sys.executable, "-c", STARTS_MPS + "import os\n" + code]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("daemon", "says"),
+    [
+        ("", "there is no nvidia-cuda-mps-control"),
+        ("exit 3", "mps ended with exit code 3"),
+        ("touch $CUDA_MPS_PIPE_DIRECTORY/control; exec sleep 600", "CUDA does not begin under it"),
+    ],
+)
+def test_a_run_goes_on_where_mps_cannot_be_had(tmp_path, daemon, says):
+    path = tmp_path / "bin/nvidia-cuda-mps-control"
+    path.parent.mkdir()
+    if daemon:  # one that cannot serve CUDA, here as on a machine that has the real one
+        path.write_text(f"#!/bin/sh\n{daemon}\n")
+        path.chmod(0o755)
+    ended = started_mps(tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=f"{path.parent}:/bin")
+    assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
+    assert "`mps: true` is left out" in ended.stderr and says in ended.stderr
+
+
+def test_mps_is_not_started_for_several_processes(tmp_path):
+    assert "must be started before the run" in started_mps(tmp_path, "", WORLD_SIZE="2").stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which(MPS_DAEMON) is None, reason="needs NVIDIA's driver")
+def test_a_process_that_has_started_mps_is_served_by_it_until_it_ends(tmp_path):
+    code = """import subprocess, torch
+torch.ones(1, device="cuda")
+asked = subprocess.run("nvidia-cuda-mps-control", input="get_server_list", capture_output=True, text=True)
+print(os.environ["CUDA_MPS_PIPE_DIRECTORY"], *asked.stdout.split())"""
+    ended = started_mps(tmp_path, code)
+    folder, *servers = ended.stdout.split()
+    assert len(servers) == 1, ended.stderr
+    deadline = time.monotonic() + GONE_WITHIN
+    while Path(folder).exists() or Path("/proc", servers[0]).exists():
+        assert time.monotonic() < deadline, "MPS goes on"
+        time.sleep(0.1)
+
+
+def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
+    recipe, overlay = tmp_path / "recipe.yaml", tmp_path / "overlay.yaml"
+    recipe.write_text("mps: false\nenv: {TRL_ATROPOS_TESTED: 1}\noutput_dir: runs/a\n")
+    overlay.write_text("mps: true\n")
+    monkeypatch.setenv("TRL_ATROPOS_TESTED", "0")
+    assert apply_recipe_environment([f"--config={recipe}"])["mps"] is False
+    assert os.environ["TRL_ATROPOS_TESTED"] == "1"
+    stated = apply_recipe_environment(["--config", str(recipe), "--overlay", str(overlay), "--output_dir=runs/b"])
+    assert stated["mps"] is True and stated["output_dir"] == "runs/b"
+    assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] is True

@@ -46,9 +46,11 @@ class ServicesConfig:
         start_atropos (`bool`, *optional*, defaults to `False`):
             Whether to start the Atropos API at `atropos_url`.
         start_vllm (`bool`, *optional*, defaults to `False`):
-            Whether to start the vLLM server at `vllm_server_base_url` on the model of the run.
+            Whether to start the vLLM server at `vllm_server_base_url`.
         vllm_args (`list[str]`, *optional*):
-            Further flags for the vLLM server, as `trl-atropos serve` takes them.
+            Flags of the vLLM server, as of `trl-atropos serve`.
+        mps (`bool`, *optional*, defaults to `False`):
+            Whether to start NVIDIA's MPS, so that a GPU computes for trainer and server at once.
         environments (`list[dict]`, *optional*):
             Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
             `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. A command
@@ -68,6 +70,7 @@ class ServicesConfig:
     start_atropos: bool = False
     start_vllm: bool = False
     vllm_args: list[str] | None = None
+    mps: bool = False
     environments: list[dict] | None = None
     evaluations: list[dict] | None = None
     restart_environments: int = 3

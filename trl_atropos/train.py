@@ -8,12 +8,14 @@ Signals and the death of the launcher are handled from the first line on, before
 import argparse
 import contextlib
 import os
+import shutil
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, fields
-from itertools import groupby, pairwise
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
+MPS_DAEMON, MPS_TIMEOUT = "nvidia-cuda-mps-control", 30.0  # seconds until its first process has begun
+BEGIN_CUDA = """import ctypes
+cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+raise SystemExit(min(255, cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)))"""
 LOST_CONTACT = ("/gloo/", "Application timeout caused pair closure", "ncclRemoteError")  # in errors of gloo and NCCL
 
 USAGE = "accelerate launch ... -m trl_atropos.train --config RECIPE [--SETTING VALUE ...]"
@@ -72,11 +78,13 @@ exit codes: 0 when the model is saved, 1 after an error, 130 after Ctrl-C,
 def main() -> None:
     die_with_launcher()
     install_handlers()
-    apply_recipe_environment(sys.argv[1:])
-    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
+    stated = apply_recipe_environment(sys.argv[1:])
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
         return print_help()
+    if str(stated.get("mps")).lower() in ("true", "1", "yes"):
+        start_mps(os.path.join(str(stated.get("output_dir", "trainer_output")), "logs"))
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
     with without_vllm():
         from trl_atropos.recipe import parse
 
@@ -103,20 +111,64 @@ def without_vllm():
             del sys.modules["vllm"]
 
 
-def apply_recipe_environment(argv: list[str]) -> None:
-    """Sets the variables under `env:` of the recipe now: torch, numpy and huggingface_hub read theirs on import."""
+def apply_recipe_environment(argv: list[str]) -> dict[str, Any]:
+    """Sets the variables under `env:` of the recipe now: torch, numpy and huggingface_hub read theirs on import.
+    Returns what the recipe's files and the flags state, for what else must be known before that."""
     import yaml
 
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    for flag, path in pairwise(words):
-        if flag == "--config" and os.path.isfile(path):
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    files: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
+    for flag, value in zip_longest(words, words[1:], fillvalue="--"):
+        if flag in ("--config", "--overlay") and os.path.isfile(value):
             try:
-                with open(path, encoding="utf-8") as file:
+                with open(value, encoding="utf-8") as file:
                     content = yaml.safe_load(file)
             except (OSError, UnicodeError, yaml.YAMLError):
-                return  # the parser says what is wrong with it
-            if isinstance(content, dict) and isinstance(content.get("env"), dict):
-                os.environ.update({str(key): str(value) for key, value in content["env"].items()})
+                continue  # the parser says what is wrong with it
+            files |= content if isinstance(content, dict) else {}
+        elif flag.startswith("--"):
+            flags[flag[2:]] = True if value.startswith("--") else value
+    if isinstance(files.get("env"), dict):
+        os.environ.update({str(key): str(value) for key, value in files["env"].items()})
+    return files | flags
+
+
+def start_mps(log_dir: str) -> None:
+    """Starts NVIDIA's Multi-Process Service for this process and its services, unless one runs: before CUDA, which
+    looks for it only once. It ends with this process. Warns where it cannot be had, and goes on without."""
+    from trl_atropos.errors import ServiceError
+    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs
+
+    if mps_runs():
+        return
+    services, deadline = Services(log_dir), time.monotonic() + MPS_TIMEOUT
+    before = os.environ.copy()
+    # In a folder of its own, where no other program gets to it.
+    command = f"CUDA_MPS_PIPE_DIRECTORY=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec {MPS_DAEMON} -f"
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ServiceError("with several processes it must be started before the run, to outlive each of them")
+        if shutil.which(MPS_DAEMON) is None:
+            raise ServiceError(f"there is no {MPS_DAEMON}, a part of NVIDIA's driver")
+        os.environ[MPS_FOLDER] = services.start("mps", ["sh", "-c", command], scratch=True).scratch
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # its processes count from 0 what it sees
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(len(visible.split(",")))))
+        while not mps_runs():
+            services.check()
+            if time.monotonic() > deadline:
+                raise ServiceError(f"it did not start within {MPS_TIMEOUT:g} s")
+            time.sleep(0.05)
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", BEGIN_CUDA], capture_output=True, timeout=MPS_TIMEOUT
+        )
+        if tried.returncode:
+            raise ServiceError(f"CUDA does not begin under it (error {tried.returncode})")
+    except (ServiceError, subprocess.TimeoutExpired) as error:
+        services.stop()
+        os.environ.pop(MPS_FOLDER, None)
+        os.environ.update(before)
+        warnings.warn(f"`mps: true` is left out: {error}.", stacklevel=1)
 
 
 def print_help(usage: str = USAGE) -> None:

@@ -43,7 +43,8 @@ def train_with_trl(folder: str, recipe: dict) -> None:
     from trl_atropos.report.run_log import RunLog
 
     model, task, cuda = recipe["model_name_or_path"], task_of(recipe), torch.cuda.is_available()
-    shared = {field.name for field in fields(GRPOConfig)} - {"vllm_mode", "output_dir", "report_to"}
+    own = {"vllm_mode", "vllm_server_base_url", "output_dir", "report_to"}
+    shared = {field.name for field in fields(GRPOConfig)} - own
     settings = {name: setting for name, setting in recipe.items() if name in shared}
     group_size = ArithmeticEnv.config_init()[0].group_size
     number = recipe["max_steps"] * recipe["per_device_train_batch_size"] // group_size

@@ -61,12 +61,12 @@ def two_workers(server_model, tmp_path_factory) -> Iterator[Server]:
         pytest.skip("needs two GPUs")
     flags = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--vllm_mode", "nccl_lora"]
     if CUDA:
-        torch.cuda.init()  # with the GPU that is visible now
         flags += ["--dtype", "bfloat16", *GPU_FLAGS]  # adapters take 16 bits there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a core for each, and one to spare
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         with running_server(server_model, tmp_path_factory.mktemp("two_workers"), *flags) as server:
+            patch.undo()  # the trainer keeps to its own
             yield server
 
 

@@ -46,6 +46,7 @@ POLL = 0.2  # seconds
 TOLD_EVERY = 15.0  # seconds; what a service does that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # variable that NVIDIA's Multi-Process Service and its processes read
 FREE_PORTS = range(20_000, 30_000)
 SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36  # bytes: in that folder, vLLM gives a socket a UUID for its name
 LONGEST_SOCKET_FOLDER = 107 - SOCKET_NAME  # bytes; the path of a Unix socket may have 107
@@ -309,6 +310,11 @@ def port_of(url: str) -> int:
         if port := urlsplit(url).port:
             return port
     raise ServiceError(f"{url!r} names no port", url, "Write it like http://127.0.0.1:8000.", "port")
+
+
+def mps_runs() -> bool:
+    """Whether NVIDIA's Multi-Process Service runs, by the pipe that its processes are reached through."""
+    return os.path.exists(os.path.join(os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps"), "control"))
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -6,7 +6,6 @@ is shared (`lora.py`). Where memory cannot be shared, weights are copied on the 
 """
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from trl.trainer.utils import create_model_from_path
 from trl_atropos.distributed import together
 from trl_atropos.errors import AttachError
 from trl_atropos.server_client import Servers
+from trl_atropos.services.manager import mps_runs
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base
 from trl_atropos.weights.full_weights import FullWeights
 from trl_atropos.weights.gather import CheckpointPlan
@@ -83,7 +83,7 @@ class Colocate(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         if trainer.accelerator.device.type == "cuda" and trainer.accelerator.is_main_process and not mps_runs():
-            logger.info("Trainer and server take turns on the GPU. NVIDIA's MPS ends that (docs/performance.md).")
+            logger.info("Trainer and server take turns on the GPU. NVIDIA's MPS ends that: `mps: true` starts it.")
 
     def fingerprinted(self) -> list[Fingerprinted]:
         """As they were loaded, and after the first step: that this is the server's memory. `check` shows that it stays
@@ -102,11 +102,6 @@ class Colocate(Transfer):
 
     def send(self, policy_version: int) -> int:
         return 0  # the step has written into the server's memory
-
-
-def mps_runs() -> bool:
-    """Whether NVIDIA's Multi-Process Service runs, by the pipe that its processes are reached through."""
-    return os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control"))
 
 
 def load_model(model: Any, args: Any, dtype: str | None) -> PreTrainedModel:
