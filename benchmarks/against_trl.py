@@ -152,8 +152,8 @@ class Peak:
         import torch
 
         while torch.cuda.is_available() and not self._over.wait(LOOK_EVERY):
-            free, total = torch.cuda.mem_get_info()
-            self.gigabytes = max(self.gigabytes or 0.0, (total - free) / 1e9)
+            used = torch.cuda.device_memory_used(0)  # of NVML: this process shall not have CUDA running
+            self.gigabytes = max(self.gigabytes or 0.0, used / 1e9)
 
 
 def recipe_of(folder: Path, settings: dict[str, Any], side: str, cuda: bool) -> dict[str, Any]:

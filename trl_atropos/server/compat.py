@@ -5,6 +5,7 @@ import os
 import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import vllm
@@ -32,9 +33,8 @@ def run_server() -> None:
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
     except ImportError:  # 0.26, where it is a script
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-    else:
-        main()
+        main = partial(runpy.run_module, "vllm.entrypoints.openai.api_server", run_name="__main__")
+    main()  # outside: no error of the server shall have this one for its cause
 
 
 async def pause(engine, clear_cache: bool) -> None:
