@@ -324,6 +324,57 @@ def test_compiled_layers_take_the_same_steps(tiny_model, tmp_path):
 on_a_gpu = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+ROWS = {  # lengths of rollouts; torch compiles for the CPU anew below 1,025 tokens and above 4,096
+    "cpu": [[900, 200], [1100], [1000, 107], [600] * 2, [2030], [450] * 5, [10] * 140],
+    "cuda": [[900, 60], [1], [100, 7], [300] * 2, [1030] * 2, [2600], [450] * 10, [16] * 400, [1500] * 10],
+}
+
+
+@torch.library.custom_op("trl_atropos::tested_varlen", mutates_args=())
+def kernel_of_any_lengths(
+    query: torch.Tensor, keys: torch.Tensor, borders: torch.Tensor, most: int, most_keys: int
+) -> torch.Tensor:
+    return query.clone()
+
+
+kernel_of_any_lengths.register_fake(lambda query, *_: torch.empty_like(query))
+kernel_of_any_lengths.register_autograd(lambda context, gradient: (gradient, None, None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("device", "width"),
+    [pytest.param("cpu", 64, marks=pytest.mark.slow(20)), pytest.param("cuda", 1024, marks=on_a_gpu)],
+)
+def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, monkeypatch):
+    """On the CPU, with what layers get on a GPU and a kernel in place of the GPU's."""
+    from torch._dynamo.utils import counters
+    from transformers import Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    config = Qwen3Config(vocab_size=250, hidden_size=width, intermediate_size=96, num_hidden_layers=2, **heads)
+    config.use_cache = False
+    model = Qwen3ForCausalLM(config).to(device, torch.bfloat16)
+    packing.use_packed_attention(model)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    how = packing.How.of(model, torch.device(device), None, 1)
+    if device == "cpu":
+        how = how._replace(attention="flash_attention_2")
+
+        def kernel(query, key, _value, borders, _, *most, **__):
+            return kernel_of_any_lengths(query, key, borders, *most)
+
+        monkeypatch.setattr(packing, "varlen_attn", kernel)
+    packing.compile_layers(model)
+    compiled = []
+    for lengths in ROWS[device]:
+        layout = packing.Layout.of([1] * len(lengths), lengths, 1, max(lengths), how)
+        layout.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        ids = torch.ones(len(lengths), 1 + max(lengths), dtype=torch.int64, device=device)
+        packing.score_packed(FORWARD, model, ids, max(lengths), layout)[0].sum().backward()
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled == [compiled[0]] * len(compiled)
+
+
 @pytest.mark.parametrize(
     ("params", "rollouts", "longest", "steps", "exact_steps"),
     [

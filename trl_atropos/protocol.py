@@ -11,14 +11,15 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 import yaml
-from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
 from trl_atropos.errors import AtroposTrainingError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 PROTOCOL_VERSION = 9
 ROUTE_PREFIX = "/trl_atropos"
@@ -219,7 +220,7 @@ def evaluation_key(authorization: str) -> str | None:
     return key if key.startswith(EVALUATION_KEY) else None
 
 
-def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike) -> bytes:
+def completion_key(prompt_ids: "ArrayLike", completion_ids: "ArrayLike", logprobs: "ArrayLike") -> bytes:
     """
     What both sides know one sampled completion by: a hash of 16 bytes. It includes the log-probabilities, which JSON
     leaves as they are, because completions repeat as a policy converges: by tokens alone, a third of them would be
@@ -230,6 +231,8 @@ def completion_key(prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: A
         completion_ids: (c,) ids of the sampled tokens.
         logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was converted to.
     """
+    import numpy as np  # not above: it reads variables that a recipe sets, which is read by this module
+
     prompt, completion = (np.ascontiguousarray(ids, dtype="<i4") for ids in (prompt_ids, completion_ids))
     values = np.ascontiguousarray(logprobs, dtype="<f4") + np.float32(0.0)  # there is one zero, not two
     digest = hashlib.blake2b(np.array([prompt.size, completion.size], dtype="<i8"), digest_size=16)

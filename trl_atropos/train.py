@@ -8,14 +8,13 @@ Signals and the death of the launcher are handled from the first line on, before
 import argparse
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, fields
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 DYING_SECONDS = 5.0  # between a server's first failed answer and its last process
-MPS_DAEMON, MPS_TIMEOUT = "nvidia-cuda-mps-control", 30.0  # seconds until its first process has begun
+MPS_TIMEOUT = 30.0  # seconds until the first process of NVIDIA's MPS has begun
 BEGIN_CUDA = """import ctypes
 cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
 raise SystemExit(min(255, cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)))"""
@@ -82,7 +81,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
         return print_help()
-    if str(stated.get("mps")).lower() in ("true", "1", "yes"):
+    if str(stated.get("mps")).lower() in ("true", ""):
         start_mps(os.path.join(str(stated.get("output_dir", "trainer_output")), "logs"))
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
     with without_vllm():
@@ -113,25 +112,13 @@ def without_vllm():
 
 def apply_recipe_environment(argv: list[str]) -> dict[str, Any]:
     """Sets the variables under `env:` of the recipe now: torch, numpy and huggingface_hub read theirs on import.
-    Returns what the recipe's files and the flags state, for what else must be known before that."""
-    import yaml
+    Returns all that is stated."""
+    from trl_atropos.protocol import stated_settings
 
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    files: dict[str, Any] = {}
-    flags: dict[str, Any] = {}
-    for flag, value in zip_longest(words, words[1:], fillvalue="--"):
-        if flag in ("--config", "--overlay") and os.path.isfile(value):
-            try:
-                with open(value, encoding="utf-8") as file:
-                    content = yaml.safe_load(file)
-            except (OSError, UnicodeError, yaml.YAMLError):
-                continue  # the parser says what is wrong with it
-            files |= content if isinstance(content, dict) else {}
-        elif flag.startswith("--"):
-            flags[flag[2:]] = True if value.startswith("--") else value
-    if isinstance(files.get("env"), dict):
-        os.environ.update({str(key): str(value) for key, value in files["env"].items()})
-    return files | flags
+    stated = stated_settings(argv)
+    if isinstance(stated.get("env"), dict):
+        os.environ.update({str(key): str(value) for key, value in stated["env"].items()})
+    return stated
 
 
 def start_mps(log_dir: str) -> None:
@@ -142,15 +129,12 @@ def start_mps(log_dir: str) -> None:
 
     if mps_runs():
         return
-    services, deadline = Services(log_dir), time.monotonic() + MPS_TIMEOUT
-    before = os.environ.copy()
+    services, before, deadline = Services(log_dir), os.environ.copy(), time.monotonic() + MPS_TIMEOUT
     # In a folder of its own, where no other program gets to it.
-    command = f"CUDA_MPS_PIPE_DIRECTORY=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec {MPS_DAEMON} -f"
+    command = "CUDA_MPS_PIPE_DIRECTORY=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ServiceError("with several processes it must be started before the run, to outlive each of them")
-        if shutil.which(MPS_DAEMON) is None:
-            raise ServiceError(f"there is no {MPS_DAEMON}, a part of NVIDIA's driver")
         os.environ[MPS_FOLDER] = services.start("mps", ["sh", "-c", command], scratch=True).scratch
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # its processes count from 0 what it sees
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(len(visible.split(",")))))
@@ -159,16 +143,14 @@ def start_mps(log_dir: str) -> None:
             if time.monotonic() > deadline:
                 raise ServiceError(f"it did not start within {MPS_TIMEOUT:g} s")
             time.sleep(0.05)
-        tried = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", BEGIN_CUDA], capture_output=True, timeout=MPS_TIMEOUT
-        )
-        if tried.returncode:
-            raise ServiceError(f"CUDA does not begin under it (error {tried.returncode})")
+        begin = [sys.executable, "-I", "-S", "-c", BEGIN_CUDA]
+        if code := subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode:
+            raise ServiceError(f"CUDA does not begin under it (error {code})")
     except (ServiceError, subprocess.TimeoutExpired) as error:
         services.stop()
         os.environ.pop(MPS_FOLDER, None)
         os.environ.update(before)
-        warnings.warn(f"`mps: true` is left out: {error}.", stacklevel=1)
+        warnings.warn(f"`mps: true` is left out: {error}", stacklevel=1)
 
 
 def print_help(usage: str = USAGE) -> None:

@@ -11,6 +11,7 @@ before the first batch (`why_padded`), and padded as before (`micro_batches.with
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ VARLEN = frozenset(inspect.signature(varlen_attn).parameters)  # torch's version
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 WORTH_SHARING = 1 / 8  # of the tokens of a row: as many are not computed because rollouts share prompts
 WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has won back the time of compiling
+# Else a norm's gradient is compiled in one way for long rows and in another for short ones, of half a dozen lengths: a
+# row of new length would stop training for ten seconds.
+FOR_ALL_LENGTHS = {"triton.mix_order_reduction_non_strict_mode": True}
 TRIED = (24, 17)  # tokens of the two rollouts that a model is tried with
 # Nats that a rollout's log-probabilities may differ by in another row: by what stands before it, and from a row of
 # its own, which other kernels may compute.
@@ -264,13 +268,8 @@ def _mask(length: int, key_length: int, sliding_window: int | None, device: torc
 def _varlen(
     query, key, value, borders, cu_seq_lens_k, max_length_q, max_length_k, scaling=None, sliding_window=None, **_
 ) -> torch.Tensor:
-    options: dict[str, Any] = {"scale": scaling}
-    if "window_size" in VARLEN:
-        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
-    elif sliding_window is None:
-        options["is_causal"] = True
-    else:
-        raise NotImplementedError("torch's attention for variable lengths has no window in this version")
+    window = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" in VARLEN:
         options["enable_gqa"] = True
@@ -295,20 +294,14 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
         return f"it has layers of {', '.join(sorted(other))}"
     first, second = TRIED
     ids = torch.arange(first + second, device=how.device) * 7919 % (policy.config.get_text_config().vocab_size - 1)
-    pad = ids.new_zeros(first - second)
-
-    def scores(before: torch.Tensor | None) -> torch.Tensor:
-        """Of the second rollout, behind another one in its row or alone. Its prompt is its first token."""
-        rows, completions = [torch.cat([ids[first:], pad])], [second - 1]
-        if before is not None:
-            rows, completions = [before, *rows], [first - 1, *completions]
-        layout = Layout.of([1] * len(rows), completions, 1, first - 1, how)
-        logprobs, _, _ = score_packed(forward, model, torch.stack(rows), first - 1, layout)
-        return logprobs[-1, : second - 1].double()
-
+    row = torch.nn.functional.pad(ids[first:], (0, first - second))
+    tried = partial(_tried, forward, model, how, [0, 1], 1)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            behind, behind_another, alone = (scores(row) for row in (ids[:first], ids[:first].flip(0), None))
+        behind, behind_another = (
+            tried(torch.stack([other, row]), [first - 1, second - 1])[1, : second - 1]
+            for other in (ids[:first], ids[:first].flip(0))
+        )
+        alone = tried(ids[None, first:], [second - 1])[0]
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"packed, it fails ({type(error).__name__}: {error})"
     if not (behind - behind_another).abs().max() <= LEAK[how.rounding]:
@@ -327,13 +320,11 @@ def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedM
     vocabulary = policy.config.get_text_config().vocab_size - 1
     ids = (torch.arange(2 * (prompt + completion), device=how.device) * 7919 % vocabulary).view(2, -1)
     ids[1, :prompt] = ids[0, :prompt]
-    layouts = [
-        Layout.of([prompt] * 2, [completion, completion - 1], prompt, completion, how._replace(shares=shares), [0, 0])
-        for shares in (True, False)
-    ]
+    hows = how._replace(shares=True), how._replace(shares=False)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            together, apart = (score_packed(forward, model, ids, completion, layout)[0].double() for layout in layouts)
+        together, apart = (
+            _tried(forward, model, each, [0, 0], prompt, ids, [completion, completion - 1]) for each in hows
+        )
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
     if not (together - apart).abs().max() <= ALONE[how.rounding]:
@@ -341,11 +332,19 @@ def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedM
     return None
 
 
+def _tried(forward, model, how: How, alike: list[int], prompt: int, ids: torch.Tensor, completions: list[int]):
+    """Log-probabilities (B, C) of completions behind prompts of so many tokens, in one row."""
+    width, rows = max(completions), len(completions)
+    layout = Layout.of([prompt] * rows, completions, prompt, width, how, alike[:rows])
+    with torch.compiler.set_stance("force_eager"):
+        return score_packed(forward, model, ids, width, layout)[0].double()
+
+
 def compile_layers(model: PreTrainedModel) -> None:
     """Each decoder layer becomes a few kernels, when it is first used: of norms, rotary embedding and activations."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, options=FOR_ALL_LENGTHS)
 
 
 def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:

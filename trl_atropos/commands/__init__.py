@@ -193,12 +193,10 @@ def rehearse(words: list[str]) -> None:
         sys.stdout.write(TRY)
         sys.exit(0 if words else 2)
     install_handlers()
-    from trl_atropos.train import apply_recipe_environment
+    from trl_atropos.commands.rehearsal import main
 
     launcher, settings = divide(words)
     settings = with_recipe(settings)
-    apply_recipe_environment(settings)
-    from trl_atropos.commands.rehearsal import main
 
     main(launcher, settings)
 

@@ -41,8 +41,6 @@ LONG_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of i
 LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
 # Of a run's time on a GPU that probes may take, and publishes between two, where the configuration does not say.
 MAX_SHARE, LEAST_APART = 0.02, 4
-RARE = 0.1  # share of the probes with outliers that rounding explains
-SOME = 3  # probes with outliers before the run is told that they are not rare
 NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
@@ -154,7 +152,7 @@ class Probe:
         self.first: ProbeResult | None = None  # before training, or of what it resumes from
         self.policy_version: int | None = None  # that was probed last
         self._runs = self._outliers = 0  # probes, and probes with outliers
-        self._outliers_are_common = self._compared_longest = False
+        self._compared_longest = False
         self._samples: Future | None = None  # of the probe that has begun
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
@@ -234,20 +232,18 @@ class Probe:
             )
 
     def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:
-        """Warns of single tokens beyond the tolerance, until it is clear that they come with the model."""
-        if self._outliers_are_common:
-            return
+        """Warns of single tokens beyond the tolerance: of the first, and when there are twice as many."""
         self._outliers += 1
-        self._outliers_are_common = self._outliers >= SOME and self._outliers > RARE * self._runs
+        if self._outliers.bit_count() > 1:
+            return
         logger.warning(
             "A token of the probe of policy version %d differed by %.2e nats between server and trainer (mean of all "
-            "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e). %s",
-            *(self.policy_version, *outlier[:2], *self.tolerance, again.max_abs_diff),
-            f"{self._outliers} of {self._runs} probes had such tokens, too many for rounding alone: vLLM and "
-            "Transformers compute this model differently, or, if it began in mid-run, the policy has grown "
-            f"ill-conditioned (lower `learning_rate`). {CURES} This is said once."
-            if self._outliers_are_common
-            else "One in thousands may, where rounding errors are multiplied; more often, it would not be rounding.",
+            "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e): so in %d of %d "
+            "probes. One in thousands may, where rounding errors are multiplied; if there are more, vLLM and "
+            "Transformers compute this model differently, or, if they began in mid-run, the policy has grown "
+            "ill-conditioned (lower `learning_rate`). %s",
+            *(self.policy_version, *outlier[:2], *self.tolerance, again.max_abs_diff, self._outliers, self._runs),
+            CURES,
         )
 
     def run_longest(self) -> None:
