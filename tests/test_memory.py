@@ -213,6 +213,15 @@ def test_colocated_weights_are_counted_once(large, tmp_path):
     assert alone.trainer.items["weights"] == alone.server.items["weights"]
 
 
+def test_servers_that_share_the_trainers_gpu_are_all_counted(large, tmp_path):
+    two = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    found = on_gpus(tmp_path, large, vllm_mode="server", vllm_server_base_url=two)
+    assert found.total == found.trainer.total + 2 * found.server.total
+    assert any("server, each of 2" in line for line in found.table())
+    each_its_own = on_gpus(tmp_path, large, vllm_server_base_url=two)
+    assert each_its_own.total == each_its_own.trainer.total + each_its_own.server.total
+
+
 def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
     found = on_gpus(tmp_path, large, **ADAPTER)
     per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, the MLP's

@@ -25,16 +25,22 @@ class Estimate:
         return [self.trainer] if self.server is None else [self.trainer, self.server]
 
     @property
+    def servers(self) -> int:
+        """How many of the servers that the run starts are on the trainer's device; on the CPU, on the machine."""
+        each_its_own = self.case.plan.device == "cuda" and self.case.training.vllm_mode == "colocate"
+        return 1 if each_its_own else len(self.case.training.vllm_server_urls)
+
+    @property
     def total(self) -> int:
         """Bytes that the trainer's device needs; on the CPU, the machine."""
-        args, plan = self.case.training, self.case.plan
-        on_cpu = plan.device == "cpu"  # where all processes share one memory
+        plan, on_cpu = self.case.plan, self.case.plan.device == "cpu"  # where all processes share one memory
         total = self.trainer.total * (plan.processes if on_cpu else 1)
         if self.server is None:
             return total
-        if args.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
-            return max(total + self.server.items["runtime"], self.trainer.resting + self.server.total)
-        return total + self.server.total * (len(args.vllm_server_urls) if on_cpu else 1)
+        runtime, served = (size * self.servers for size in (self.server.items["runtime"], self.server.total))
+        if self.case.training.vllm_enable_sleep_mode and not on_cpu:  # either computes while the other rests
+            return max(total + runtime, self.trainer.resting + served)
+        return total + served
 
     @property
     def host(self) -> int:
@@ -62,7 +68,8 @@ class Estimate:
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
         lines = [f"Peak memory per {where} in GiB, estimated ({size}):"]
         for process in self.processes:
-            title = "server" if process is self.server else f"trainer, in {process.when}"
+            of = f", each of {self.servers}" if self.servers > 1 else ""
+            title = f"server{of}" if process is self.server else f"trainer, in {process.when}"
             lines.append(_line(f"  {title}", process.total))
             items = process.items | {f"{name} (host memory)": size for name, size in process.host.items()}
             lines += [_line(f"    {name}", size) for name, size in items.items() if size]
@@ -70,7 +77,7 @@ class Estimate:
             lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        who = "both" if self.server is not None else "the trainer"
+        who = "all" if self.server is not None and self.servers > 1 else "both" if self.server else "the trainer"
         lines.append(_line(f"  {who}, of {plan.total / GIB:.2f} that {name} has", self.total))
         if self.host:
             has = "of a machine" if plan.host is None else f"of {plan.host / GIB:.2f} that the machine has"
