@@ -103,6 +103,7 @@ def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, 
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder, settings, side, cuda)))
         place = ROOT / "configs/accelerate" / ("single_gpu.yaml" if cuda else "cpu.yaml")
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+        command += ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"]] if cuda else []
         command += ["--config_file", str(place), "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
     log, peak = folder / "log.txt", Peak()
     began = time.monotonic()
