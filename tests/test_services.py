@@ -410,8 +410,8 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("daemon", "says"),
     [
-        ("", "nvidia-cuda-mps-control: not found"),
-        ("exit 3", "mps ended with exit code 3"),
+        ("", "it did not start. The end of logs/mps.log:\nsh: 1: exec: nvidia-cuda-mps-control: not found"),
+        ("echo no GPU; exit 3", "no GPU"),
         ("touch $CUDA_MPS_PIPE_DIRECTORY/control; exec sleep 600", "CUDA does not begin under it"),
     ],
 )
@@ -423,7 +423,7 @@ def test_a_run_goes_on_where_mps_cannot_be_had(tmp_path, daemon, says):
         path.chmod(0o755)
     ended = started_mps(tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=f"{path.parent}:/bin")
     assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
-    assert "`mps: true` is left out" in ended.stderr and says in ended.stderr
+    assert "goes on without NVIDIA's MPS" in ended.stderr and says in ended.stderr
 
 
 def test_mps_is_not_started_for_several_processes(tmp_path):

@@ -81,7 +81,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     if {"-h", "--help"} & set(sys.argv[1:]):
         return print_help()
-    if str(stated.get("mps")).lower() in ("true", ""):
+    if str(stated.get("mps")).lower() in ("", "1", "t", "true", "y", "yes"):
         start_mps(os.path.join(str(stated.get("output_dir", "trainer_output")), "logs"))
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")  # under NVIDIA's MPS: below the server's
     with without_vllm():
@@ -125,7 +125,7 @@ def start_mps(log_dir: str) -> None:
     """Starts NVIDIA's Multi-Process Service for this process and its services, unless one runs: before CUDA, which
     looks for it only once. It ends with this process. Warns where it cannot be had, and goes on without."""
     from trl_atropos.errors import ServiceError
-    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs
+    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
 
     if mps_runs():
         return
@@ -135,13 +135,13 @@ def start_mps(log_dir: str) -> None:
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ServiceError("with several processes it must be started before the run, to outlive each of them")
-        os.environ[MPS_FOLDER] = services.start("mps", ["sh", "-c", command], scratch=True).scratch
+        service = services.start("mps", ["sh", "-c", command], scratch=True)
+        os.environ[MPS_FOLDER] = service.scratch
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # its processes count from 0 what it sees
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(len(visible.split(",")))))
         while not mps_runs():
-            services.check()
-            if time.monotonic() > deadline:
-                raise ServiceError(f"it did not start within {MPS_TIMEOUT:g} s")
+            if services.exit_code(service) is not None or time.monotonic() > deadline:
+                raise ServiceError(f"it did not start. The end of {service.log_path}:\n{tail(service.log_path, 1)}")
             time.sleep(0.05)
         begin = [sys.executable, "-I", "-S", "-c", BEGIN_CUDA]
         if code := subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode:
@@ -150,7 +150,7 @@ def start_mps(log_dir: str) -> None:
         services.stop()
         os.environ.pop(MPS_FOLDER, None)
         os.environ.update(before)
-        warnings.warn(f"`mps: true` is left out: {error}", stacklevel=1)
+        warnings.warn(f"the run goes on without NVIDIA's MPS (`mps: true`): {error}", stacklevel=1)
 
 
 def print_help(usage: str = USAGE) -> None:
