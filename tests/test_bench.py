@@ -216,7 +216,7 @@ def test_the_file_holds_what_loop_prints_and_the_model_is_gone(looped):
     [
         (
             ["--against", "trl", "--sides", "ours,theirs"],
-            "--sides ours,theirs: there are ours, one_ahead, strict, trl",
+            "--sides ours,theirs: there are ours, turns, two_servers, one_ahead, strict, trl",
         ),
         (["--latencies", "0,fast"], "'fast' is no number of 0 or more: write it like 1.5"),
         (["--device_seconds", "-1"], "'-1' is no number of 0 or more"),
