@@ -48,7 +48,7 @@ class ServicesConfig:
         start_vllm (`bool`, *optional*, defaults to `False`):
             Whether to start the vLLM server at `vllm_server_base_url`.
         vllm_args (`list[str]`, *optional*):
-            Flags of the vLLM server, as of `trl-atropos serve`.
+            Flags of the vLLM server (see `trl-atropos serve`).
         mps (`bool`, *optional*, defaults to `False`):
             Whether to start NVIDIA's MPS, so that a GPU computes for trainer and server at once.
         environments (`list[dict]`, *optional*):

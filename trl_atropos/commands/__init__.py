@@ -196,9 +196,7 @@ def rehearse(words: list[str]) -> None:
     from trl_atropos.commands.rehearsal import main
 
     launcher, settings = divide(words)
-    settings = with_recipe(settings)
-
-    main(launcher, settings)
+    main(launcher, with_recipe(settings))
 
 
 # ---------------------------------------------------------------------------------------------------------------- init
