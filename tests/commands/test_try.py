@@ -91,6 +91,20 @@ def test_without_a_server_it_says_how_to_start_one(recipe):
         rehearsal._require_servers(recipe)
 
 
+@pytest.mark.parametrize("words", [["RECIPE", "--num_processes", "1"], ["--num_processes", "1", "RECIPE"]])
+def test_the_variables_of_the_recipe_are_set_wherever_it_stands(words, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("env: {TRL_ATROPOS_TESTED: heeded}\n")
+    code = """import os, sys
+from trl_atropos import cli
+from trl_atropos.commands import rehearsal
+rehearsal.main = lambda launcher, settings: print(os.environ.get("TRL_ATROPOS_TESTED"))
+sys.argv = ["trl-atropos", "try", *sys.argv[1:]]
+cli.main()"""
+    words = [word.replace("RECIPE", str(path)) for word in words]
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True).stdout == "heeded\n"
+
+
 @pytest.mark.server
 @pytest.mark.slow
 def test_a_group_of_each_environment_is_shown_or_the_traceback_of_its_own_code(tmp_path):

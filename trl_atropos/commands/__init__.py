@@ -193,10 +193,13 @@ def rehearse(words: list[str]) -> None:
         sys.stdout.write(TRY)
         sys.exit(0 if words else 2)
     install_handlers()
-    from trl_atropos.commands.rehearsal import main
+    from trl_atropos.train import apply_recipe_environment
 
     launcher, settings = divide(words)
-    main(launcher, with_recipe(settings))
+    apply_recipe_environment(settings := with_recipe(settings))  # the recipe may stand behind accelerate's flags
+    from trl_atropos.commands.rehearsal import main
+
+    main(launcher, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------- init
