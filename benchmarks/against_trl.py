@@ -30,8 +30,11 @@ from trl_atropos.services.signals import install_handlers
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quickstart/environment.py"
 ONE_AHEAD = {"max_batches_offpolicy": 1}
-TWO_SERVERS = {"vllm_mode": "server", "vllm_args": ["--max-model-len", "2048", "--kv-cache-memory-bytes", "8G"]}
-TWO_SERVERS["vllm_args"] += ["--gpu-memory-utilization", "0.2"]  # so much has to be free when the second one starts
+TWO_SERVERS = {
+    "vllm_mode": "server",
+    "vllm_args": ["--max-model-len", "2048", "--kv-cache-memory-bytes", "8G"]
+    + ["--gpu-memory-utilization", "0.2"],  # as much has to be free when the second one starts
+}
 SIDES = {  # and the settings of the environment and of the run that differ from the recipe's
     "ours": ({}, {}),
     "turns": ({}, {"mps": False}),

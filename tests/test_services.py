@@ -418,10 +418,12 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
 def test_a_run_goes_on_where_mps_cannot_be_had(tmp_path, daemon, says):
     path = tmp_path / "bin/nvidia-cuda-mps-control"
     path.parent.mkdir()
-    if daemon:  # one that cannot serve CUDA, here as on a machine that has the real one
+    for tool in ("sh", "sleep", "touch"):  # and no others: a machine with a GPU has the real one beside them
+        path.with_name(tool).symlink_to(shutil.which(tool))
+    if daemon:
         path.write_text(f"#!/bin/sh\n{daemon}\n")
         path.chmod(0o755)
-    ended = started_mps(tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=f"{path.parent}:/bin")
+    ended = started_mps(tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=str(path.parent))
     assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
     assert "goes on without NVIDIA's MPS" in ended.stderr and says in ended.stderr
 

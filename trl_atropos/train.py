@@ -131,7 +131,7 @@ def start_mps(log_dir: str) -> None:
         return
     services, before, deadline = Services(log_dir), os.environ.copy(), time.monotonic() + MPS_TIMEOUT
     # In a folder of its own, where no other program gets to it.
-    command = "CUDA_MPS_PIPE_DIRECTORY=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
+    command = f"{MPS_FOLDER}=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ServiceError("with several processes it must be started before the run, to outlive each of them")

@@ -11,7 +11,6 @@ before the first batch (`why_padded`), and padded as before (`micro_batches.with
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -295,13 +294,12 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
     first, second = TRIED
     ids = torch.arange(first + second, device=how.device) * 7919 % (policy.config.get_text_config().vocab_size - 1)
     row = torch.nn.functional.pad(ids[first:], (0, first - second))
-    tried = partial(_tried, forward, model, how, [0, 1], 1)
     try:
         behind, behind_another = (
-            tried(torch.stack([other, row]), [first - 1, second - 1])[1, : second - 1]
+            _tried(forward, model, how, 1, torch.stack([other, row]), [first - 1, second - 1])[1, : second - 1]
             for other in (ids[:first], ids[:first].flip(0))
         )
-        alone = tried(ids[None, first:], [second - 1])[0]
+        alone = _tried(forward, model, how, 1, ids[None, first:], [second - 1])[0]
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"packed, it fails ({type(error).__name__}: {error})"
     if not (behind - behind_another).abs().max() <= LEAK[how.rounding]:
@@ -320,10 +318,10 @@ def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedM
     vocabulary = policy.config.get_text_config().vocab_size - 1
     ids = (torch.arange(2 * (prompt + completion), device=how.device) * 7919 % vocabulary).view(2, -1)
     ids[1, :prompt] = ids[0, :prompt]
-    hows = how._replace(shares=True), how._replace(shares=False)
     try:
         together, apart = (
-            _tried(forward, model, each, [0, 0], prompt, ids, [completion, completion - 1]) for each in hows
+            _tried(forward, model, how._replace(shares=shares), prompt, ids, [completion, completion - 1], [0, 0])
+            for shares in (True, False)
         )
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
@@ -332,10 +330,10 @@ def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedM
     return None
 
 
-def _tried(forward, model, how: How, alike: list[int], prompt: int, ids: torch.Tensor, completions: list[int]):
+def _tried(forward, model, how: How, prompt: int, ids: torch.Tensor, completions: list[int], alike=None):
     """Log-probabilities (B, C) of completions behind prompts of so many tokens, in one row."""
-    width, rows = max(completions), len(completions)
-    layout = Layout.of([prompt] * rows, completions, prompt, width, how, alike[:rows])
+    width = max(completions)
+    layout = Layout.of([prompt] * len(completions), completions, prompt, width, how, alike)
     with torch.compiler.set_stance("force_eager"):
         return score_packed(forward, model, ids, width, layout)[0].double()
 

@@ -68,8 +68,8 @@ class Estimate:
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
         lines = [f"Peak memory per {where} in GiB, estimated ({size}):"]
         for process in self.processes:
-            of = f", each of {self.servers}" if self.servers > 1 else ""
-            title = f"server{of}" if process is self.server else f"trainer, in {process.when}"
+            servers = "server" if self.servers == 1 else f"server, each of {self.servers}"
+            title = servers if process is self.server else f"trainer, in {process.when}"
             lines.append(_line(f"  {title}", process.total))
             items = process.items | {f"{name} (host memory)": size for name, size in process.host.items()}
             lines += [_line(f"    {name}", size) for name, size in items.items() if size]
@@ -77,7 +77,7 @@ class Estimate:
             lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        who = "all" if self.server is not None and self.servers > 1 else "both" if self.server else "the trainer"
+        who = "the trainer" if self.server is None else "both" if self.servers == 1 else "all"
         lines.append(_line(f"  {who}, of {plan.total / GIB:.2f} that {name} has", self.total))
         if self.host:
             has = "of a machine" if plan.host is None else f"of {plan.host / GIB:.2f} that the machine has"

@@ -241,9 +241,8 @@ class Probe:
             "%.2e, allowed %.0e and %.0e), but none when the server sampled again (at most %.2e): so in %d of %d "
             "probes. One in thousands may, where rounding errors are multiplied; if there are more, vLLM and "
             "Transformers compute this model differently, or, if they began in mid-run, the policy has grown "
-            "ill-conditioned (lower `learning_rate`). %s",
+            f"ill-conditioned (lower `learning_rate`). {CURES}",
             *(self.policy_version, *outlier[:2], *self.tolerance, again.max_abs_diff, self._outliers, self._runs),
-            CURES,
         )
 
     def run_longest(self) -> None:
