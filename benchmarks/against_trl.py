@@ -32,6 +32,7 @@ RECIPE, ENVIRONMENT = ROOT / "recipes/gsm8k/colocate.yaml", ROOT / "recipes/quic
 ONE_AHEAD = {"max_batches_offpolicy": 1}
 TWO_SERVERS = {
     "vllm_mode": "server",
+    "dtype": "bfloat16",
     "vllm_args": ["--max-model-len", "2048", "--kv-cache-memory-bytes", "8G"]
     + ["--gpu-memory-utilization", "0.2"],  # as much has to be free when the second one starts
 }
