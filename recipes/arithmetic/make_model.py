@@ -42,7 +42,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(160, 4, 4, 32, {}, 64, 500, 3e-3),  # 1.2 million parameters
-    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 600, 6e-4),  # 59 million
+    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 400, 6e-4),  # 59 million
 }
 
 
@@ -115,9 +115,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, steps, pct_start=0.1)
     for answered in batches:
-        batch = batch_of(answered, tokenizer).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            loss = model(**batch).loss
+        loss = model(**batch_of(answered, tokenizer).to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
