@@ -25,6 +25,7 @@ from make_model import mean, solve
 RECIPE = Path(__file__).with_name("colocate.yaml")
 SETTINGS = ("model_name_or_path", "max_steps", "seed")  # of the recipe that a command line may replace
 ASKED = 500  # problems
+AXES = ("rollouts", "seconds")  # of the picture
 COLORS = ("#d9730d", "#4a86c8", "#3f9b6b", "#a05cb4")  # are read on white and on black
 GREY = "#808890"
 
@@ -96,22 +97,20 @@ def measure(folder: Path, first: Path, recipe: dict) -> list[dict[str, float]]:
     return curve
 
 
-def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]]) -> None:
-    """Held-out pass@1 by rollouts, and by the clock, with a line for each run."""
+def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]], by: list[str]) -> None:
+    """Held-out pass@1 by rollouts, by the clock, or both, with a line for each run."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
     with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", **colors}):
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
-        for axes, x, label in zip(
-            figure.subplots(1, 2, sharey=True), ("rollouts", "seconds"), ("rollouts", "seconds")
-        ):
+        figure = Figure(figsize=(4 * len(by), 3.2), layout="constrained")
+        for axes, x in zip(figure.subplots(1, len(by), sharey=True, squeeze=False)[0], by, strict=True):
             for color, (title, runs) in zip(cycle(COLORS), curves.items()):
                 for index, run in enumerate(runs):
                     along, up = [point[x] for point in run], [point["pass@1"] for point in run]
                     axes.plot(along, up, color=color, linewidth=1.8, label=None if index else title)
-            axes.set(xlabel=label, ylim=(0, 1))
+            axes.set(xlabel=x, ylim=(0, 1))
             axes.grid(color=GREY, alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.patch.set_visible(False)
@@ -133,6 +132,7 @@ if __name__ == "__main__":
     drawing.add_argument(
         "--curve", nargs="+", action="append", required=True, metavar=("TITLE", "FOLDER"), help="a title and its runs"
     )
+    drawing.add_argument("--by", nargs="+", choices=AXES, default=AXES, help="default: both")
     begins = "folder of the model that the runs began with (default: that of the recipe)"
     drawing.add_argument("--model", dest="model_name_or_path", help=begins)
     for command in (with_trl, drawing):
@@ -145,4 +145,4 @@ if __name__ == "__main__":
     else:
         model = Path(recipe["model_name_or_path"])
         curves = {title: [measure(Path(run), model, recipe) for run in runs] for title, *runs in options["curve"]}
-        draw(options["picture"], curves)
+        draw(options["picture"], curves, options["by"])

@@ -1,6 +1,6 @@
 """Pre-trains a small Qwen3 on the spot, to a start from which reinforcement learning has something to do.
 
-    python recipes/arithmetic/make_model.py runs/arithmetic/model [--seed 42] [--size gpu]
+    python recipes/arithmetic/make_model.py runs/arithmetic/model [--seed 42] [--size gpu] [--textbook 400]
 
 First it learns from a textbook, in which every problem is worked step by step. Then it learns from a class, in which
 two of five write an answer without a step, which is a guess, and the others slip now and then. It imitates them all,
@@ -11,7 +11,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -42,7 +42,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(160, 4, 4, 32, {}, 64, 500, 3e-3),  # 1.2 million parameters
-    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 400, 6e-4),  # 59 million
+    "gpu": Size(640, 12, 10, 64, {"terms": 6, "digits": 2, "max_new_tokens": 128}, 512, 600, 6e-4),  # 59 million
 }
 
 
@@ -156,6 +156,8 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--size", choices=SIZES, default="cpu")
+    parser.add_argument("--textbook", type=int, metavar="STEPS", help="fewer leave more to learn")
     options = parser.parse_args()
-    make_model(options.folder, options.seed, SIZES[options.size])
+    size = SIZES[options.size]
+    make_model(options.folder, options.seed, replace(size, steps=options.textbook or size.steps))
     print(f"arithmetic model: {options.folder}")

@@ -192,8 +192,11 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
         held = pool.submit(server.generate, prompt="abc=", max_tokens=2)
         time.sleep(0.5)
         assert not held.done()
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{server.url}/generate", json={"prompt": "abc="}, timeout=0.5)
         client.release_lease()  # also when the trainer dies
         assert held.result().ok
+    assert "ClientDisconnect" not in server.log.read_text()
     client.hold_lease()
 
 

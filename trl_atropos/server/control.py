@@ -20,7 +20,7 @@ import threading
 import time
 
 import psutil
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from vllm.lora.request import LoRARequest
 
 from trl_atropos import protocol
@@ -112,6 +112,8 @@ class Control(ControlPlane):
                 raise Refused(trouble, 503)
         except Refused as problem:
             return await error(problem.status, str(problem))(scope, receive, send)
+        except ClientDisconnect:  # it was held back for longer than its client waits
+            return None
         except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
             await asyncio.sleep(REAPED)  # if a signal has ended the engine, the watch says which
             self._leave("vLLM's EngineCore process died")
@@ -240,9 +242,8 @@ class Control(ControlPlane):
 
     async def load_adapter(self, _body: dict) -> None:
         """Loads into the one of two ids that new requests do not use; from `resume` on, they use it."""
-        adapter = self.sampling.adapter
-        first, second = MEMORY_ADAPTERS
-        adapter_id = second if adapter is not None and adapter.lora_int_id == first else first
+        served = self.sampling.adapter and self.sampling.adapter.lora_int_id
+        adapter_id = next(each for each in MEMORY_ADAPTERS if each != served)
         if self.sampling.in_flight[adapter_id]:
             # These requests began two versions ago. They go on with the new weights, and recompute what they cached.
             await self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -268,9 +269,8 @@ class Control(ControlPlane):
         if of not in self.assemblies:
             raise Refused("fingerprints of what was not traced")
         assembly = self.assemblies[of]
-        if of == "adapter" and self.sampling.adapter is None:
-            found = [None] * len(assembly.names)
-        else:
+        found = [None] * len(assembly.names)
+        if of != "adapter" or self.sampling.adapter is not None:
             found = assembly.sum(await self._workers("fingerprints", of, self._served_adapter(of)))
         return protocol.FingerprintsReply(policy_version=self.sampling.policy_version, fingerprints=found).model_dump()
 
