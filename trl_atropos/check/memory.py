@@ -97,8 +97,8 @@ class Sizes:
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        blocks = [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
-        inside = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+        blocks = base_model(model)._no_split_modules or ()  # asked once: it looks at every module
+        inside = [sum(p.nbytes for p in m.parameters()) for m in model.modules() if type(m).__name__ in blocks]
         weights = sum(p.nbytes for p in parameters)
         # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one block ahead.
         gathered = min(weights, weights - sum(inside) + 2 * max(inside, default=0))
