@@ -244,15 +244,21 @@ class _Scores:
         counts = {"tokens": len(gaps), "differ": int((gaps != 0).sum())}
         return counts | {name: value.item() for name, value in numbers.items()}
 
-    def speed(self) -> float:
-        """Tokens per second, prompts included, of a forward and a backward pass. The first warms up."""
+    def speed(self) -> float | None:
+        """Tokens per second, prompts included, of a forward and a backward pass. The first warms up. `None` where the
+        gradients do not fit into the memory beside the server."""
+        import torch
+
         samples = self.last[:SCORED_AT_ONCE]
-        for _ in range(2):
-            began = time.monotonic()
-            scored, mask = self._score(samples)
-            scored[mask].sum().backward()
-            scored[mask].sum().item()  # waits for the device
-            self.trainer.model.zero_grad()
+        try:
+            for _ in range(2):
+                began = time.monotonic()
+                scored, mask = self._score(samples)
+                scored[mask].sum().backward()
+                scored[mask].sum().item()  # waits for the device
+                self.trainer.model.zero_grad()
+        except torch.OutOfMemoryError:
+            return None
         return sum(len(sample.prompt) + len(sample.tokens) for sample in samples) / (time.monotonic() - began)
 
 

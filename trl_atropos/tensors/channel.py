@@ -39,7 +39,7 @@ except ImportError:  # builds of torch for the CPU do without
 ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
 POLL = 2e-4  # seconds between two checks of a transfer in flight
 WORD, UNIT = 4, 16  # bytes that the kernel counts in, and that it moves at a time
-SHORTEST = 1024  # bytes of a run, of which a program of the kernel moves at most `MOST`
+SHORTEST = 1024  # bytes of each of several runs. A program of the kernel moves one, and at most `MOST` words of it
 MOST, AT_ONCE = 1 << 15, 1 << 13  # words
 
 
@@ -372,7 +372,7 @@ def runs_of(target: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
         else:
             outer.append((size, to, of))
     num_bytes = length * target.element_size()
-    if num_bytes % UNIT or num_bytes < SHORTEST:  # before every run is listed, which may be each element
+    if num_bytes % UNIT or (outer and num_bytes < SHORTEST):  # before all are listed, which may be each element
         return None
     begins = np.array([[source.data_ptr(), target.data_ptr()]])
     for size, to, of in outer:
