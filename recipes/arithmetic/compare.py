@@ -26,6 +26,7 @@ RECIPE = Path(__file__).with_name("colocate.yaml")
 SETTINGS = ("model_name_or_path", "max_steps", "seed")  # of the recipe that a command line may replace
 ASKED = 500  # problems
 AXES = ("rollouts", "seconds")  # of the picture
+MARKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # of its logit scale
 COLORS = ("#d9730d", "#4a86c8", "#3f9b6b", "#a05cb4")  # are read on white and on black
 GREY = "#808890"
 
@@ -98,7 +99,9 @@ def measure(folder: Path, first: Path, recipe: dict) -> list[dict[str, float]]:
 
 
 def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]], by: list[str]) -> None:
-    """Held-out pass@1 by rollouts, by the clock, or both, with a line for each run."""
+    """Held-out pass@1 by rollouts, by the clock, or both: a thin line for each run, and their mean at each
+    checkpoint."""
+    import numpy
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -107,10 +110,19 @@ def draw(picture: str, curves: dict[str, list[list[dict[str, float]]]], by: list
         figure = Figure(figsize=(4 * len(by), 3.2), layout="constrained")
         for axes, x in zip(figure.subplots(1, len(by), sharey=True, squeeze=False)[0], by, strict=True):
             for color, (title, runs) in zip(cycle(COLORS), curves.items()):
-                for index, run in enumerate(runs):
-                    along, up = [point[x] for point in run], [point["pass@1"] for point in run]
-                    axes.plot(along, up, color=color, linewidth=1.8, label=None if index else title)
-            axes.set(xlabel=x, ylim=(0, 1))
+                lines = [numpy.array([(point[x], point["pass@1"]) for point in run]).T for run in runs]
+                for line in lines:
+                    line[1].clip(0.5 / ASKED, 1 - 0.5 / ASKED, out=line[1])  # neither 0 nor 1 has a logit
+                    axes.plot(*line, color=color, linewidth=0.8, alpha=0.7)
+                common = min(line.shape[1] for line in lines)  # checkpoints
+                mean_line = numpy.mean([line[:, :common] for line in lines], axis=0)
+                axes.plot(*mean_line, color=color, linewidth=2, label=title)
+            axes.set_yscale("logit")
+            low, high = axes.get_ylim()
+            marks = [mark for mark in MARKS if low <= mark <= high]
+            axes.set_yticks(marks, [f"{mark:g}" for mark in marks])
+            axes.set(xlabel=x)
+            axes.minorticks_off()
             axes.grid(color=GREY, alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.patch.set_visible(False)
