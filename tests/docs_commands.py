@@ -27,6 +27,7 @@ STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's
 # What is run by another test: words of a command, in this order -> the test, and what its file must name, too.
 ELSEWHERE = [
     (r"make quickstart", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", QUICKSTART),
+    (r"source \.venv/bin/activate", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", "VENV ?= .venv"),
     (
         r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
         "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",

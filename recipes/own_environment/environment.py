@@ -1,4 +1,4 @@
-"""Your own environment: copy this file, and change what is marked (1) to (4). The rest is what every one needs.
+"""Your own environment: change what is marked (1) to (4). The rest is what every one needs.
 
 As it stands, it asks for a sentence of so many words; the closer the count, the higher the reward.
 """

@@ -117,16 +117,17 @@ def test_ctrl_c_ends_a_run_that_the_command_started_and_the_prompt_is_back_when_
 # ---------------------------------------------------------------------------------------------------------------- init
 
 
-def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_parse(tmp_path, monkeypatch, capsys):
+def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     commands.init(["tasks/mine"])
     folder = tmp_path / "tasks/mine"
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
-        *("colocate.yaml", "cpu.yaml", "environment.py", "make_model.py"),
+        *("colocate.yaml", "cpu.yaml", "environment.py", "make_model.py", "model"),
     }
+    assert (folder / "model/config.json").exists()
     assert len((folder / "README.md").read_text().splitlines()) == 5
-    texts = [path.read_text() for path in folder.iterdir()]
+    texts = [path.read_text() for path in folder.iterdir() if path.is_file()]
     assert not any(
         word in text for text in texts for word in ("recipes/", "runs/quickstart", "own-environment", "docs/")
     )

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from trl_atropos.recipe import Recipe
 
 POLL = 0.1  # seconds
-
 RECIPES = Path(__file__).parents[1] / "recipes"  # a link in a checkout, files in a wheel
 OF_BOTH = {"debug", "gradient_accumulation_steps"}  # flags of accelerate that are settings, too, and here only that
 NAME = re.compile(r"[\w./-]+")  # of a new folder: it becomes a part of recipes and of commands
@@ -207,11 +207,11 @@ def rehearse(words: list[str]) -> None:
 INIT = """usage: trl-atropos init NAME
 
 Writes the folder NAME with an environment to change, two recipes that train on
-it, the script that makes a tiny model for the one without a GPU, and a README.
+it, a tiny model for the one without a GPU, the script of that, and a README.
 """
 README = """\
 1. Change `environment.py` at its marks (1) to (4); it asks for sentences of so many words.
-2. Without a GPU: `python {name}/make_model.py {name}/model` makes the tiny random model that `cpu.yaml` trains.
+2. Without a GPU, `cpu.yaml` trains the tiny random model that `python {name}/make_model.py {name}/model` has made.
 3. `trl-atropos try {name}/cpu.yaml` runs one group and shows its rollouts, or your code's traceback.
 4. `trl-atropos check {name}/cpu.yaml` finds what is wrong, `trl-atropos train {name}/cpu.yaml` trains.
 5. With a GPU: the same with `{name}/colocate.yaml`. All paths are seen from the folder that has `{name}` in it.
@@ -234,8 +234,10 @@ def init(words: list[str]) -> None:
     for path in (template / "environment.py", *template.glob("*.yaml"), RECIPES / "quickstart" / "make_model.py"):
         (folder / path.name).write_text(_renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
     (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
-    sys.stdout.write(f"Wrote {name}/: {', '.join(sorted(path.name for path in folder.iterdir()))}.\n")
-    sys.stdout.write(f"Next: read {name}/README.md\n")
+    command = [sys.executable, folder / "make_model.py", folder / "model"]
+    if (made := subprocess.run(command, capture_output=True, text=True)).returncode:
+        sys.exit(f"trl-atropos init: the model could not be made:\n{made.stderr}")
+    sys.stdout.write(f"Wrote {name}/: {', '.join(sorted(os.listdir(folder)))}.\nNext: read {name}/README.md\n")
 
 
 def _renamed(text: str, name: str) -> str:
@@ -247,8 +249,6 @@ def _renamed(text: str, name: str) -> str:
         "runs/quickstart/model": f"{name}/model",
         "recipes/own_environment": name,
         "runs/own-environment": f"runs/{Path(name).name}",
-        "Your own environment: copy this file, and change": "Your own environment: change",
-        " For another family: docs/own-model.md": "",
     }
     for before, after in names.items():
         text = text.replace(before, after)
