@@ -11,6 +11,8 @@ import pytest
 from tests.rollout_factory import record
 from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
 from trl_atropos.errors import RolloutError
+from trl_atropos.rollouts.intake import VersionBook
+from trl_atropos.rollouts.pull import LOOK_AGAIN
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
 
@@ -72,6 +74,33 @@ def test_start_registers_the_batch_size_and_a_length_limit_that_lets_the_longest
 def test_start_hands_environments_the_starting_step(api, open_source, run_info):
     open_source(api.url, run=run_info(starting_step=7))
     assert api.get("/status")["current_step"] == 7
+
+
+def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(api, open_source):
+    class Book(VersionBook):
+        def hold_requests(self, held: bool) -> None:
+            calls.append(held)
+
+    calls: list[bool] = []
+    source = open_source(api.url, versions=Book([], "", 0.0), hold_requests=True)
+    api.deliver(*numbered_groups(0, 2))
+    assert scores(source, 4) == [0, 1, 2, 3]
+    assert calls[-1]  # while the trainer trains
+    calls.clear()
+    api.deliver(*numbered_groups(4))
+    assert source.poll(4, LOOK_AGAIN / 2) is None
+    assert calls[0] is False and calls.count(True) <= 1  # of some fifteen looks, one may ask for a batch
+    api.deliver(*numbered_groups(6))
+    assert scores(source, 4) == [4, 5, 6, 7]
+    assert calls[-1]
+
+
+def test_groups_larger_than_those_before_are_found_all_the_same(api, open_source):
+    source = open_source(api.url, versions=VersionBook([], "", 0.0), hold_requests=True)
+    api.deliver(*numbered_groups(0, 2))
+    assert scores(source, 4) == [0, 1, 2, 3]
+    api.deliver(make_group(4, 5, 6, 7))
+    assert scores(source, 4) == [4, 5, 6, 7]
 
 
 def test_environments_are_let_in_by_the_first_poll_and_not_by_start(api, open_source):

@@ -296,9 +296,17 @@ class VersionBook:
 
     def hold_requests(self, held: bool) -> None:
         """Lets what environments ask of the servers wait from now on, or lets it in."""
-        for client in self._clients:
+
+        def hold(client: ServerClient) -> None:
             with suppress(ServerError):  # a server that is gone or hangs is reported by the publisher
                 client.hold(held)
+
+        self._of_each(hold)
+
+    def _of_each(self, call: Callable[[ServerClient], Any]) -> list[Any]:
+        """The same call of all servers, at the same time."""
+        with ThreadPoolExecutor(max(1, len(self._clients))) as pool:
+            return list(pool.map(call, self._clients))
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
@@ -326,8 +334,7 @@ class VersionBook:
         if not keys:
             return {}
         asked = list(keys)
-        with ThreadPoolExecutor(len(self.urls)) as pool:
-            answers = list(pool.map(lambda client: self._ask(client, asked), self._clients))
+        answers = self._of_each(lambda client: self._ask(client, asked))
         notes: dict[bytes, Note] = {}
         for answer in answers:
             for key, note in zip(asked, answer):

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
 LOST_IN_DELIVERY = "lost_in_delivery"
+LOOK_AGAIN = 1.0  # seconds without a `GET /batch`, at most
 NEARLY = 0.95  # of the length limit: an environment that came so close probably drops its next rollouts
 
 Batch = list[ScoredGroup | RejectedGroup]
@@ -74,6 +75,7 @@ class BatchPuller:
         self._losses = False  # whether a reply was lost since the API was known to hold no batch
         self._sharing = False  # whether the log says that another trainer pulls
         self._open_since: float | None = None  # when the `GET /batch` in flight was sent
+        self._asked = 0.0  # when the last one was
         self._hang_warned = 0.0
         self._failing_since: float | None = None
         self._quiet_since = time.monotonic()
@@ -164,11 +166,15 @@ class BatchPuller:
         """What `GET /batch` gives. It lets environments begin the next batch: where this must be of the next policy,
         their requests wait from before a batch is given out until more rollouts are wanted."""
         if self.hold_requests is not None:
-            if self._holding and self.policy_is_new:
+            none_can_come = self._none_can_come()
+            if self._holding and (self.policy_is_new or none_can_come):
                 self.hold_requests(False)
+            if none_can_come:
+                self._holding = self.policy_is_new = False
+                return BatchReply(None)
             self.hold_requests(True)
         self._holding = self.policy_is_new = False
-        self._open_since = time.monotonic()
+        self._open_since = self._asked = time.monotonic()
         try:
             reply = self.client.batch()
             self._holding = bool(reply.batch)
@@ -177,6 +183,15 @@ class BatchPuller:
             if self.hold_requests is not None and not self._holding:
                 self.hold_requests(False)
         return reply
+
+    def _none_can_come(self) -> bool:
+        """Whether too few groups are queued, if they are no larger than those that came: then nobody need wait."""
+        largest = max((size for seen in self._diagnosis.deliveries.values() for size in seen.sizes), default=None)
+        if largest is None or self._region.left or self._losses or time.monotonic() - self._asked > LOOK_AGAIN:
+            return False
+        with suppress(ApiUnreachable, ReplyLost):  # `GET /batch` finds out what is wrong
+            return self.client.status().queue_size * largest < self.registration.batch_size
+        return False
 
     def _look(self) -> list[Arrival]:
         """Asks whether this trainer's registration still holds, and how many batches the API has assembled."""
