@@ -69,7 +69,7 @@ ELSEWHERE = [
         QUICKSTART,
     ),
     (
-        r"python my_environment\.py serve",
+        r"python my_task/environment\.py serve",
         "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
         "two_turn_environment.py",
     ),

@@ -246,6 +246,22 @@ def train(model, folder, **settings) -> tuple[list[tuple[float, float]], list]:
     return [(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)], shapes
 
 
+def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one(tiny_model, tmp_path):
+    batch = [make_group(tiny_model, 4, seed, turns=1 + 3 * (seed % 2)) for seed in range(4)]  # of two lengths
+    logs = []
+    for name, settings in {
+        "whole": {"per_device_train_batch_size": 16, "group_by_length": False},
+        "parts": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    }.items():
+        trainer = make_trainer(tiny_model, tmp_path / name, batch, beta=0.05, max_steps=1, **settings)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.5)  # so that tokens differ, and the policy from its reference
+        trainer.train()
+        logs.append({key: step_logs(trainer)[0][key] for key in ("loss", "entropy", "kl", "clip_ratio/region_mean")})
+    assert logs[1] == pytest.approx(logs[0], rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.parametrize("loss_type", ADDS_UP)
 def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_type):
     settings = {"loss_type": loss_type, "beta": 0.05, "per_device_train_batch_size": 16}

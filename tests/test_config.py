@@ -238,6 +238,15 @@ def test_modes_that_copy_weights_may_publish_rarely(mode):
     assert configure(vllm_mode=mode, sync_every_n_steps=5).sync_every_n_steps == 5
 
 
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"), [("bf16", {}, True), ("no", {}, False), ("bf16", {"fp16": True}, False)]
+)
+def test_mixed_precision_that_the_launcher_asks_for_is_a_setting_like_any_other(monkeypatch, asked, own, expected):
+    """Otherwise accelerate would compute in bfloat16, and nothing here would know."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    assert configure(**own).bf16 is expected
+
+
 def test_a_server_may_sleep_while_a_whole_batch_is_trained():
     config = configure(vllm_mode="server", vllm_enable_sleep_mode=True, gradient_accumulation_steps=4)
     assert (config.vllm_enable_sleep_mode, config.vllm_sleep_level) == (True, 2)

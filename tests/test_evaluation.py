@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
+import shutil
 import statistics
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
@@ -209,17 +210,28 @@ def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(ti
     assert {line["step"]: line["metrics"]["pass@1"] for line in lines if "evaluation" in line} == VALUES
 
 
-def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path):
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
+    """Experts are saved under other names than the model has."""
+    model = tiny_model
+    if experts:
+        model = tmp_path / "experts"
+        shutil.copytree(tiny_model, model)
+        config = json.loads((tiny_model / "config.json").read_text())
+        sizes = {name: config[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+        sizes |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}
+        sizes |= {"num_experts_per_tok": 2}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(model)
     settings = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
-    trainer = trainer_of(
-        *(tiny_model, tmp_path, Scripted(VALUES, 3)), metric_for_best_model="eval_task_pass@1", **settings
-    )
+    trainer = trainer_of(*(model, tmp_path, Scripted(VALUES, 3)), metric_for_best_model="eval_task_pass@1", **settings)
     assert trainer.args.eval_hold
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-    best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
-    last = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
     now = trainer.model.state_dict()
+    best, last = (
+        type(trainer.model).from_pretrained(tmp_path / "run" / f"checkpoint-{step}").state_dict() for step in (2, 6)
+    )
     assert all(torch.equal(now[name], value) for name, value in best.items())
     assert any(not torch.equal(now[name], value) for name, value in last.items())
 
@@ -264,6 +276,11 @@ WRONG = {
     "epochs": (ENTRY, {"eval_strategy": "epoch"}, "has no epochs|have no epochs"),
     "the loss": (ENTRY, {"metric_for_best_model": "loss"}, "such as eval_evaluated_environment_pass@1"),
     "no hold": (ENTRY, {"metric_for_best_model": "eval_x_pass@1", "eval_hold": False}, "Leave `eval_hold` out"),
+    "older weights": (
+        {**ENTRY, "every": 3},
+        {"metric_for_best_model": "eval_x_pass@1", "sync_every_n_steps": 2, "vllm_mode": "server"},
+        "other weights are evaluated than are saved",
+    ),
     "another step": (
         {**ENTRY, "every": 4},
         {"metric_for_best_model": "eval_evaluated_environment_pass@1", "eval_strategy": "steps", "eval_steps": 2},
@@ -300,5 +317,7 @@ def test_transformers_asks_as_often_as_any_evaluation_is_due(tiny_model, tmp_pat
     assert (training.eval_strategy, training.eval_steps, training.eval_on_start) == ("steps", 2, True)
     recipe = parsed(tiny_model, tmp_path, entries, eval_strategy="steps", eval_steps=0.2)
     assert [spec.every for spec in recipe.evaluations] == [6, 4, 10]
+    each = parsed(tiny_model, tmp_path, [ENTRY], eval_strategy="steps", eval_steps=1.0)  # as a command line gives it
+    assert (each.training.eval_steps, each.evaluations[0].every) == (1, 1)
     only_ends = parsed(tiny_model, tmp_path, [ENTRY])
     assert (only_ends.training.eval_steps, only_ends.evaluations[0].every) == (50, None)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
-MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 18_702, 11, 79
+MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 18_807, 11, 79
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
 # `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {"check", "recipe", "rollouts", "server_client", "services", "train", "weights"},
     "check": {"batches", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
-    "train": {"recipe", "services", "trainer", "config", "distributed", "report", "weights"},
+    "train": {"recipe", "rollouts", "services", "trainer", "config", "distributed", "report", "weights"},
     "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},
     "recipe": {"config", "distributed", "rollouts", "services", "weights"},
     "report": {"config", "metrics", "rollouts", "services"},

@@ -39,6 +39,8 @@ LEFT_BY_A_RUN = (  # beside what is the model's
     "completions/completions_00001.parquet",
     "logs/vllm.log",
     "environments/first_letter.yaml",
+    "try/environments/first_letter.yaml",
+    "try/logs/vllm.log",
     "adapters/v1/adapter_model.safetensors",
     "policies/v1/model.safetensors",
     "runs/Nov20_host/events.out.tfevents.1",

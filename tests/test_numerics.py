@@ -167,6 +167,7 @@ def settings(**given) -> AtroposGRPOConfig:
         ({"numerics": "exact"}, "one of: default, float32_head, float16, bitwise"),
         ({"numerics": "bitwise", "temperature": 0.7}, "Set `temperature: 1.0`, or another `numerics`"),
         ({"numerics": "bitwise", "padding_free": False}, "Set `padding_free: true`, or another `numerics`"),
+        ({"numerics": "bitwise", "distillation_coef": 0.5}, "Set `distillation_coef: 0.0`, or another `numerics`"),
         ({"numerics": "float16"}, "cannot share.* Set `vllm_mode: server`"),
     ],
 )

@@ -1,5 +1,6 @@
 """Services, with real processes under them."""
 
+import json
 import os
 import random
 import re
@@ -20,8 +21,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.rollouts.conftest import Api
 from tests.server_process import free_port
 from trl_atropos.errors import ServiceError
+from trl_atropos.recipe import parse
+from trl_atropos.rollouts.api import UNREGISTERED
 from trl_atropos.services import manager
 from trl_atropos.services.guard import members
 from trl_atropos.services.manager import (
@@ -35,9 +39,11 @@ from trl_atropos.services.manager import (
     require_sockets,
     tail,
 )
-from trl_atropos.train import apply_recipe_environment
+from trl_atropos.train import apply_recipe_environment, start_mps, start_services
 
 GONE_WITHIN = 15.0
+REGISTRATION = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": ""}
+REGISTRATION |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9}
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 FAILING = [sys.executable, "-c", "import sys; print('no GPU found', flush=True); sys.exit(3)"]
 # As vLLM 0.26 writes it on a GPU: the reason first, then two more tracebacks of where it was noticed.
@@ -460,7 +466,29 @@ def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
     assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] == ""  # as argparse reads it: true
     # What reads the variables when it is imported is not imported before.
     code = f"""import sys
-from trl_atropos.train import apply_recipe_environment
+from trl_atropos.train import apply_recipe_environment, start_mps, start_services
 apply_recipe_environment(["--config", {str(recipe)!r}])
 print({{"numpy", "torch", "huggingface_hub"}} & set(sys.modules))"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_an_api_is_reset_before_the_environments_of_the_run_register_there(services, tmp_path):
+    """Otherwise they would register, and end when the trainer resets it."""
+    api = Api(free_port())
+    api.start()
+    try:
+        api.post("/register", REGISTRATION)
+        api.get("/batch")  # the former trainer, which lets environments in at once
+        environment = [{"name": "mine", "command": f"{sys.executable} -c 'import time; time.sleep(600)'"}]
+        recipe = {"model_name_or_path": "m", "output_dir": str(tmp_path / "run"), "max_steps": 1, "use_cpu": True}
+        recipe |= {"atropos_url": api.url, "reset_atropos": True, "environments": environment}
+        (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+        start_services(parse(["--config", str(tmp_path / "recipe.yaml")]), services)
+        assert api.get("/info")["batch_size"] == UNREGISTERED
+    finally:
+        api.stop()
+
+
+def test_mps_that_cannot_keep_its_log_is_done_without():
+    with pytest.warns(UserWarning, match="goes on without NVIDIA's MPS .*nowhere"):
+        start_mps("/proc/nowhere/logs")

@@ -129,7 +129,7 @@ class AtroposGRPOConfig(GRPOConfig):
         probe_every_n_steps (`int`, *optional*):
             Publishes between two probes. In a probe, the server samples a fixed prompt and the trainer scores the same
             tokens; a difference stops the run. The first and the last publish are always probed, unless `0` switches
-            probes off. By default, probes take at most 2 percent of the run's time. The weights themselves are
+            probes off. By default, probes take at most 2 percent of the run's time. Weights that are sent are
             compared after every publish.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
             Whether a server that has a copy of the weights frees the device's memory while the trainer computes. The
@@ -277,6 +277,9 @@ class AtroposGRPOConfig(GRPOConfig):
         # With a single-copy server the trainer computes in the server's dtype; TRL's default would be bf16 autocast.
         if self.bf16 is None:
             self.bf16 = False
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # of accelerate's launcher or its configuration
+        if asked in ("bf16", "fp16") and not (self.bf16 or self.fp16):
+            setattr(self, asked, True)
         self.use_vllm = False  # the sampler is always vLLM here, but TRL would start one of its own
         self._check_run_length()
         self._check_values()
@@ -342,7 +345,8 @@ class AtroposGRPOConfig(GRPOConfig):
                 raise self._wrong(what, "Set `vllm_mode: server`, which copies them in the device's memory.")
             self.fp16, self.bf16 = True, False
         elif self.numerics == "bitwise":
-            for name, value in {"padding_free": True, "bf16": False, "fp16": False, "temperature": 1.0}.items():
+            needed = {"padding_free": True, "bf16": False, "fp16": False, "temperature": 1.0, "distillation_coef": 0.0}
+            for name, value in needed.items():
                 if getattr(self, name) != value:
                     what = f"`numerics: bitwise` is not there for `{name}: {getattr(self, name)}`"
                     raise self._wrong(what, f"Set `{name}: {str(value).lower()}`, or another `numerics`.")

@@ -401,7 +401,8 @@ def _schedule(recipe: Recipe) -> None:
         what = "`evaluations` need a server, and a run on recorded rollouts (`replay_paths`) has none"
         raise RecipeError(what, "evaluations, replay_paths", "Leave one out.")
     usual = training.eval_steps if asked else None
-    usual = math.ceil(usual * training.max_steps) if usual is not None and usual < 1 else usual  # as Transformers
+    if usual is not None:  # as Transformers, which leaves a 1 of the command line as a float
+        usual = math.ceil(usual * training.max_steps if usual < 1 else usual)
     for spec in specs:
         spec.every = spec.every or usual
     training.eval_strategy, training.eval_on_start = IntervalStrategy.STEPS, True
@@ -414,6 +415,9 @@ def _schedule(recipe: Recipe) -> None:
     if late:
         what = f"`metric_for_best_model` is needed every {training.eval_steps} steps, but {late[0]!r} is not made then"
         raise RecipeError(what, f"eval_steps: {training.eval_steps}", "Give all evaluations the same `every`.")
+    if best is not None and training.eval_steps % training.sync_every_n_steps:
+        what = f"`sync_every_n_steps` is {training.sync_every_n_steps}: other weights are evaluated than are saved"
+        raise RecipeError(what, f"eval_steps: {training.eval_steps}", "Make `eval_steps` a multiple of it.")
 
 
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:

@@ -146,7 +146,7 @@ def start_mps(log_dir: str) -> None:
         begin = [sys.executable, "-I", "-S", "-c", BEGIN_CUDA]
         if code := subprocess.run(begin, stderr=subprocess.DEVNULL, timeout=MPS_TIMEOUT).returncode:
             raise ServiceError(f"CUDA does not begin under it (error {code})")
-    except (ServiceError, subprocess.TimeoutExpired) as error:
+    except (ServiceError, OSError, subprocess.TimeoutExpired) as error:
         services.stop()
         os.environ.pop(MPS_FOLDER, None)
         os.environ.update(before)
@@ -275,6 +275,8 @@ def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
 
 def start_services(recipe: "Recipe", services: "Services") -> None:
     """Starts the API, the server and the environments, and waits until the first two are healthy."""
+    from trl_atropos.errors import RolloutError
+    from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
     config, atropos, again = recipe.services, recipe.training.atropos_url, recipe.services.restart_environments
@@ -285,6 +287,9 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
     names = start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
+    elif recipe.training.reset_atropos:  # before the environments register there, which would end without their place
+        with contextlib.suppress(RolloutError):  # the trainer waits for the API, and says what is wrong
+            AtroposClient(atropos, config.service_timeout, config.service_timeout).reset()
     # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
     for spec in recipe.environments:
         recipe.write_environment_file(spec)
@@ -379,12 +384,13 @@ def train(recipe: "Recipe", services: "Services") -> None:
     trainer.accelerator.end_training()
 
 
-def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str) -> Any:
-    """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`."""
+def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str, needed: bool = False) -> Any:
+    """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`. Where they are `needed`, one
+    that fails is an error."""
     from trl_atropos.services.evaluations import FOLDER, Evaluator
 
     training, folder = recipe.training, os.path.join(output_dir, FOLDER)
-    needed = training.metric_for_best_model is not None
+    needed = needed or training.metric_for_best_model is not None
     how = recipe.evaluation_command, folder, training.vllm_server_urls, training.eval_timeout, needed
     return Evaluator(recipe.evaluations, services, *how) if recipe.evaluations else None
 

@@ -12,6 +12,7 @@ is for several optimizer steps; where the weights stay as they are, the passes t
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -69,6 +70,8 @@ NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the 
 EVALUATION_POLL = 0.1  # seconds
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
+# What TRL appends for each micro-batch, and averages: here short rollouts share one, and long ones another.
+TOKEN_MEANS = ("kl", "entropy", "cispo_clip_ratio", *(f"clip_ratio/{part}_mean" for part in ("low", "high", "region")))
 OUT_OF_MEMORY = (  # what a user of the trainer reads below torch's message
     "Give the trainer less to keep at a time (`max_tokens_per_micro_batch: 4096`, `gradient_checkpointing: true`) or "
     "a server on its GPU less memory (`--gpu-memory-utilization`). `trl-atropos check` says what a run takes."
@@ -159,6 +162,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
         self._rollouts: list[Rollout] = []  # this rank's share of it
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
+        # Of the micro-batches of this optimizer step: means over tokens, and how many tokens.
+        self._token_means: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self._alike: np.ndarray | None = None  # which of `_rollouts` have the same prompt, where they may share it
         self._found: Batch | None = None  # of this rank's share, what the training passes find; None where TRL scores
         self._packs: packing.How | None = None  # None where rollouts are padded
@@ -240,6 +245,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
             gradients = sum(4 * parameter.numel() for parameter in trained)  # with masters, they are float32
             self._budget = micro_batches.TokenBudget(device, gradients)
+        if self.args.sync_ref_model and self.state.global_step:
+            logger.warning(
+                "`sync_ref_model`: checkpoints lack the reference model, which begins as the base model again."
+            )
         peak, flops = peak_flops(self.accelerator.device), flops_per_token(self.model)
         if peak is not None and flops is not None:
             self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
@@ -378,6 +387,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
         with checkpoints.weight_errors(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        """As a run that resumes loads it: Transformers would pass over what some families save under other names."""
+        load = partial(self._load_from_checkpoint, self.state.best_model_checkpoint)
+        self.policy_publisher.replace(super()._load_best_model if self.is_sharded else load)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The optimizer is final now, and its state is not loaded yet.
@@ -469,6 +483,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _trimmed(self, micro_batch: Batch, lengths: np.ndarray, part: slice | None = None) -> Batch:
         micro_batch = trim(micro_batch, lengths, self.pad_to_multiple_of or 1)
+        if part is not None:
+            micro_batch["trained_tokens"] = sum(int(rollout.mask.sum()) for rollout in self._rollouts[part])
         if self._packs is not None:
             widths = micro_batch["prompt_ids"].size(1), micro_batch["completion_ids"].size(1)
             alike = None if part is None or self._alike is None else self._alike[part]
@@ -565,8 +581,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _count_tokens(self, rollouts: list[Rollout]) -> None:
         """What an optimizer step takes of this batch."""
-        sampled = sum(len(rollout.completion_ids) for rollout in rollouts)
-        trained = sampled + sum(len(rollout.prompt_ids) for rollout in rollouts)
+        sampled = sum(int(rollout.mask.sum()) for rollout in rollouts)  # the rest is of tools, or of a user
+        trained = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
         accumulated = self.args.gradient_accumulation_steps
         self._times.tokens = {
             "sampled": sampled * accumulated / self._steps_per_batch,
@@ -636,6 +652,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 self._compare_with_sampler(self._found)
         if divergence is not None:
             self._metrics["train"]["distillation/kl"].append(divergence + sum(divergences))
+        if self.accelerator.sync_gradients:
+            for name, means in self._token_means.items():
+                values, weights = zip(*means)
+                self._log({name: float(np.average(values, weights=weights))})
+            self._token_means.clear()
         return loss + sum(losses)
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
@@ -645,6 +666,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, inputs)
         finally:
             self._trained = None
+        by_sequence = "clip" if self.importance_sampling_level == "sequence" else "none"
+        for name in TOKEN_MEANS if "trained_tokens" in inputs else ():
+            if means := self._metrics["train"].pop(name, []):
+                weight = len(inputs["completion_ids"]) if by_sequence in name else inputs["trained_tokens"]
+                self._token_means[name].append((means.pop(), weight))
+            if means:
+                self._metrics["train"][name] = means
         loss = loss * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
@@ -666,6 +694,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         first, last = step == 0, step >= self.state.max_steps or self.control.should_training_stop
         self._await_evaluations()
         with self.stopwatch.part(EVALUATE):
+            while not ranks.on_main(lambda: self.evaluator.ready(step, first, last, POLL_SECONDS)):
+                pass  # so that the other ranks hear from rank 0
             results = ranks.on_main(lambda: self.evaluator.begin(step, first, last))
         if first or last or self.args.eval_hold:
             results += self._await_evaluations()

@@ -399,6 +399,7 @@ def test_an_engine_that_dies_is_reported_and_ends_the_front(doomed):
     reply = in_flight.result(GONE_WITHIN)
     assert reply.status_code == 503
     assert "engine ended with exit code 137 (SIGKILL)" in reply.json()["error"]
+    assert (late := complete(server)).status_code == 503 and "exit code 137" in late.json()["error"]
     assert requests.get(f"{server.url}/health", timeout=10).status_code == 503
     assert "exit code 137" in server.control("GET", "/info").json()["error"]
     assert process.wait(GONE_WITHIN) == 1

@@ -161,6 +161,15 @@ def test_a_token_that_is_made_is_kept_where_only_its_user_can_read_it(monkeypatc
     monkeypatch.setenv(TOKEN_VARIABLE, "mine")
     told = ready_text("127.0.0.1", "9001", "lora", set_up_token("9001"))
     assert f"token in {TOKEN_VARIABLE}; next: trl-atropos train " in told
+    assert "ready at http://[::1]:9001, " in ready_text("::1", "9001", "lora", None)
+
+
+def test_a_key_that_would_protect_nothing_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"--api-key .* would protect nothing. Leave it out"):
+        vllm_arguments("m", ["--api-key", "secret"], cpu=True)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ValueError, match="unset the variable"):
+        vllm_arguments("m", [], cpu=True)
 
 
 def test_the_start_ends_with_where_the_server_is_and_what_to_do_next(server):

@@ -36,12 +36,14 @@ from tests.rollout_factory import arguments, load_policy, mixed_batch, record
 from tests.sharded import KINDS, forget_sharding, launch, sharding_arguments
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import GatherError
+from trl_atropos.protocol import ParameterSpec
 from trl_atropos.weights.gather import (
     iter_adapter_parameters,
     iter_full_parameters,
     shapes_of,
     sharding_of,
 )
+from trl_atropos.weights.lora import _scales_of
 
 ROWS = 16  # of a generation batch
 LAYERS = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -464,3 +466,13 @@ def test_a_quantised_model_is_refused(tiny_model):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_what_b_is_scaled_by_is_found_below_wrappers():
+    """FSDP's activation checkpointing wraps layers when training begins, under another name for each module."""
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    model = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**SMALL)), adapter)
+    tensors = [ParameterSpec.of(n, p.shape, p.dtype) for n, p in iter_adapter_parameters(model, Accelerator())]
+    before = _scales_of(model, tensors)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer))
+    assert _scales_of(model, tensors) == before and set(before.values()) == {2.0}

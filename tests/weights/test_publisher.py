@@ -2,6 +2,7 @@
 of them notes what it was asked to do. The optimizers are accelerate's own, with a real gradient scaler."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,10 +119,12 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_version(publisher):
 def test_with_every_second_step_published_the_server_is_up_to_one_version_behind():
     policy, transfer = Policy(), Nowhere(steps_in_place=False)
     publisher = ServerPublisher(transfer, sync_every_n_steps=2)
+    state = SimpleNamespace(global_step=0)
+    publisher._trainer = SimpleNamespace(state=state, args=SimpleNamespace(max_steps=5))
     publisher.begin(policy.optimizer, 0)
     versions = []
-    for _ in range(4):
+    for state.global_step in range(5):
         policy.step()
         versions.append((publisher.trainer_version, publisher.policy_version))
-    assert versions == [(1, 0), (2, 2), (3, 2), (4, 4)]
-    assert [one for one in transfer.asked if one.startswith("send")] == ["send 0", "send 2", "send 4"]
+    assert versions == [(1, 0), (2, 2), (3, 2), (4, 4), (5, 5)]  # what is saved at the end is served
+    assert [one for one in transfer.asked if one.startswith("send")] == ["send 0", "send 2", "send 4", "send 5"]

@@ -156,11 +156,12 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         require_room(recipe)
         mode = "server" if training.vllm_mode == "restart" else training.vllm_mode
         names = start_servers(recipe, services, mode, merged_model(model, scratch))
-        evaluator = evaluator_of(recipe, services, folder)
+        evaluator = evaluator_of(recipe, services, folder, needed=True)
         evaluator.start(0)
         for name in names:
             services.wait_healthy(name, config.service_timeout)
         evaluator.results = results_of(training.output_dir, step=0) if step else []
+        evaluator.ready(step, first=True, last=True)
         evaluator.begin(step, first=True, last=True)
         while evaluator.busy():
             services.check()

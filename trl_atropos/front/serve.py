@@ -36,7 +36,7 @@ from yarl import URL
 from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.protocol import server_flags
-from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser
+from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser, url_of
 from trl_atropos.server.plane import EVALUATION, ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE
 from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
@@ -310,7 +310,7 @@ class Front(ControlPlane):
         except aiohttp.ClientError as problem:
             await asyncio.wait({self.ended}, timeout=WHY_WITHIN)
             reason = self.broken or f"the engine broke the connection off ({problem!r})"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Refused):
             reason = self.broken
         if not started:  # otherwise the connection is cut, which tells the client that the answer is not whole
             await error(503, reason)(request.scope, request.receive, send)
@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> None:
     options, flags = parser.parse_known_args(argv)
     flags += ["--numerics", options.numerics]
     try:
-        require_free_port(f"http://{options.host}:{options.port}", "the server", "give another one with `--port`")
+        require_free_port(url_of(options.host, options.port), "the server", "give another one with `--port`")
     except AtroposTrainingError as problem:
         sys.exit(f"trl-atropos serve: {problem}")
     install_handlers()

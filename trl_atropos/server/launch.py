@@ -108,6 +108,11 @@ def vllm_arguments(
     stated = server_flags(given)
     if numerics == "bitwise" and cpu:
         raise ValueError("--numerics bitwise needs a GPU: vLLM has no batch-invariant kernels for the CPU.")
+    if "--api-key" in stated or os.environ.get("VLLM_API_KEY"):
+        key = (
+            "--api-key (or VLLM_API_KEY): neither `/generate` nor a trainer knows it, so that it would protect nothing"
+        )
+        raise ValueError(f"{key}. Leave it out, unset the variable, and keep the address private.")
     for flag, value in required.items():
         if stated.get(flag, value) != value:
             raise ValueError(f"{flag} {stated[flag]}: this server needs `{flag} {value}`. Leave the flag out.")
@@ -142,9 +147,13 @@ def set_up_token(port: str) -> Path | None:
     return path
 
 
+def url_of(host: str, port: str | int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def ready_text(host: str, port: str, mode: str, token_file: Path | None) -> str:
     """The line that a server prints when it is ready. Without a file, the token is in `TRL_ATROPOS_TOKEN`."""
-    url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
+    url = url_of(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
     token, given = TOKEN_VARIABLE, ""
     if token_file is not None:
         token, given = token_file, f"{TOKEN_VARIABLE}=$(cat {token_file}) "

@@ -90,7 +90,7 @@ class _Process:
     key: str
     service: Service
     step: int | None = None  # None: it waits
-    began: float = 0.0
+    began: float = field(default_factory=time.monotonic)  # the process, and later the evaluation
 
 
 class Evaluator:
@@ -146,20 +146,27 @@ class Evaluator:
         Returns those of this step that a run which was resumed has already."""
         known = [result for result in self.results if result.step == step]
         self._over = last
-        for spec in self.specs:
-            due = first or last or (spec.every and step % spec.every == 0)
-            if due and all(result.name != spec.name for result in known):
-                self._begin(self._processes[spec.name], step)
+        for process in self._due(step, first, last):
+            process.step, process.began = step, time.monotonic()
+            process.folder.joinpath(GO).touch()
         return known
 
-    def _begin(self, process: _Process, step: int) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT
-        while not process.folder.joinpath(f"{GO}.awaited").exists() and time.monotonic() < deadline:
-            if self._services.exit_code(process.service) is not None:
-                break  # `poll` says why
+    def ready(self, step: int, first: bool, last: bool, timeout: float = math.inf) -> bool:
+        """Waits `timeout` seconds at most until those that `begin` would begin can do so at once. Whether they can."""
+        deadline = time.monotonic() + timeout
+        while not (ready := all(map(self._is_ready, self._due(step, first, last)))) and time.monotonic() < deadline:
             time.sleep(POLL)
-        process.step, process.began = step, time.monotonic()
-        process.folder.joinpath(GO).touch()
+        return ready
+
+    def _due(self, step: int, first: bool, last: bool) -> list[_Process]:
+        known = {result.name for result in self.results if result.step == step}
+        due = (s.name for s in self.specs if first or last or (s.every and step % s.every == 0))
+        return [self._processes[name] for name in due if name in self._processes.keys() - known]
+
+    def _is_ready(self, process: _Process) -> bool:
+        """Whether a process waits for its step, or there is nothing to wait for: `poll` says why."""
+        late, awaited = time.monotonic() - process.began > READY_TIMEOUT, process.folder.joinpath(f"{GO}.awaited")
+        return late or awaited.exists() or self._services.exit_code(process.service) is not None
 
     def poll(self) -> list[Result]:
         """Those that have ended since the last call."""

@@ -129,9 +129,13 @@ def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) ->
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
     chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
-    names = [".".join(part for part in name.split(".") if part not in TRANSPARENT) for name in chosen]
-    units = [Unit([Entry(name, p, p.dtype)], None) for name, p in zip(names, chosen.values(), strict=True)]
+    units = [Unit([Entry(plain_name(name), p, p.dtype)], None) for name, p in chosen.items()]
     return _stream(units, accelerator)
+
+
+def plain_name(name: str) -> str:
+    """A name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
 
 
 def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:

@@ -26,7 +26,7 @@ from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
 from trl_atropos.tensors.fingerprint import Fingerprints, Part
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base, of_stream
-from trl_atropos.weights.gather import ADAPTER, WHOLE, base_model, iter_adapter_parameters, sharding_of
+from trl_atropos.weights.gather import ADAPTER, WHOLE, base_model, iter_adapter_parameters, plain_name, sharding_of
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
 def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
     """What each B is multiplied by, by its number: alpha over rank, or as rsLoRA and patterns say."""
     scales = {
-        f"{name}.{leaf}": float(module.scaling[ADAPTER])
+        f"{plain_name(name)}.{leaf}": float(module.scaling[ADAPTER])
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
         for leaf in ("lora_B.weight", "lora_embedding_B")

@@ -95,6 +95,10 @@ class PolicyPublisher:
     def before_step(self) -> None:
         """Called on every rank when all that comes before an optimizer step is queued on the device."""
 
+    def replace(self, load: Callable[[], None]) -> None:
+        """Has `load` replace the trainer's weights after the last step."""
+        load()
+
     def close(self) -> None:
         """Called on every way out, also after an error; may be called twice."""
         self._unwrap()
@@ -262,7 +266,7 @@ class ServerPublisher(PolicyPublisher):
         def published(*args, **kwargs):
             if not optimizer.gradient_state.sync_gradients:
                 return step(*args, **kwargs)
-            due = (self._steps + 1) % self.sync_every_n_steps == 0
+            due = (self._steps + 1) % self.sync_every_n_steps == 0 or self._is_last()
             return self._publish(lambda: step(*args, **kwargs), optimizer, due)
 
         self._wrap_step(optimizer, published)
@@ -321,7 +325,11 @@ class ServerPublisher(PolicyPublisher):
 
     def _is_last(self) -> bool:
         """Whether no publish comes after this one."""
-        return self._trainer.state.global_step + 1 + self.sync_every_n_steps > self._trainer.args.max_steps
+        return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
+
+    def replace(self, load: Callable[[], None]) -> None:
+        """Other servers go on with the weights of the last step. Those that share the memory are paused."""
+        self._publish(load) if self.transfer.steps_in_place else load()
 
     def _pause(self) -> None:
         if not self._paused:
