@@ -345,6 +345,7 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
                 dropped += source.metrics()["rollouts/dropped_stale"]
                 policy.publish(policy.version + 1)
                 wanted[0]()
+            source.close()  # which lets go what it holds, and the environment end
         assert dropped == 0
     finally:
         source.close()
@@ -372,6 +373,7 @@ def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(po
                     assert time.monotonic() < deadline
                 policy.publish(policy.version + 1)
                 wanted[0]()
+            source.close()
         assert 0.4 <= np.mean(ages) <= 1  # without holding, it is above 1.5
     finally:
         source.close()
