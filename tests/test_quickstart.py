@@ -147,7 +147,7 @@ def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stoppe
     found = {e["step"]: e for e in state["log_history"] if "eval_letters_pass@1" in e}
     assert list(found) == [0, 4, 6, 12]  # 4 was the last step of the first run
     oldest = {step: entry["eval_letters_oldest_version"] for step, entry in found.items()}
-    assert oldest.pop(6) in (6, 7)  # training goes on, and may publish before the first problem is asked
+    assert 6 <= oldest.pop(6) < 12  # training goes on, and may publish before the first problem is asked
     assert oldest == {0: 0, 4: 4, 12: 12}
     assert found[0]["eval_letters_newest_version"] == 0 and found[12]["eval_letters_newest_version"] == 12
     assert len([e for e in state["log_history"] if "eval_letters_pass@1" in e]) == len(found)
