@@ -466,7 +466,7 @@ def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
     assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] == ""  # as argparse reads it: true
     # What reads the variables when it is imported is not imported before.
     code = f"""import sys
-from trl_atropos.train import apply_recipe_environment, start_mps, start_services
+from trl_atropos.train import apply_recipe_environment
 apply_recipe_environment(["--config", {str(recipe)!r}])
 print({{"numpy", "torch", "huggingface_hub"}} & set(sys.modules))"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

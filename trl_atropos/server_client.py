@@ -271,6 +271,16 @@ class ServerClient:
         )
 
 
+def at_once(clients: list[ServerClient], call: Callable[[ServerClient], Any]) -> list[Any]:
+    """What a call of each client returns, made of all of them at the same time. Raises the first error when all have
+    ended."""
+    if len(clients) < 2:
+        return [call(client) for client in clients]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        calls = [pool.submit(call, client) for client in clients]
+    return [done.result() for done in calls]
+
+
 @dataclass(eq=False)
 class Servers:
     """
@@ -309,11 +319,7 @@ class Servers:
 
     def each_here(self, call: Callable[[ServerClient], Any]) -> list[Any]:
         """As `each`, on this rank alone."""
-        if len(self.clients) < 2:
-            return [call(client) for client in self.clients]
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            calls = [pool.submit(call, client) for client in self.clients]
-        return [done.result() for done in calls]
+        return at_once(self.clients, call)
 
     def on_connected_ranks(self, call: Callable[[], Any]) -> None:
         """Makes a call on those ranks that talk to a server. All ranks call this; an error on one is raised on all."""
@@ -326,8 +332,7 @@ class Servers:
     def silence(self) -> list[str]:
         """Asks every server of the run for one token. Returns what is wrong with those that give none."""
         clients = [self.client(url, min(self.timeout, TOKEN_TIMEOUT), self.token) for url in self.urls]
-        with ThreadPoolExecutor(len(clients)) as pool:
-            return [wrong for wrong in pool.map(lambda client: client.why_silent(), clients) if wrong]
+        return [wrong for wrong in at_once(clients, lambda client: client.why_silent()) if wrong]
 
     def hold_leases(self) -> None:
         """Also makes sure that the servers are still those of `connect`."""

@@ -162,7 +162,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
         self._rollouts: list[Rollout] = []  # this rank's share of it
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
-        # Of the micro-batches of this optimizer step: means over tokens, and how many tokens.
+        # Of the micro-batches of this optimizer step: means over tokens or sequences, and over how many.
         self._token_means: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self._alike: np.ndarray | None = None  # which of `_rollouts` have the same prompt, where they may share it
         self._found: Batch | None = None  # of this rank's share, what the training passes find; None where TRL scores
@@ -666,10 +666,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, inputs)
         finally:
             self._trained = None
-        by_sequence = "clip" if self.importance_sampling_level == "sequence" else "none"
         for name in TOKEN_MEANS if "trained_tokens" in inputs else ():
             if means := self._metrics["train"].pop(name, []):
-                weight = len(inputs["completion_ids"]) if by_sequence in name else inputs["trained_tokens"]
+                of_sequences = self.importance_sampling_level == "sequence" and "clip" in name
+                weight = len(inputs["completion_ids"]) if of_sequences else inputs["trained_tokens"]
                 self._token_means[name].append((means.pop(), weight))
             if means:
                 self._metrics["train"][name] = means

@@ -464,10 +464,6 @@ def test_a_quantised_model_is_refused(tiny_model):
         iter_full_parameters(model, Accelerator(cpu=True))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 def test_what_b_is_scaled_by_is_found_below_wrappers():
     """FSDP's activation checkpointing wraps layers when training begins, under another name for each module."""
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
@@ -476,3 +472,7 @@ def test_what_b_is_scaled_by_is_found_below_wrappers():
     before = _scales_of(model, tensors)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer))
     assert _scales_of(model, tensors) == before and set(before.values()) == {2.0}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

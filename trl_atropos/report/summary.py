@@ -278,19 +278,9 @@ def _differing(settings: Any) -> dict[str, Any]:
 # which hold every setting as it was, and are written to during an upload.
 KEPT_HERE = [
     f"{folder}/*"
-    for folder in (
-        "rollouts",
-        "completions",
-        "logs",
-        "environments",
-        "evaluations",
-        "eval",
-        "try",
-        "adapters",
-        "policies",
-    )
+    for folder in ("rollouts", "completions", "logs", "environments", "evaluations", "eval", "adapters", "policies")
 ]
-KEPT_HERE += ["runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
+KEPT_HERE += ["try/*", "runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
 KEPT_HERE += ["training_args.bin"]
 
 

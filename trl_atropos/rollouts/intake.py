@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from trl_atropos.protocol import Note, SamplingSettings, completion_key
 from trl_atropos.rollouts.api import label_of
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
-from trl_atropos.server_client import ServerClient
+from trl_atropos.server_client import ServerClient, at_once
 
 logger = logging.getLogger(__name__)
 
@@ -301,12 +300,7 @@ class VersionBook:
             with suppress(ServerError):  # a server that is gone or hangs is reported by the publisher
                 client.hold(held)
 
-        self._of_each(hold)
-
-    def _of_each(self, call: Callable[[ServerClient], Any]) -> list[Any]:
-        """The same call of all servers, at the same time."""
-        with ThreadPoolExecutor(max(1, len(self._clients))) as pool:
-            return list(pool.map(call, self._clients))
+        at_once(self._clients, hold)
 
     def refusals(self) -> str:
         """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
@@ -334,7 +328,7 @@ class VersionBook:
         if not keys:
             return {}
         asked = list(keys)
-        answers = self._of_each(lambda client: self._ask(client, asked))
+        answers = at_once(self._clients, lambda client: self._ask(client, asked))
         notes: dict[bytes, Note] = {}
         for answer in answers:
             for key, note in zip(asked, answer):
