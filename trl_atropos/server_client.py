@@ -121,10 +121,11 @@ class ServerClient:
     def resume(self, policy_version: int) -> None:
         self._call("/resume", "resuming the server", {"policy_version": policy_version})
 
-    def hold(self, held: bool) -> None:
-        """Lets requests for samples wait that come from now on, or lets them in. What is in flight goes on, and what
-        this client samples."""
-        self._call("/hold", "holding requests back" if held else "letting requests in", {"held": held})
+    def hold(self, held: bool, let_in: float) -> None:
+        """Lets requests for samples wait that come from now on, or not, and lets in this share of those that do. What
+        is in flight goes on, and what this client samples."""
+        phase = "holding requests back" if held else "letting requests in"
+        self._call("/hold", phase, {"held": held, "let_in": let_in})
 
     def sleep(self, level: int) -> None:
         self._call("/sleep", "putting the server to sleep", {"level": level})

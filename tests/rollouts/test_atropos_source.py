@@ -78,7 +78,8 @@ def test_start_hands_environments_the_starting_step(api, open_source, run_info):
 
 def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(api, open_source):
     class Book(VersionBook):
-        def hold_requests(self, held: bool) -> None:
+        def hold_requests(self, held: bool, let_in: float) -> None:
+            assert held or let_in == 1
             calls.append(held)
 
     calls: list[bool] = []

@@ -14,6 +14,7 @@ import pytest
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts import pull
+from trl_atropos.rollouts.intake import VersionBook
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
@@ -448,6 +449,52 @@ def test_the_next_batch_is_pulled_when_the_run_says_that_it_is_wanted_soon(api, 
     wanted_soon()
     wait_for_rows(source, 4)
     assert api.get("/status")["queue_size"] == 0
+
+
+class Held(VersionBook):
+    """In place of servers: notes what they are told of requests."""
+
+    def __init__(self):
+        super().__init__([], "", 0.0)
+        self.told: list[tuple[bool, float]] = []
+
+    def hold_requests(self, held: bool, let_in: float) -> None:
+        self.told.append((held, let_in))
+
+
+def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_source):
+    """The API gives out two batches at once, and environments ask for two anew."""
+    given, book = [], Held()
+    source = open_source(None, {"when_wanted_soon": given.append}, hold_requests=True, versions=book)
+
+    def told_when_the_policy_is_new() -> list[tuple[bool, float]]:
+        book.told.clear()
+        given[0]()
+        deadline = time.monotonic() + WAIT
+        while not book.told:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return book.told[:1]
+
+    api.deliver(*groups(1, 2, 3, 4))
+    assert scores(source, 4) == [1, 1, 2, 2]
+    assert book.told[-1] == (True, 0.0)
+    assert told_when_the_policy_is_new() == [(True, 0.5)]
+    assert scores(source, 4) == [3, 3, 4, 4]
+    assert told_when_the_policy_is_new() == [(True, 1.0)]
+    assert api.get("/status")["queue_size"] == 0
+
+
+def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):
+    monkeypatch.setattr(pull, "QUIET_WARNING", 1.0)
+    source = open_source()
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    time.sleep(1.2)  # a long step
+    assert source.poll(4, timeout=0.3) is None
+    assert "No batch for" not in caplog.text
+    assert source.poll(4, timeout=1.2) is None
+    assert "No batch for" in caplog.text
 
 
 def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queue(api, open_source):

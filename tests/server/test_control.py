@@ -177,7 +177,7 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(server.generate, prompt="abc=", n=16, max_tokens=100, ignore_eos=True)
         wait_for(lambda: server.metric("num_requests_running") > 0 or begun.done(), "a request to begin")
-        client.hold(True)
+        client.hold(True, 0.0)
         try:
             waiting = [pool.submit(server.generate, prompt="abc=", max_tokens=2)]
             waiting += [pool.submit(complete, server, stream) for stream in (False, True)]
@@ -186,9 +186,19 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
             time.sleep(0.5)
             assert not any(one.done() for one in waiting)
         finally:
-            client.hold(False)
+            client.hold(False, 1.0)
         assert all(one.result().status_code == 200 for one in waiting)
-        client.hold(True)
+        client.hold(True, 0.0)
+        several = []
+        for _ in range(4):
+            several.append(pool.submit(server.generate, prompt="abc=", max_tokens=2))
+            time.sleep(0.2)
+        client.hold(True, 0.5)  # those that came first
+        assert [one.result().ok for one in several[:2]] == [True, True]
+        time.sleep(0.5)
+        assert [one.done() for one in several[2:]] == [False, False]
+        client.hold(True, 1.0)
+        assert [one.result().ok for one in several[2:]] == [True, True]
         held = pool.submit(server.generate, prompt="abc=", max_tokens=2)
         time.sleep(0.5)
         assert not held.done()
@@ -218,11 +228,11 @@ def test_the_server_notes_which_versions_sampled_an_evaluation(server, client):
         client.pause()
         client.resume(version + 1)
         assert long.result().headers["x-policy-version"] == f"{version}-{version + 1}"
-    client.hold(True)  # which concerns the environments that are trained on
+    client.hold(True, 0.0)  # which concerns the environments that are trained on
     try:
         assert sample_for(server, "evaluation-c", max_tokens=2).ok
     finally:
-        client.hold(False)
+        client.hold(False, 1.0)
     sampled = {name: client.evaluation(f"evaluation-{name}") for name in "abc"}
     spans = {name: (reply.oldest, reply.newest) for name, reply in sampled.items()}
     assert spans == {"a": (version, version), "b": (version, version + 1), "c": (version + 1, version + 1)}

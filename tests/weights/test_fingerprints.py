@@ -288,6 +288,22 @@ def test_thousands_of_right_publishes_are_all_found_right(trainer_to, settings):
 
 
 @pytest.mark.server
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
+def test_parameters_that_move_are_copied_from_where_they_are(trainer_to, transport):
+    """DeepSpeed moves them when training begins."""
+    trainer = trainer_to(transport=transport)
+    publish(trainer, lambda: disturb(trainer.model, 1e-3))
+    trainer.policy_publisher.before_backward()
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.clone()
+    for _ in range(2):
+        publish(trainer, lambda: disturb(trainer.model, 1e-3))
+        trainer.policy_publisher.before_backward()
+    assert_proven(trainer.policy_publisher, 4)
+
+
+@pytest.mark.server
 @pytest.mark.slow(10)
 @pytest.mark.parametrize("transport", ["nccl" if CUDA else "gloo", "memory"])
 def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_unit(trainer_to, transport):

@@ -250,9 +250,10 @@ def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog)
 
 
 @contextmanager
-def environment(server: Server, api: Api, ahead: int | None = None) -> Iterator[None]:
+def environment(server: Server, api: Api, ahead: int | None = None, second: int = 24) -> Iterator[None]:
     """Sends groups of four without a pause, as far ahead of the trainer as it gets; or, like Atropos, with at most
-    `ahead` batches of two groups in flight and at the API. The second of two batches then takes longer."""
+    `ahead` batches of two groups in flight and at the API. The completions of every second batch have `second` tokens,
+    those of the others 24."""
     stop, rng, lock, most = threading.Event(), random.Random(0), threading.Lock(), 2 * (ahead or 1)
     begun, in_flight = itertools.count(), []
 
@@ -261,7 +262,7 @@ def environment(server: Server, api: Api, ahead: int | None = None) -> Iterator[
             if ahead is not None and len(in_flight) + api.get("/status")["queue_size"] >= most:
                 return None
             in_flight.append(1)
-            return 24 if ahead is None or next(begun) % most < 2 else 240
+            return 24 if next(begun) % most < 2 else second
 
     def work() -> None:
         while not stop.is_set():
@@ -354,19 +355,22 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
 
 
 @pytest.mark.slow
-def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(policy, book, server, tmp_path):
-    """What waited begins with the next policy, also where a batch is complete then and taken at once."""
+@pytest.mark.parametrize("second", [240, 24])
+def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(policy, book, server, tmp_path, second):
+    """What waited begins with the next policy, also where a batch is complete then and taken at once. Where two are
+    complete at the same time, as where all completions are as long as they may be, the environment asks for two anew:
+    one begins with each policy, and is sampled while the trainer trains."""
     api = Api(free_port())
     api.start()
     source = AtroposSource(api.url, versions=book, hold_requests=True)
     wanted, ages = [], []
     try:
         source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
-        with environment(server, api, ahead=2):
+        with environment(server, api, 2, second):
             for _ in range(6):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()
-                ages += [row.staleness for row in rows]
+                ages.append([row.staleness for row in rows])
                 time.sleep(1.0)  # in which the environment asks for the next groups
                 deadline = time.monotonic() + 60
                 while server.metric("num_requests_running"):  # what has begun ends
@@ -375,6 +379,7 @@ def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(po
                 wanted[0]()
             source.close()
         assert 0.4 <= np.mean(ages) <= 1  # without holding, it is above 1.5
+        assert second > 24 or np.min(ages[1:]) == 1
     finally:
         source.close()
         api.stop()

@@ -293,12 +293,12 @@ class VersionBook:
             for environment, settings in sampled.items():
                 self._check_settings(environment, settings, SamplingSettings(self.temperature))
 
-    def hold_requests(self, held: bool) -> None:
-        """Lets what environments ask of the servers wait from now on, or lets it in."""
+    def hold_requests(self, held: bool, let_in: float) -> None:
+        """Lets what environments ask of the servers wait from now on, or not, and lets in this share of what waits."""
 
         def hold(client: ServerClient) -> None:
             with suppress(ServerError):  # a server that is gone or hangs is reported by the publisher
-                client.hold(held)
+                client.hold(held, let_in)
 
         at_once(self._clients, hold)
 

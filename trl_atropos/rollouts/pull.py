@@ -56,8 +56,9 @@ class BatchPuller:
     api_down_timeout: float  # seconds that the API may fail before `pull` raises
     names: Callable[[], Mapping[int, str]]  # of environments by their numbers at the API
     explain: Callable[[str], str]  # adds to the reason for a silence what else is known about it
-    # Lets new requests to the servers wait, or lets them in; None if they may begin while the trainer trains.
-    hold_requests: Callable[[bool], None] | None = None
+    # Lets new requests to the servers wait, or not, and lets in a share of those that do; None if they may begin while
+    # the trainer trains.
+    hold_requests: Callable[[bool, float], None] | None = None
 
     def __post_init__(self):
         self.pause = 0.0
@@ -70,7 +71,7 @@ class BatchPuller:
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
         self._holding = False  # whether requests wait, because a batch was given out
-        self.policy_is_new = False  # whether those that waited may begin before the next is given out
+        self.policy_is_new = False  # whether some of them may begin
         self._unsure = False  # whether the API may have been restarted, or its step may have risen
         self._losses = False  # whether a reply was lost since the API was known to hold no batch
         self._sharing = False  # whether the log says that another trainer pulls
@@ -78,7 +79,7 @@ class BatchPuller:
         self._asked = 0.0  # when the last one was
         self._hang_warned = 0.0
         self._failing_since: float | None = None
-        self._quiet_since = time.monotonic()
+        self.quiet_since = time.monotonic()  # since when somebody waits for a batch
 
     @property
     def complete_until(self) -> int:
@@ -131,7 +132,7 @@ class BatchPuller:
         self._diagnosis.note_restart()
         self.pause = self.poll_interval
         self._failing_since = None
-        self._quiet_since = time.monotonic()
+        self.quiet_since = time.monotonic()
         return lost
 
     def pull(self) -> list[Arrival]:
@@ -157,23 +158,33 @@ class BatchPuller:
             self._losses = False
             return lost + self._look_if_quiet()
         self.pause = 0.0
-        self._quiet_since = time.monotonic()
+        self.quiet_since = time.monotonic()
         self._diagnosis.note(reply.batch)
         self._held = reply.batch
         return []
 
+    def let_begin(self, rollouts: int) -> None:
+        """
+        With a new policy, as many of the requests that waited may begin as are for one batch. `rollouts` have been
+        pulled and not handed out: where the API gave out several batches at once, environments have asked for as many
+        anew, and what begins now is trained on after all of these.
+        """
+        if self.policy_is_new and self._holding and self.hold_requests is not None:
+            self.hold_requests(True, 1 / (1 + rollouts // self.registration.batch_size))
+        self.policy_is_new = False
+
     def _batch(self) -> BatchReply:
         """What `GET /batch` gives. It lets environments begin the next batch: where this must be of the next policy,
-        their requests wait from before a batch is given out until more rollouts are wanted."""
+        their requests wait from before a batch is given out until the policy is new, or none is left to train on."""
         if self.hold_requests is not None:
-            none_can_come = self._none_can_come()
-            if self._holding and (self.policy_is_new or none_can_come):
-                self.hold_requests(False)
-            if none_can_come:
-                self._holding = self.policy_is_new = False
+            if self._none_can_come():
+                if self._holding:
+                    self.hold_requests(False, 1.0)
+                self._holding = False
                 return BatchReply(None)
-            self.hold_requests(True)
-        self._holding = self.policy_is_new = False
+            if not self._holding:
+                self.hold_requests(True, 0.0)
+        self._holding = False
         self._open_since = self._asked = time.monotonic()
         try:
             reply = self.client.batch()
@@ -181,7 +192,7 @@ class BatchPuller:
         finally:
             self._open_since = None
             if self.hold_requests is not None and not self._holding:
-                self.hold_requests(False)
+                self.hold_requests(False, 1.0)
         return reply
 
     def _none_can_come(self) -> bool:
@@ -296,9 +307,9 @@ class BatchPuller:
 
     def _look_if_quiet(self) -> list[Arrival]:
         """After every minute without a batch, the log says what may be wrong."""
-        if time.monotonic() - self._quiet_since < QUIET_WARNING:
+        if time.monotonic() - self.quiet_since < QUIET_WARNING:
             return []
-        self._quiet_since = time.monotonic()
+        self.quiet_since = time.monotonic()
         with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             if self.client.info().batch_size == UNREGISTERED:
                 return self._rejoin()

@@ -129,7 +129,11 @@ class Feed:
 
     def _run(self) -> None:
         try:
+            self.puller.quiet_since = time.monotonic()
             while self._wait_for_demand():
+                self.puller.let_begin(max(0, self.spool.end - self.cursor))
+                if self._has_enough():
+                    continue
                 if not self._load_next():
                     self._pull()
         except BaseException as error:  # noqa: BLE001 - whatever it is, `take` raises it in the trainer
@@ -143,11 +147,15 @@ class Feed:
             logger.warning("%s", error)
 
     def _wait_for_demand(self) -> bool:
-        """Waits until more rollouts are wanted. Returns False when the thread shall end."""
+        """Waits until more rollouts are wanted, or the policy is new. Returns False when the thread shall end."""
         with self._changed:
-            while not self._stopping and self._waiting >= max(self._wanted, self.ahead):
+            while not self._stopping and self._has_enough() and not self.puller.policy_is_new:
                 self._changed.wait()
+                self.puller.quiet_since = time.monotonic()
             return not self._stopping
+
+    def _has_enough(self) -> bool:
+        return self._waiting >= max(self._wanted, self.ahead)
 
     def _load_next(self) -> bool:
         """Appends the next file to the queue, if it is there and nothing older can come any more."""

@@ -331,7 +331,7 @@ class AtroposSource:
         if self._feed is not None:
             self._feed.stop(CLOSE_GRACE, self._client.abort)
             if self.hold_requests:
-                self._versions.hold_requests(False)
+                self._versions.hold_requests(False, 1.0)
 
 
 def _registration(run: RunInfo) -> Registration:

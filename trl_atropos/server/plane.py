@@ -10,12 +10,14 @@ import hmac
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import socket
 import time
 import uuid
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Awaitable, Coroutine, Iterable
 from contextvars import ContextVar
 from operator import itemgetter
@@ -116,8 +118,8 @@ class ControlPlane:
         self.token = os.environ[TOKEN_VARIABLE]
         self.instance = uuid.uuid4().hex
         self.open = asyncio.Event()  # set: requests for samples go through
-        self.admits = asyncio.Event()  # set: so do those of others than the trainer
-        self.admits.set()
+        self.holding = False  # whether those of others than the trainer wait
+        self.waiting: deque[asyncio.Future] = deque()  # they do, first come first
         self.broken: str | None = None  # why nothing can be served any more
         self.ledger, self.evaluations = Ledger(), Evaluations()
         self.lease = asyncio.Lock()
@@ -128,14 +130,22 @@ class ControlPlane:
         return not self.open.is_set()
 
     async def hold(self, body: dict) -> None:
-        """Lets requests for samples wait that come from now on, or lets them in. Those in flight go on, and so do the
-        trainer's own and those of evaluations."""
-        (self.admits.clear if body["held"] else self.admits.set)()
+        """Lets requests for samples wait that come from now on, or not, and lets in a share of those that do. Those in
+        flight go on, and so do the trainer's own and those of evaluations."""
+        self.holding = body["held"]
+        self.let_in(body["let_in"])
+
+    def let_in(self, share: float = 1.0) -> None:
+        """The first of the requests that wait."""
+        for _ in range(math.ceil(share * len(self.waiting))):
+            if not (turn := self.waiting.popleft()).done():  # cancelled, where its client has gone
+                turn.set_result(None)
 
     async def until_admitted(self, request: Request) -> None:
         EVALUATION.set(evaluation_key(request.headers.get("authorization", "")))
-        if EVALUATION.get() is None and not self.has_token(request):
-            await self.admits.wait()
+        if self.holding and EVALUATION.get() is None and not self.has_token(request):
+            self.waiting.append(asyncio.get_running_loop().create_future())
+            await self.waiting[-1]
 
     async def until_open(self) -> None:
         while self.paused:  # it may be paused again between the event and this task's turn
@@ -191,7 +201,7 @@ class ControlPlane:
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
-            self.admits.set()
+            await self.hold({"held": False, "let_in": 1.0})
             try:
                 await self.trainer_left()
             finally:

@@ -40,7 +40,7 @@ ALIGNMENT = 16  # bytes: each tensor of a message begins at a multiple, so that 
 POLL = 2e-4  # seconds between two checks of a transfer in flight
 WORD, UNIT = 4, 16  # bytes that the kernel counts in, and that it moves at a time
 SHORTEST = 1024  # bytes of each of several runs. A program of the kernel moves one, and at most `MOST` words of it
-MOST, AT_ONCE = 1 << 15, 1 << 13  # words
+MOST, AT_ONCE = 1 << 12, 1 << 11  # words
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
@@ -337,15 +337,16 @@ class Copies:
     """
     Copies many tensors, again and again between the same places. On a GPU, one kernel makes all copies that move runs
     of whole 16 bytes: to queue one for each tensor takes the CPU longer than the device needs for small models, 2.8 ms
-    for the 310 tensors of the shape of Qwen3-0.6B on an H100, of which copying is 0.9 ms. Copies that convert, that
-    move a few bytes at a time, or that go from one device to another are torch's.
+    for the 310 tensors of the shape of Qwen3-0.6B on an H100. The kernel takes 0.79 ms for them, as one copy of as many
+    bytes does. Copies that convert, that move a few bytes at a time, or that go from one device to another are torch's.
 
     Args:
         pairs: of tensors of equal shapes, the target first. Sources are on one device; both stay where they are.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
-        self._kept = list(pairs)  # so that no memory in the table is freed
+        # So that no memory in the table is freed, also where a parameter gets another one.
+        self._kept = [(target.detach(), source.detach()) for target, source in pairs]
         runs = [runs_of(target, source) if target.is_cuda else None for target, source in self._kept]
         rest = [pair for pair, run in zip(self._kept, runs, strict=True) if run is None]
         self._rest = [list(side) for side in zip(*rest)]
@@ -356,7 +357,7 @@ class Copies:
         """Makes the copies, which on a GPU are only queued."""
         if self._table is not None:
             with torch.cuda.device(self._table.device):
-                _copy_runs[(len(self._table),)](self._table, MOST, AT_ONCE, num_warps=8)
+                _copy_runs[(len(self._table),)](self._table, MOST, AT_ONCE, num_warps=16)
         if self._rest:
             torch._foreach_copy_(*self._rest)
 

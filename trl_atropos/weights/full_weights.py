@@ -120,20 +120,28 @@ class FullWeights(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
-        if self._stays and self._note_copies():
-            self._to_views()
+        if self._stays and self._copy_to_views():
             messages = (self._fill(number, fixed) for number, fixed in enumerate(self._fixed))
             return self._written + together(lambda: self._send_messages(messages))
         written = sum(view.nbytes for views in self.views for view in views.values())
         tensors = self._plan.tensors(itertools.chain(self._write_views(), self._buffers()))
         return written + together(lambda: self._send_messages(self._pack(tensors), tensors))
 
+    def _copy_to_views(self) -> bool:
+        """Makes the copies that are noted, or notes them first. Returns whether that is possible. On a GPU, they are
+        made while it is asked whether all tensors are where they were: DeepSpeed moves parameters once, when training
+        begins, and then the copies are noted and made anew."""
+        if self._addresses:
+            self._to_views()
+        if not self._addresses or [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
+            if not self._note_copies():
+                return False
+            self._to_views()
+        return True
+
     def _note_copies(self) -> bool:
-        """Notes what is copied where, unless that is known: DeepSpeed moves parameters once, when training begins.
-        Returns whether that is possible."""
+        """Notes what is copied where. Returns whether that is possible."""
         model = self._trainer.model
-        if self._addresses and [tensor.data_ptr() for tensor in self._tensors] == self._addresses:
-            return True
         self._tensors = [*model.parameters(), *model.buffers()]
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator)  # not converted: the memory itself
         tensors = dict(itertools.chain(parameters, self._buffers()))
