@@ -226,9 +226,12 @@ def test_with_an_adapter_only_the_adapter_is_the_trainers(large, tmp_path):
     found = on_gpus(tmp_path, large, **ADAPTER)
     per_layer = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, the MLP's
     adapter = LAYERS * per_layer
-    assert found.trainer.items["weights"] == 4 * adapter  # PEFT keeps adapters in float32
+    assert found.trainer.items["weights"] == 2 * adapter
+    assert found.trainer.items["master weights"] == 4 * adapter
     assert found.trainer.items["optimizer state"] == 8 * adapter
-    assert "master weights" not in found.trainer.items
+    alone = on_gpus(tmp_path, large, **ADAPTER, master_weights=False)
+    assert alone.trainer.items["weights"] == 4 * adapter  # as PEFT keeps it
+    assert "master weights" not in alone.trainer.items
     # Two places on the device in the base's dtype, and eight adapters in host memory.
     assert found.server.items["places for adapters"] == 2 * 2 * adapter
     assert found.server.host["adapters"] == 8 * 2 * adapter

@@ -59,8 +59,8 @@ from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import checkpoint as checkpoints
+from trl_atropos.weights import masters
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import accumulate_gradients, exact_gradients, use_masters
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
@@ -195,10 +195,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     "The load-balancing loss of this mixture of experts is a mean over each micro-batch: set "
                     "`router_aux_loss_coef: 0`, or leave `max_tokens_per_micro_batch` out."
                 )
+            own_masters = args.master_weights and not self.is_sharded
+            autocasts = self.accelerator.mixed_precision != "no"
+            self._rounds_adapter = isinstance(self.model, PeftModel) and own_masters and not autocasts
+            self._rounds_adapter = self._rounds_adapter and masters.why_no_masters(self) is None
+            if self._rounds_adapter:
+                masters.round_adapter(self.model)
             self.policy_publisher.attach(self)
             trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-            if args.master_weights and not self.is_sharded and trained & {torch.bfloat16, torch.float16}:
-                use_masters(self, offload=args.offload_master_weights)
+            if own_masters and trained & set(masters.HALF):
+                masters.use_masters(self, offload=args.offload_master_weights)
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
@@ -349,7 +355,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return math.ceil(steps / self._steps_per_batch) * self.args.generation_batch_size
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.stopwatch.part(COMPUTE), exact_gradients(self, model):
+        with self.stopwatch.part(COMPUTE), masters.exact_gradients(self, model):
             try:
                 loss = super().training_step(model, *args, **kwargs)
             except torch.OutOfMemoryError as error:
@@ -386,6 +392,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return checkpoints.load_weights(policy, resume_from_checkpoint)
         with checkpoints.weight_errors(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._rounds_adapter:  # which PEFT loads into float32
+            masters.round_adapter(policy)
 
     def _load_best_model(self) -> None:
         """As a run that resumes loads it: Transformers would pass over what some families save under other names."""
@@ -632,7 +640,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         losses, divergences = [], []
 
         def train_on(micro_batch: Batch) -> None:
-            with accumulate_gradients(self.accelerator, model) as backward:
+            with masters.accumulate_gradients(self.accelerator, model) as backward:
                 loss, divergence = self._micro_batch_loss(model, micro_batch)
                 backward(loss)
             losses.append(loss.detach())

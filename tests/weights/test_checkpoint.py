@@ -199,6 +199,31 @@ def test_a_checkpoint_of_the_model_alone_says_that_the_optimizer_begins_anew(run
     assert re.search(r"checkpoint-1 holds no state of the optimizer .* begin anew", caplog.text)
 
 
+def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_masters_also_when_resumed(run, tmp_path):
+    """As the server computes it: PEFT would have it in float32."""
+    half = {"model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
+
+    def adapter_of(trainer: AtroposGRPOTrainer) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+
+    whole = run(tmp_path / "whole", peft=True, **half)
+    begin = [parameter.detach().clone() for parameter in adapter_of(whole)]
+    whole.train()
+    resumed = run(tmp_path / "whole", peft=True, **half)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    for trainer in (whole, resumed):
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
+        masters = trainer.optimizer.optimizer.state_dict()["masters"]
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in masters)
+        assert all(map(torch.equal, adapter_of(trainer), [one.bfloat16() for one in masters]))
+    assert any(not torch.equal(*pair) for pair in zip(begin, adapter_of(whole)))
+    assert all(
+        map(torch.equal, *(trainer.optimizer.optimizer.state_dict()["masters"] for trainer in (whole, resumed)))
+    )
+    without = run(tmp_path / "without", peft=True, master_weights=False, **half)
+    assert {parameter.dtype for parameter in adapter_of(without)} == {torch.float32}
+
+
 def test_a_whole_model_and_an_adapter_do_not_go_on_from_each_other(run, checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"of a whole model, and this run trains an adapter\. Leave `use_peft`"):
         resume(run(checkpoint.parent, peft=True), checkpoint)

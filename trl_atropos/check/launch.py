@@ -193,6 +193,12 @@ class Case:
         return self.recipe.training
 
     @property
+    def trains_with_masters(self) -> bool:
+        """Where the model is in 16 bits; as `AtroposGRPOTrainer` does."""
+        of_weights = self.peft_config is None or self.plan.mixed_precision is None
+        return self.training.master_weights and self.plan.sharding == "none" and of_weights
+
+    @property
     def model_settings(self) -> dict[str, Any]:
         """Arguments of `from_config`. Attention is torch's own, which keeps what FlashAttention's kernels keep."""
         asked = self.recipe.model.attn_implementation or "sdpa"

@@ -29,6 +29,7 @@ from trl_atropos.check.launch import GIB, UTILIZATION, Case
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.masters import HALF, round_adapter
 from trl_atropos.weights.probe import prepare_model
 
 PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
@@ -75,6 +76,8 @@ def shadow_model(case: Case, dtype: torch.dtype, peft_config: Any = None) -> tup
         model = AutoModelForCausalLM.from_config(case.config, dtype=dtype, **case.model_settings)
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
+            if case.trains_with_masters:
+                round_adapter(model)
         prepare_model(model, warn=False)
     with FakeTensorMode() as mode:  # operators choose their kernels by the device, and have none for meta
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -212,9 +215,7 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
 
 def trainer_memory(case: Case) -> Process:
     args, plan = case.training, case.plan
-    half = case.dtype in (torch.bfloat16, torch.float16)
-    # As `AtroposGRPOTrainer` does; PEFT keeps adapters in float32.
-    exact = args.master_weights and half and case.peft_config is None and plan.sharding == "none"
+    exact = case.dtype in HALF and case.trains_with_masters
     size = case.rollouts, args.per_device_train_batch_size, args.gradient_accumulation_steps
     key = (size, args.gradient_checkpointing, repr(case.peft_config))
     if key not in case.traces:
@@ -359,8 +360,8 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
     args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
     final = sizes.own if case.peft_config is not None else sizes.weights
-    half = case.dtype.itemsize == 2 and case.peft_config is None
-    masters = half and (args.master_weights or case.plan.sharding.startswith("zero"))
+    whole = case.peft_config is None and (args.master_weights or case.plan.sharding.startswith("zero"))
+    masters = case.dtype in HALF and (case.trains_with_masters or whole)
     state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (4 * sizes.number if masters else 0)
     checkpoint = final + (0 if args.save_only_model else state)
     number = checkpoints(args)

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from peft import PeftModel
 from transformers import Trainer
 
 from trl_atropos.errors import AtroposTrainingError, CheckpointError
 
 logger = logging.getLogger(__name__)
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -159,22 +162,42 @@ class MasterOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(gradients, flat)
 
 
-def use_masters(trainer: Trainer, offload: bool = False) -> None:
-    """Makes `trainer` build the optimizer that its arguments name with fp32 masters. See `MasterOptimizer`."""
+def why_no_masters(trainer: Trainer) -> str | None:
+    """Why the optimizer that `trainer` will have cannot work on masters, if it cannot."""
     if trainer.optimizer is not None:
-        raise AtroposTrainingError(
+        return (
             "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a finished "
             f"{type(trainer.optimizer).__name__}, which works on the 16-bit weights: name it with `optim` instead."
         )
-    chosen = trainer.optimizer_cls_and_kwargs
-    cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    cls, kwargs = _optimizer_of(trainer)
     is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     # Layer-wise optimizers and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
     if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
-        raise AtroposTrainingError(
+        return (
             f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
             "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
         )
+    return None
+
+
+def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
+    return trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+
+
+def round_adapter(model: PeftModel) -> None:
+    """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in fp32, in which each
+    of its layers is computed then. To be trained with masters."""
+    base = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
+    for parameter in model.parameters():
+        if parameter.requires_grad and base in HALF:
+            parameter.data = parameter.data.to(base)
+
+
+def use_masters(trainer: Trainer, offload: bool = False) -> None:
+    """Makes `trainer` build the optimizer that its arguments name with fp32 masters. See `MasterOptimizer`."""
+    if why := why_no_masters(trainer):
+        raise AtroposTrainingError(why)
+    cls, kwargs = _optimizer_of(trainer)
     # As transformers does, which can no longer see that it is bitsandbytes.
     embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
     own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
