@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from tests.launching import launch_two
 from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.weights import masters
 from trl_atropos.weights.masters import MasterOptimizer, exact_gradients, use_masters
 
 VIEWS = ("q_proj", "down_proj")  # transposed; half of a larger matrix, transposed
@@ -210,8 +211,10 @@ def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model
     assert torch.equal(flat(optimizer.state_dict()["masters"]), trained)
 
 
+@pytest.mark.parametrize("part", [masters.PART, 2000], ids=["at once", "in parts"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_offloaded_masters_take_the_same_steps(tiny_model, device):
+def test_offloaded_masters_take_the_same_steps(tiny_model, device, part, monkeypatch):
+    monkeypatch.setattr(masters, "PART", part)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     here, away = models = [load(tiny_model).to(device) for _ in range(2)]
@@ -221,22 +224,24 @@ def test_offloaded_masters_take_the_same_steps(tiny_model, device):
         MasterOptimizer(groups_of(model), AdamW, offload=offload, lr=1e-3)
         for model, offload in zip(models, (False, True), strict=True)
     ]
+    assert (len(optimizers[1]._parts) > 5) == (part == 2000) and len(optimizers[0]._parts) == 1
     for step in range(3):
         with torch.autocast(device, torch.bfloat16):
             backward(here, DATA[4 * step :][:4].to(device))
+        next(here.parameters()).grad = None  # what has none stays as it is
         for parameter, other in zip(away.parameters(), here.parameters(), strict=True):
-            parameter.grad = other.grad.clone()
+            parameter.grad = None if other.grad is None else other.grad.clone()
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             assert_rounded(model, optimizer)
-    expected, masters = (optimizer.state_dict()["masters"] for optimizer in optimizers)
-    assert {master.device.type for master in masters} == {"cpu"}
+    expected, found = (optimizer.state_dict()["masters"] for optimizer in optimizers)
+    assert {master.device.type for master in found} == {"cpu"}
     assert not {id(master) for master in optimizers[1].inner.param_groups[0]["params"]} & set(
         map(id, away.parameters())
     )
     tolerance = {"cpu": 0.0, "cuda": 1e-6}[device]
-    for master, one in zip(masters, expected, strict=True):
+    for master, one in zip(found, expected, strict=True):
         torch.testing.assert_close(master, one.cpu(), rtol=tolerance, atol=tolerance)
 
 

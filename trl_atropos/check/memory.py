@@ -29,7 +29,7 @@ from trl_atropos.check.launch import GIB, UTILIZATION, Case
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import HALF, round_adapter
+from trl_atropos.weights.masters import HALF, round_adapter, values_on_their_way
 from trl_atropos.weights.probe import prepare_model
 
 PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
@@ -47,6 +47,7 @@ BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `ov
 # Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
 BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
 BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
+TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
@@ -265,8 +266,10 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
     }
     if (exact and args.offload_master_weights) or plan.offloads:
         host |= of_optimizer
+        in_parts = exact and args.optim in TORCHS_OWN
         if plan.device == "cuda":
-            host["gradients for the step"] = 4 * sizes.number // plan.shards
+            staged = values_on_their_way([one.numel() for one in sizes.trained]) if in_parts else sizes.number
+            host["gradients for the step"] = 4 * staged // plan.shards
         return items, host
     if "paged" in args.optim:  # the driver moves it to the host when the device is full
         host["optimizer state"] = of_optimizer.pop("optimizer state")

@@ -23,6 +23,7 @@ from trl_atropos.errors import AtroposTrainingError, CheckpointError
 logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
+PART = 1 << 28  # values that are stepped at a time where masters are offloaded, or one parameter's
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -37,7 +38,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         groups (`list[dict]`): Parameter groups, in torch's format.
         optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
         offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
-            fp32 parameters get masters, too.
+            fp32 parameters get masters, too. Torch's own optimizers step part by part, so that the gradients of one
+            part come while another one is stepped, and are not all in CPU memory.
         full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep in 32 bits.
         optimizer_kwargs: Further arguments of `optimizer_cls`.
     """
@@ -64,6 +66,11 @@ class MasterOptimizer(torch.optim.Optimizer):
             manager.register_parameters(self.inner.param_groups)
         outer = zip(self.inner.param_groups, groups, strict=True)
         super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
+        in_parts = offload and type(self.inner).__module__.startswith("torch.optim.")
+        numbers = parts_of([master.numel() for _, master in self._pairs]) if in_parts else [range(len(self._pairs))]
+        self._parts = [[self._pairs[number] for number in part] for part in numbers]
+        self._staging: dict[int, torch.Tensor] = {}  # where gradients come, for parts of even and of odd numbers
+        self._stream: torch.cuda.Stream | None = None  # on which they come
         self._note_versions()
 
     def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -83,24 +90,49 @@ class MasterOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        for parameter, master in self._pairs:
-            master.grad = _gradient_for(master, parameter.grad)
-        self._synchronize()
-        self.inner.step()
+        coming = self._gradients_of(0)
+        for number, part in enumerate(self._parts):
+            gradients, arrived = coming
+            if number + 1 < len(self._parts):
+                coming = self._gradients_of(number + 1)
+            if arrived is not None:
+                arrived.synchronize()
+            params, masters = zip(*part, strict=True)
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
+            self.inner.step()
+            for master in masters:
+                master.grad = None
+            # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
+            torch._foreach_copy_(params, masters, non_blocking=True)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
-        params, masters = zip(*self._pairs, strict=True)
-        for master in masters:
-            master.grad = None
-        # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
-        torch._foreach_copy_(params, masters, non_blocking=True)
-        self._synchronize()
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the CPU's next writing must not overtake the copies
         self._note_versions()
         return loss
 
-    def _synchronize(self) -> None:
-        """Waits for copies to and from the CPU, which must not overtake the CPU's own writing."""
-        if self.offload and torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def _gradients_of(self, number: int) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        """The fp32 gradients of a part, on the device of its masters and with their strides; and what to wait for, if
+        they are on their way."""
+        part = self._parts[number]
+        if not (self.offload and part[0][0].is_cuda):
+            return [_gradient_for(master, parameter.grad) for parameter, master in part], None
+        if number % 2 not in self._staging:
+            size = max(sum(master.numel() for _, master in one) for one in self._parts)
+            self._staging[number % 2] = torch.empty(size, dtype=torch.float32, pin_memory=True)
+        gradients, begin, device = [], 0, part[0][0].device
+        self._stream = self._stream or torch.cuda.Stream(device)
+        if number == 0:  # the backward pass
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        arrived = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            for parameter, master in part:
+                place = self._staging[number % 2][begin:].as_strided(master.size(), master.stride())
+                begin += master.numel()
+                gradient = parameter.grad
+                gradients.append(None if gradient is None else place.copy_(gradient, non_blocking=True))
+            arrived.record(self._stream)
+        return gradients, arrived
 
     def _note_versions(self) -> None:
         self._versions = [parameter._version for parameter, _ in self._pairs]
@@ -193,6 +225,25 @@ def round_adapter(model: PeftModel) -> None:
             parameter.data = parameter.data.to(base)
 
 
+def parts_of(sizes: list[int]) -> list[list[int]]:
+    """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART` or of one each.
+    Returns their places in the list."""
+    parts, room = [], 0
+    for number, size in enumerate(sizes):
+        if not parts or size > room:
+            parts.append([])
+            room = PART
+        parts[-1].append(number)
+        room -= size
+    return parts
+
+
+def values_on_their_way(sizes: list[int]) -> int:
+    """How many of the gradients are in CPU memory at once, where they come part by part."""
+    parts = parts_of(sizes)
+    return min(2, len(parts)) * max(sum(sizes[number] for number in part) for part in parts)
+
+
 def use_masters(trainer: Trainer, offload: bool = False) -> None:
     """Makes `trainer` build the optimizer that its arguments name with fp32 masters. See `MasterOptimizer`."""
     if why := why_no_masters(trainer):
@@ -242,10 +293,10 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 
 
 def _gradient_for(master: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter's fp32 gradient on the device of the master and with its strides; not copied if it has both."""
-    if gradient is None or (gradient.device == master.device and gradient.stride() == master.stride()):
+    """The parameter's fp32 gradient with the strides of the master; not copied if it has them."""
+    if gradient is None or gradient.stride() == master.stride():
         return gradient
-    return torch.empty_like(master, pin_memory=master.is_pinned()).copy_(gradient, non_blocking=True)
+    return torch.empty_like(master).copy_(gradient)
 
 
 def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
