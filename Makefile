@@ -69,6 +69,7 @@ soak: $(VENV)/.installed-test
 # Runs in the environment of PYTHON, since only the user knows which build of torch and vLLM fits the driver.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -s tests/weights tests/test_packing.py tests/test_memory_gpu.py tests/test_several_gpus.py \
+		tests/test_recipes_gpu.py \
 		$(PYTEST_ARGS)
 	$(PYTHON) -m trl_atropos.cli bench weights --params 0.6B,8B --ranks 32 --modes colocate,server,nccl_lora,lora
 
