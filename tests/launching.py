@@ -326,7 +326,7 @@ def _slow_train() -> None:
 
     real = train.train
 
-    def slow(recipe, services) -> None:
+    def slow(recipe, services, evaluator) -> None:
         import torch
         import transformers
 
@@ -346,7 +346,7 @@ def _slow_train() -> None:
             torch.optim.AdamW.step = slow_step
         else:
             transformers.PreTrainedModel.save_pretrained = slow_save
-        real(recipe, services)
+        real(recipe, services, evaluator)
 
     train.train = slow
     train.main()

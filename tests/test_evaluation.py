@@ -96,7 +96,10 @@ def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solve
     ]
     with Services(tmp_path / "logs") as services:
         made = evaluator(tmp_path, tiny_model, services, *entries)
+        made.prepare()  # while servers start
+        prepared = {name: process.service for name, process in made._processes.items()}
         made.start(0)
+        assert {name: process.service for name, process in made._processes.items()} == prepared
         assert made.begin(0, first=True, last=True) == []
         first = results(made)
         services.check()  # that they have ended is no failure of a service

@@ -23,6 +23,7 @@ from trl_atropos.services.signals import die_with_launcher, install_handlers, in
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
     from trl_atropos.recipe import Recipe
+    from trl_atropos.services.evaluations import Evaluator
     from trl_atropos.services.manager import Services
 
 STARTED = time.monotonic()
@@ -239,13 +240,14 @@ def run(recipe: "Recipe") -> None:
     if training.push_to_hub:
         ranks.on_main(lambda: make_repository(training))
     services = Services(os.path.join(training.output_dir, "logs"))
+    evaluator = evaluator_of(recipe, services, training.output_dir)
     with ranks.held_on_main(lambda: locked(training.output_dir)), services:
         if training.replay_paths is None:
-            ranks.on_main(lambda: start_services(recipe, services))
+            ranks.on_main(lambda: start_services(recipe, services, evaluator))
         if PartialState().is_main_process:
             services.watch(interrupt_main_with, Disconnector(services, training.atropos_url).ended)
         try:
-            train(recipe, services)
+            train(recipe, services, evaluator)
         except ServerError as error:
             if not isinstance(error, AttachError | ServerTimeout):
                 services.await_death(DYING_SECONDS)  # if it is a service that dies, its name and log say more
@@ -273,8 +275,8 @@ def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
         distributed.distributed_c10d._set_pg_timeout(training.ddp_timeout_delta)
 
 
-def start_services(recipe: "Recipe", services: "Services") -> None:
-    """Starts the API, the server and the environments, and waits until the first two are healthy."""
+def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None" = None) -> None:
+    """Starts the API, the server, the environments and evaluations, and waits until the first two are healthy."""
     from trl_atropos.errors import RolloutError
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
@@ -290,13 +292,16 @@ def start_services(recipe: "Recipe", services: "Services") -> None:
     elif recipe.training.reset_atropos:  # before the environments register there, which would end without their place
         with contextlib.suppress(RolloutError):  # the trainer waits for the API, and says what is wrong
             AtroposClient(atropos, config.service_timeout, config.service_timeout).reset()
-    # Environments load while the server starts. They sample nothing before the trainer asks for a first batch.
+    # Environments load while the server starts. They sample nothing before the trainer asks for a first batch, and
+    # evaluations not before they are told to.
     for spec in recipe.environments:
         recipe.write_environment_file(spec)
         command = recipe.environment_command(spec)
         services.start(
             f"{ENVIRONMENT}{spec.name}", command, env=spec.variables(), cwd=spec.cwd, restarts=again, scratch=True
         )
+    if evaluator is not None:
+        evaluator.prepare()
     for name in names:
         services.wait_healthy(name, config.service_timeout)
 
@@ -344,7 +349,7 @@ def _module(name: str, url: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments, "--host", place.hostname, "--port", str(place.port)]
 
 
-def train(recipe: "Recipe", services: "Services") -> None:
+def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None") -> None:
     """Builds the trainer, trains, saves, and writes the run's summary."""
     with without_vllm():
         from trl import get_peft_config, get_quantization_config
@@ -363,7 +368,7 @@ def train(recipe: "Recipe", services: "Services") -> None:
         model=model.model_name_or_path,
         args=training,
         rollout_source=source_of(training, Supervisor(services, interrupt_main_with)),
-        evaluator=evaluator_of(recipe, services, training.output_dir),
+        evaluator=evaluator,
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
@@ -384,7 +389,7 @@ def train(recipe: "Recipe", services: "Services") -> None:
     trainer.accelerator.end_training()
 
 
-def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str, needed: bool = False) -> Any:
+def evaluator_of(recipe: "Recipe", services: "Services", output_dir: str, needed: bool = False) -> "Evaluator | None":
     """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`. Where they are `needed`, one
     that fails is an error."""
     from trl_atropos.services.evaluations import FOLDER, Evaluator

@@ -118,6 +118,11 @@ class Evaluator:
         self._processes: dict[str, _Process] = {}
         self._over = False  # no evaluation comes any more
 
+    def prepare(self) -> None:
+        """Starts the processes of the first evaluations, which import while the servers start."""
+        for spec in self.specs:
+            self._prepare(spec)
+
     def start(self, step: int) -> None:
         """Training begins after `step` optimizer steps. What was found after more, or by another run, is removed."""
         self.results, self._over = [], False
@@ -128,7 +133,9 @@ class Evaluator:
                     shutil.rmtree(folder)
                 else:
                     self.results.append(result)
-            self._prepare(spec)
+            if spec.name not in self._processes:
+                self._prepare(spec)
+            self._processes[spec.name].began = time.monotonic()
 
     def _prepare(self, spec: EvaluationSpec) -> None:
         """Starts the process of the next evaluation, which waits."""
