@@ -7,7 +7,6 @@ command-line flags win over all. `trl_atropos.train` and `trl-atropos check` cal
 The run writes what a recipe does not say of an environment into the file that Atropos' own `--config` reads.
 """
 
-import contextlib
 import difflib
 import math
 import os
@@ -19,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import ValidationError
@@ -125,7 +124,7 @@ class Recipe:
     def environment_command(self, spec: EnvironmentSpec) -> list[str]:
         """The command that starts an environment."""
         words = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
-        return words if self.environment_file(spec) is None else [*words, "--config", self._file_of(spec)]
+        return words if self.environment_file(spec) is None else [*words, "--config", str(self._file_of(spec))]
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
         """
@@ -157,38 +156,35 @@ class Recipe:
             "ensure_scores_are_not_same": False,  # the trainer counts groups without variance, or replaces them
             "use_wandb": False,
             "wandb_name": spec.name,  # under which the environment registers
-            "state_file": self._file_of(spec, "state"),  # where it may keep what it needs when it is started again
+            "state_file": str(self._file_of(spec, "state")),  # where it may keep what it needs for its next start
         }
         return {"env": {**known, **spec.config}, "openai": servers, "slurm": False}
 
     def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
         """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose requests have `key`
         as their API key."""
-        content, samples = self.environment_file(spec), spec.problems is not None
+        content = self.environment_file(spec)
         for server in content["openai"]:
             server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
-        fixed: dict[str, Any] = {"seed": EVALUATION_SEED, "data_dir_to_save_evals": str(folder)}
-        if samples:
-            fixed = {"seed": EVALUATION_SEED, "total_steps": spec.problems, "group_size": spec.samples}
+        kind, fixed = "evaluate", {"data_dir_to_save_evals": str(folder)}
+        if spec.problems is not None:
+            kind, fixed = "process", {"total_steps": spec.problems, "group_size": spec.samples}
             fixed |= {"temperature": self.training.temperature if spec.temperature is None else spec.temperature}
             fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
-        content["env"] = {**content["env"], "state_file": None, **fixed, **spec.config}
+        content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         python, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
-        kind = "process" if samples else "evaluate"
         return [python, f"{SITE}/groups.py", script, kind, "--config", str(path)]
 
     def write_environment_file(self, spec: EnvironmentSpec) -> None:
         """A new run, unlike one that is resumed, begins without the environment's `state_file`."""
         if self.training.resume_from_checkpoint is None:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._file_of(spec, "state"))
+            self._file_of(spec, "state").unlink(missing_ok=True)
         content, path = self.environment_file(spec), self._file_of(spec)
         if content is not None:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                yaml.safe_dump(content, file, sort_keys=False)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
         """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of its command."""
@@ -196,8 +192,8 @@ class Recipe:
         own = {flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")}
         return spec.config | own
 
-    def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> str:
-        return os.path.abspath(os.path.join(self.training.output_dir, "environments", f"{spec.name}.{kind}"))
+    def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> Path:
+        return Path(os.path.abspath(self.training.output_dir), "environments", f"{spec.name}.{kind}")
 
 
 class _Parser(TrlParser):
@@ -334,10 +330,7 @@ def _suggest(key: str, known: set[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else HELP
 
 
-Entry = TypeVar("Entry", bound=EnvironmentSpec)
-
-
-def _entries(setting: str, entries: Any, kind: type[Entry]) -> list[Entry]:
+def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
     """The entries of `environments` or `evaluations`."""
     entries, parsed, code = entries or [], [], f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict):
@@ -423,14 +416,12 @@ def _schedule(recipe: Recipe) -> None:
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
     """The first process waits for one service after the other, and the others wait for it."""
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
-    seconds = services.service_timeout
-    if training.world_size > 1 and waits * seconds >= training.ddp_timeout:
-        raise RecipeError(
-            f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the trainer's "
-            f"processes wait for the first one for only {training.ddp_timeout} s (`ddp_timeout`)",
-            f"service_timeout: {seconds:g}, ddp_timeout: {training.ddp_timeout}",
-            "Raise `ddp_timeout`, or lower `service_timeout`.",
-        )
+    seconds, patience = services.service_timeout, training.ddp_timeout
+    if training.world_size > 1 and waits * seconds >= patience:
+        what = f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the "
+        what += f"trainer's processes wait for the first one for only {patience} s (`ddp_timeout`)"
+        seen = f"service_timeout: {seconds:g}, ddp_timeout: {patience}"
+        raise RecipeError(what, seen, "Raise `ddp_timeout`, or lower `service_timeout`.")
 
 
 def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
@@ -502,8 +493,7 @@ def check_files(recipe: Recipe) -> None:
 def _check_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         what = f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})"
         raise RecipeError(what, f"output_dir: {folder}", "Set it to another folder.", "output-dir") from error

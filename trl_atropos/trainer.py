@@ -195,15 +195,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     "The load-balancing loss of this mixture of experts is a mean over each micro-batch: set "
                     "`router_aux_loss_coef: 0`, or leave `max_tokens_per_micro_batch` out."
                 )
-            own_masters = args.master_weights and not self.is_sharded
-            autocasts = self.accelerator.mixed_precision != "no"
-            self._rounds_adapter = isinstance(self.model, PeftModel) and own_masters and not autocasts
-            self._rounds_adapter = self._rounds_adapter and masters.why_no_masters(self) is None
-            if self._rounds_adapter:
-                masters.round_adapter(self.model)
+            has_masters = args.master_weights and not self.is_sharded
+            self._rounds_adapter = has_masters and masters.can_round_adapter(self)
+            self._round_adapter()
             self.policy_publisher.attach(self)
-            trained = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-            if own_masters and trained & set(masters.HALF):
+            if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
@@ -219,6 +215,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
+
+    def _round_adapter(self) -> None:
+        if self._rounds_adapter:
+            masters.round_adapter(self.accelerator.unwrap_model(self.model))
 
     def _refuse_what_cannot_be_trained(self) -> None:
         if self.is_model_parallel:
@@ -392,8 +392,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return checkpoints.load_weights(policy, resume_from_checkpoint)
         with checkpoints.weight_errors(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._rounds_adapter:  # which PEFT loads into float32
-            masters.round_adapter(policy)
+        self._round_adapter()  # which PEFT loads into float32
 
     def _load_best_model(self) -> None:
         """As a run that resumes loads it: Transformers would pass over what some families save under other names."""

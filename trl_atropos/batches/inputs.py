@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
 
 if TYPE_CHECKING:
@@ -23,12 +24,10 @@ ABSENT = -1e9  # as good as -inf for a softmax, but differences between two of t
 
 
 def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
-    """
-    What TRL's `rollout_func` hook takes; `env_mask` is TRL's tool mask.
+    """What TRL's `rollout_func` hook takes; `env_mask` is TRL's tool mask.
 
     TRL makes a tensor of each array in the array's own type, but of `logprobs` it makes lists first. `array` gives
-    plain numbers for those, where NumPy would give scalars, which take several times as long.
-    """
+    plain numbers for those, where NumPy would give scalars, which take several times as long."""
     return {
         "prompt_ids": [rollout.prompt_ids.astype(np.int64) for rollout in rollouts],
         "completion_ids": [rollout.completion_ids.astype(np.int64) for rollout in rollouts],
@@ -60,11 +59,10 @@ def advantage_tensor(
 
 def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> list[float]:
     """One number per rollout for the completions table: the mean advantage of its trained tokens."""
+    scalars = scalar_advantages(rollouts, scale_rewards).tolist()
     return [
-        float(rollout.token_advantages[rollout.mask].mean(dtype=np.float64))
-        if rollout.trains_on_token_advantages
-        else scalar
-        for rollout, scalar in zip(rollouts, scalar_advantages(rollouts, scale_rewards).tolist(), strict=True)
+        float(each.token_advantages[each.mask].mean(dtype=np.float64)) if each.trains_on_token_advantages else scalar
+        for each, scalar in zip(rollouts, scalars, strict=True)
     ]
 
 
@@ -73,9 +71,7 @@ def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
     return np.mean([rollout.group_std <= ZERO_STD for rollout in rollouts], dtype=np.float32).item()
 
 
-def importance_ratio(
-    logprobs: torch.Tensor, batch: dict[str, torch.Tensor], args: "AtroposGRPOConfig"
-) -> torch.Tensor:
+def importance_ratio(logprobs: torch.Tensor, batch: Batch, args: "AtroposGRPOConfig") -> torch.Tensor:
     """
     By how much likelier the policy makes each trained token, or each rollout, than its sampler did, within the bounds
     that `args` has for it: the formula of TRL's `_generate_and_score_completions`.
@@ -100,8 +96,8 @@ def importance_ratio(
 
 
 def distillation_inputs(
-    rollouts: Sequence[Rollout], local_slice: slice, output: dict[str, torch.Tensor], accelerator: Accelerator
-) -> dict[str, torch.Tensor]:
+    rollouts: Sequence[Rollout], local_slice: slice, output: Batch, accelerator: Accelerator
+) -> Batch:
     """
     The teacher's distributions for this rank's rollouts, `local_slice` of `rollouts`; empty if no rollout of any rank
     has one. `output` has this rank's `(B, C)` tensors `completion_mask` and `tool_mask`.
@@ -125,7 +121,7 @@ def distillation_inputs(
     return added | {"num_distilled_tokens": accelerator.gather(count).sum()}
 
 
-def distilled_tokens(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def distilled_tokens(inputs: Batch) -> torch.Tensor:
     """`(B, C)` bool: the trained tokens for which there is a teacher's distribution."""
     trained = inputs["completion_mask"] * inputs["tool_mask"]
     return trained.bool() & (inputs["distill_ids"] >= 0).any(-1)
@@ -149,7 +145,7 @@ def top_k_divergence(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Te
 
 
 def distillation_loss(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor], accelerator: Accelerator, micro_batches: int, of_step: int
+    model: torch.nn.Module, inputs: Batch, accelerator: Accelerator, micro_batches: int, of_step: int
 ) -> tuple[torch.Tensor, float]:
     """
     The distillation term of one micro-batch. It costs one forward of `model` with the logits of all completion tokens.

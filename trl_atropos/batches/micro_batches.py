@@ -9,7 +9,7 @@ right.
 """
 
 import math
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # What one more micro-batch costs beside its tokens, as a share of `max_tokens_per_micro_batch`.
 MICRO_BATCH_OVERHEAD = 1 / 16
-
 
 # Where the configuration sets no bound, a GPU's micro-batches have `FIRST` tokens in the first step, and from then on
 # as many as fit into `SHARE` of the free memory, up to `MOST`, above which nothing is won. The rest is for gaps among
@@ -85,23 +84,19 @@ class Plan:
 
     def micro_batches(self) -> list[list[slice]]:
         """Which of a rank's own rollouts each micro-batch has, by training step."""
-        flat = [size for step in self.sizes for size in step]
-        slices = iter([slice(end - size, end) for size, end in zip(flat, accumulate(flat))])
-        return [[next(slices) for _ in step] for step in self.sizes]
+        ends = accumulate(size for step in self.sizes for size in step)
+        return [[slice(end - size, end) for size, end in zip(step, ends)] for step in self.sizes]
 
     def undo(self, column: MutableSequence) -> None:
         """Reorders the last entries of `column`, one per rollout in this order, as in the generation batch."""
-        planned = [column.pop() for _ in self.order][::-1]
-        arrived = dict(zip(self.order, planned, strict=True))
-        column.extend(arrived[index] for index in range(len(planned)))
+        arrived = {index: column.pop() for index in reversed(self.order)}
+        column.extend(arrived[index] for index in sorted(arrived))
 
 
 def loss_share(args: "AtroposGRPOConfig", num_rollouts: int) -> float:
-    """
-    The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the loss
-    with `per_device_train_batch_size` rollouts in each. With `dapo`, `cispo` and `vespo` TRL divides by the tokens of
-    the generation batch, with the others by the rollouts of the micro-batch. (`bnpo` is never regrouped.)
-    """
+    """The factor for TRL's loss of a micro-batch of `num_rollouts`, such that the sum over an optimizer step is the
+    loss with `per_device_train_batch_size` rollouts in each. With `dapo`, `cispo` and `vespo` TRL divides by the
+    tokens of the generation batch, with the others by the rollouts of the micro-batch. (`bnpo` is never regrouped.)"""
     adds_up = args.loss_type in ("dapo", "cispo", "vespo")
     return 1.0 if adds_up else num_rollouts / args.per_device_train_batch_size
 
@@ -148,7 +143,7 @@ def plan(
         indices = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
     sizes_of = np.asarray(lengths)
     per_step = len(lengths) // (ranks * steps)
-    order: list[list[int]] = [[] for _ in range(ranks)]
+    dealt: list[list[list[int]]] = []  # of each training step, to each rank
     sizes: list[list[int]] = []
     for window in indices.reshape(steps // together, -1):
         by = -sizes_of if alike is None or ranks > 1 else alike
@@ -157,49 +152,38 @@ def plan(
             # All ranks cut at the same positions, because TRL gathers a value per rollout in every micro-batch.
             longest = np.max([sizes_of[hand] for hand in hands], axis=0)
             sizes.append([per_step] if max_tokens is None else _cut(longest, max_tokens, packed))
-            for rank in range(ranks):
-                order[rank] += hands[rank]
-    return Plan([int(index) for rank in order for index in rank], sizes)
+            dealt.append(hands)
+    return Plan([int(index) for rank in zip(*dealt) for hand in rank for index in hand], sizes)
 
 
-def _deal(blocks: np.ndarray, lengths: np.ndarray, ranks: int) -> list[list[list[int]]]:
-    """
-    Deals each block's rollouts to the ranks, the same number to each: `[block][rank]`, longest first. The longest that
-    is left goes to the rank with the fewest tokens, so that all work on similar lengths at the same time: sharded
-    ranks wait for each other in every layer.
-    """
-    tokens, dealt = np.zeros(ranks), []
+def _deal(blocks: np.ndarray, lengths: np.ndarray, ranks: int) -> Iterator[list[list[int]]]:
+    """Deals each block's rollouts to the ranks, the same number to each: a list per rank, longest first. The longest
+    that is left goes to the rank with the fewest tokens, so that all work on similar lengths at the same time: sharded
+    ranks wait for each other in every layer."""
+    tokens = [0] * ranks
     for block in blocks:
         hands: list[list[int]] = [[] for _ in range(ranks)]
-        room = np.full(ranks, len(block) // ranks)
         for index in block:
-            rank = int(np.where(room > 0, tokens, np.inf).argmin())
+            with_room = (rank for rank in range(ranks) if len(hands[rank]) < len(block) // ranks)
+            rank = min(with_room, key=tokens.__getitem__)
             hands[rank].append(index)
             tokens[rank] += lengths[index]
-            room[rank] -= 1
-        dealt.append(hands)
-    return dealt
+        yield hands
 
 
 def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
-    """
-    Cuts rollouts, longest first, into micro-batches of at most `max_tokens` tokens, at the least total cost: the
-    tokens, padding included, and the overhead of every micro-batch.
-    """
-    number = len(lengths)
-    cost, begin = np.zeros(number + 1), np.zeros(number + 1, dtype=int)
-    for end in range(1, number + 1):
+    """Cuts rollouts, longest first, into micro-batches of at most `max_tokens` tokens, at the least total cost: the
+    tokens, padding included, and the overhead of every micro-batch."""
+    cost, sizes = np.zeros(len(lengths) + 1), [[]]  # of the rollouts up to each
+    for end in range(1, len(lengths) + 1):
         # Of the micro-batch from each earlier rollout to `end`.
         tokens = lengths[:end][::-1].cumsum()[::-1] if packed else (end - np.arange(end)) * lengths[:end]
         tokens = np.where(tokens <= max(max_tokens, lengths[end - 1]), tokens, np.inf)
         total = cost[:end] + tokens + max_tokens * MICRO_BATCH_OVERHEAD
-        begin[end] = total.argmin()
-        cost[end] = total[begin[end]]
-    sizes, end = [], number
-    while end:
-        sizes.append(int(end - begin[end]))
-        end = begin[end]
-    return sizes[::-1]
+        begin = int(total.argmin())
+        cost[end] = total[begin]
+        sizes.append([*sizes[begin], end - begin])
+    return sizes[-1]
 
 
 Batch = dict[str, torch.Tensor]
@@ -224,11 +208,9 @@ def lengths_of(batch: Batch) -> np.ndarray:
 
 
 def trim(batch: Batch, lengths: np.ndarray, multiple: int = 1) -> Batch:
-    """
-    A micro-batch without the columns that are padding in all of its rollouts, whose `lengths_of` are given. Widths
+    """A micro-batch without the columns that are padding in all of its rollouts, whose `lengths_of` are given. Widths
     stay multiples of `multiple`. Tensors have shapes (B,), (B, 1), (B, C), (B, C, ...), or, if their name begins with
-    `prompt_`, (B, P).
-    """
+    `prompt_`, (B, P)."""
     P, C = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
     prompt, completion = (
         min(width, max(1, -(-int(length) // multiple) * multiple)) for width, length in zip((P, C), lengths.max(0))
@@ -264,10 +246,8 @@ def without_padding(
     Returns:
         (B, C) each, 0 on padding, and the mean auxiliary loss of the micro-batches.
     """
-    scored = [
-        _forward_without_padding(forward, input_ids[part], attention_mask[part], logits_to_keep, multiple)
-        for part in micro_batches
-    ]
+    inputs = ((input_ids[part], attention_mask[part], logits_to_keep) for part in micro_batches)
+    scored = [_forward_without_padding(forward, *each, multiple) for each in inputs]
     logprobs, entropies, losses = zip(*scored)
     return (
         torch.cat(logprobs),

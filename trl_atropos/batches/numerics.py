@@ -55,20 +55,14 @@ class Kernels:
             what, fix = f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer", "Install it."
             raise RecipeError(what, f"numerics: bitwise ({error})", fix) from error
 
-        self.ops, self.batch_invariant, self.attention = _custom_ops, batch_invariant, flash_attn_varlen_func
+        self.ops, self.attention = _custom_ops, flash_attn_varlen_func
+        self.linear, self.norm = batch_invariant.linear_batch_invariant, batch_invariant.rms_norm_batch_invariant
         self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         with set_current_vllm_config(VllmConfig()), device:
-            rope = get_rope(
-                self.head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters, dtype=dtype
-            )
+            sizes = self.head_dim, config.max_position_embeddings
+            rope = get_rope(*sizes, rope_parameters=config.rope_parameters, dtype=dtype)
         self.angles = rope.cos_sin_cache.to(device)  # (positions, head_dim): cosines, then sines
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.batch_invariant.linear_batch_invariant(x, weight, bias)
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.batch_invariant.rms_norm_batch_invariant(x, weight, eps)
 
     def rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
         query, key = query.flatten(1).clone(), key.flatten(1).clone()
@@ -226,10 +220,8 @@ class Exact:
         attention, mlp = layer.self_attn, layer.mlp
         x = self._norm(layer.input_layernorm, state)
         heads = (-1, attention.head_dim)
-        query, key, value = (
-            self._linear(projection, x).unflatten(1, heads)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (self._linear(projection, x).unflatten(1, heads) for projection in projections)
         if hasattr(attention, "q_norm"):
             query, key = self._norm(attention.q_norm, query), self._norm(attention.k_norm, key)
         query, key = self._rotate(positions, query, key)
@@ -252,9 +244,8 @@ class Exact:
     def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
         cosines, sines = (half.repeat(1, 2) for half in self.kernels.angles[positions].chunk(2, dim=-1))
         ordinary = apply_rotary_pos_emb(query, key, cosines, sines)
-        return [
-            replaced(*both) for both in zip(ordinary, self.kernels.rotate(positions, query.detach(), key.detach()))
-        ]
+        exact = self.kernels.rotate(positions, query.detach(), key.detach())
+        return list(map(replaced, ordinary, exact))
 
     @torch.no_grad()
     def _logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,9 @@ WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has w
 FOR_ALL_LENGTHS = {"triton.mix_order_reduction_non_strict_mode": True}
 TRIED = (24, 17)  # tokens of the two rollouts that a model is tried with
 # Nats that a rollout's log-probabilities may differ by in another row: by what stands before it, and from a row of
-# its own, which other kernels may compute.
-LEAK, ALONE = {"float32": 1e-3, "16 bits": 5e-2}, {"float32": 2e-2, "16 bits": 0.6}
+# its own, which other kernels may compute; by the bytes of a number.
+LEAK, ALONE = {2: 5e-2, 4: 1e-3, 8: 1e-3}, {2: 0.6, 4: 2e-2, 8: 2e-2}
+Ints = Sequence[int] | np.ndarray
 
 
 class Layout(NamedTuple):
@@ -51,13 +52,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        prompts: Sequence[int],
-        completions: Sequence[int],
-        prompt_width: int,
-        width: int,
-        how: "How",
-        alike: Sequence[int] | None = None,
+        cls, prompts: Ints, completions: Ints, prompt_width: int, width: int, how: "How", alike: Ints | None = None
     ) -> "Layout":
         """
         Args:
@@ -104,7 +99,7 @@ def alike(rollouts: Sequence[Rollout]) -> np.ndarray:
     return np.array([numbers.setdefault(rollout.prompt_ids.tobytes(), len(numbers)) for rollout in rollouts])
 
 
-def _sharing(prompts: np.ndarray, whole: np.ndarray, alike: Sequence[int] | None) -> tuple[np.ndarray, ...]:
+def _sharing(prompts: np.ndarray, whole: np.ndarray, alike: Ints | None) -> tuple[np.ndarray, ...]:
     """The rollouts whose prompt others take; for each rollout, which of these it takes from, and how many tokens."""
     nobody = np.zeros(0, dtype=np.int64), np.zeros_like(prompts), np.zeros_like(prompts)
     if alike is None:
@@ -140,10 +135,6 @@ class How(NamedTuple):
     def of(cls, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None, multiple: int) -> "How":
         dtype = autocast or next(parameter.dtype for parameter in model.parameters())
         return cls(model.config._attn_implementation, device, dtype, multiple)
-
-    @property
-    def rounding(self) -> str:
-        return "float32" if self.dtype in (torch.float32, torch.float64) else "16 bits"
 
     def inputs(
         self, positions: torch.Tensor, lengths: np.ndarray, keys: torch.Tensor | None = None, shared: Any = 0
@@ -302,9 +293,9 @@ def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedMod
         alone = _tried(forward, model, how, 1, ids[None, first:], [second - 1])[0]
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"packed, it fails ({type(error).__name__}: {error})"
-    if not (behind - behind_another).abs().max() <= LEAK[how.rounding]:
+    if not (behind - behind_another).abs().max() <= LEAK[how.dtype.itemsize]:
         return "its layers carry something from one rollout of a row to the next"
-    if not (behind - alone).abs().max() <= ALONE[how.rounding]:
+    if not (behind - alone).abs().max() <= ALONE[how.dtype.itemsize]:
         return "a rollout in a row of several is not computed as in one of its own"
     return None
 
@@ -325,7 +316,7 @@ def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedM
         )
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
-    if not (together - apart).abs().max() <= ALONE[how.rounding]:
+    if not (together - apart).abs().max() <= ALONE[how.dtype.itemsize]:
         return "a rollout is not computed as with a prompt of its own"
     return None
 

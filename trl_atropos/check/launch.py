@@ -287,9 +287,8 @@ class Case:
 def case_of(recipe: Recipe, plan: Plan) -> Case:
     """Raises `OSError` or `ValueError` if the model's config cannot be read."""
     training, model = recipe.training, recipe.model
-    config = AutoConfig.from_pretrained(
-        model.model_name_or_path, revision=model.model_revision, trust_remote_code=training.trust_remote_code
-    )
+    options = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    config = AutoConfig.from_pretrained(model.model_name_or_path, **options)
     flags = None
     if training.replay_paths is None:
         cpu = plan.device == "cpu"

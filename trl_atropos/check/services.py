@@ -53,11 +53,10 @@ def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
 
 
 def _answers(url: str) -> bool:
-    try:
-        with socket.create_connection((urlsplit(url).hostname, port_of(url)), timeout=CONNECT):
-            return True
-    except (OSError, ServiceError):
-        return False
+    with contextlib.suppress(OSError, ServiceError):
+        socket.create_connection((urlsplit(url).hostname, port_of(url)), timeout=CONNECT).close()
+        return True
+    return False
 
 
 def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
@@ -71,9 +70,8 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
     if starts and case.max_model_len > positions and os.environ.get(LONGER, "0") != "1":
         what = "The server is to take longer rollouts than the model was made for, and vLLM will not start"
         seen = f"--max-model-len {case.max_model_len}, max_position_embeddings: {positions:.0f}"
-        yield Finding(
-            what, seen, f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less.", "model-length"
-        )
+        fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
+        yield Finding(what, seen, fix, "model-length")
     completion, default = recipe.training.max_completion_length, type(recipe.training).max_completion_length
     found = list(_divisor(recipe))
     yield from found
@@ -180,14 +178,11 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         what = "there is no such module" if module else "there is no such script"
         yield _of(spec, what, seen, "Correct its `command` or `cwd`.", "environment-script")
     elif path.is_file() and int(transformers.partition(".")[0]) >= 5 and BROKEN in path.read_text("utf-8", "replace"):
-        yield _of(
-            spec,
-            "`tokenize_for_trainer` makes garbage of its tokens with transformers 5",
-            f"{path}, transformers {transformers} of {python}",
-            "Sample with `self.server.managed_server(...)`, which keeps tokens and log-probabilities; or make a "
-            "virtual environment with `transformers<5` and name its Python as `python` of this entry.",
-            "tokenizes",
-        )
+        what = "`tokenize_for_trainer` makes garbage of its tokens with transformers 5"
+        seen = f"{path}, transformers {transformers} of {python}"
+        fix = "Sample with `self.server.managed_server(...)`, which keeps tokens and log-probabilities; or make a "
+        fix += "virtual environment with `transformers<5` and name its Python as `python` of this entry."
+        yield _of(spec, what, seen, fix, "tokenizes")
 
 
 def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:

@@ -45,13 +45,8 @@ def train(words: list[str]) -> None:
     if {"-h", "--help"} & set(words) or not words:
         print_help("trl-atropos train RECIPE [accelerate's flags] [--SETTING VALUE ...]")
         sys.exit(0 if words else 2)
-    interrupted = False
-
-    def note(_signum: int, _frame: Any) -> None:  # the terminal sends it to the trainer, too, and this waits for that
-        nonlocal interrupted
-        interrupted = True
-
-    signal.signal(signal.SIGINT, note)
+    interrupts: list[int] = []  # the terminal sends them to the trainer, too, and this waits for that
+    signal.signal(signal.SIGINT, lambda signum, _frame: interrupts.append(signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     apply_recipe_environment(with_recipe(words))
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -69,9 +64,9 @@ def train(words: list[str]) -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError:  # which has said why
-        sys.exit(130 if interrupted else 1)
+        sys.exit(130 if interrupts else 1)
     except SystemExit:
-        if interrupted:
+        if interrupts:
             sys.exit(130)
         raise
 
@@ -243,8 +238,7 @@ def init(words: list[str]) -> None:
 
 def _renamed(text: str, name: str) -> str:
     """The template's files as they are called in the new folder."""
-    launch = re.compile(r"accelerate launch .*?-m trl_atropos\.train --config (\S+)", re.DOTALL)
-    text = launch.sub(r"trl-atropos train \1", text)
+    text = re.sub(r"(?s)accelerate launch .*?-m trl_atropos\.train --config (\S+)", r"trl-atropos train \1", text)
     names = {
         "recipes/quickstart/make_model.py": f"{name}/make_model.py",
         "runs/quickstart/model": f"{name}/model",
@@ -268,19 +262,16 @@ share the folder in which the script is submitted, and `output_dir`.
   trl-atropos slurm recipes/gsm8k/zero3_72b.yaml --nodes 3 --output job.sh
   sbatch job.sh"""
 
+STARTS = ("accelerate launch ", "trl-atropos ")  # of a command in the first lines of a recipe
 OWN = ("--host", "--port", "--vllm_mode")  # flags of a server that the script sets
 TEMPLATE = Path(__file__).with_name("slurm.sh")  # with @NAME@ where something is filled in
 PATIENCE = 3600  # seconds until the last server of a job must answer
 
 
 def slurm_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-atropos slurm",
-        usage="trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]",
-        description=SLURM,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "trl-atropos slurm RECIPE --nodes N [--output FILE] [--SETTING VALUE ...]"
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("trl-atropos slurm", usage, SLURM, formatter_class=formatter, allow_abbrev=False)
     add, head = parser.add_argument, "default: what the recipe's first lines launch with"
     add("--nodes", type=int, required=True, metavar="N", help="of the job, at least 2")
     add("--trainer_nodes", type=int, metavar="N", help=f"of these, nodes that train; {head}, or 1")
@@ -354,11 +345,8 @@ def _commands(recipe: str) -> list[list[str]]:
     """The commands in a recipe's first lines, as words."""
     lines = Path(recipe).read_text(encoding="utf-8").splitlines()
     head = "\n".join(line.lstrip("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
-    commands = []
-    for line in head.replace("\\\n", " ").splitlines():
-        if line.startswith(("accelerate launch ", "trl-atropos ")):
-            commands.append(shlex.split(line, comments=True))
-    return commands
+    commands = [line for line in head.replace("\\\n", " ").splitlines() if line.startswith(STARTS)]
+    return [shlex.split(command, comments=True) for command in commands]
 
 
 def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:

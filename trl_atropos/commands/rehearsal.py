@@ -21,7 +21,6 @@ from trl_atropos import logging
 from trl_atropos.check import width, wrapped
 from trl_atropos.check.launch import Launch, read
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
-from trl_atropos.logging import cut
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.intake import Intake, VersionBook
@@ -66,8 +65,7 @@ def _try(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Ser
     line = _ask(recipe, spec, services, service)
     seconds = time.monotonic() - began
     try:
-        for text in _shown(recipe, spec, line, service.log_path, seconds):
-            sys.stdout.write(f"{text}\n")
+        sys.stdout.writelines(f"{text}\n" for text in _shown(recipe, spec, line, service.log_path, seconds))
     except RolloutError as error:
         sys.stdout.write("\n".join(wrapped(str(error))) + "\n")
         return False
@@ -104,8 +102,7 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
     recipe.write_environment_file(spec)
     python, script, _, *flags = recipe.environment_command(spec)
     command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
-    env = spec.variables(TRL_ATROPOS_GO=str(go))
-    return services.start(name, command, env=env, cwd=spec.cwd, ends=True)
+    return services.start(name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd, ends=True)
 
 
 def _ask(recipe: Recipe, spec: EnvironmentSpec, services: Services, service: Service) -> dict[str, Any] | None:
@@ -130,9 +127,7 @@ def _is_whole(path: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------- what it has sent
 
 
-def _shown(
-    recipe: Recipe, spec: EnvironmentSpec, line: dict[str, Any] | None, log: Path, seconds: float
-) -> Iterator[str]:
+def _shown(recipe: Recipe, spec: EnvironmentSpec, line: dict | None, log: Path, seconds: float) -> Iterator[str]:
     """What is printed of an environment. Raises `RolloutError` where a run would drop the group or end."""
     if line is None:
         text = tail(log)
@@ -153,7 +148,9 @@ def _shown(
 def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], seconds: float) -> Iterator[str]:
     training, model = recipe.training, recipe.model.model_name_or_path
     longest = training.max_sequence_length or _longest(recipe) or math.inf
-    intake = Intake(longest, training.temperature, training.single_row_groups, _vocabulary(recipe))
+    config = AutoConfig.from_pretrained(model, trust_remote_code=training.trust_remote_code)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    intake = Intake(longest, training.temperature, training.single_row_groups, vocabulary)
     try:
         group = parse_group(sent)
         rollouts = intake.rollouts_of(group, spec.name)
@@ -180,7 +177,7 @@ def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], secon
 def _text(text: str) -> list[str]:
     """Decoded tokens as a few lines, the middle left out."""
     room = width() - 3
-    whole = cut(repr(text)[1:-1], LINES * room)
+    whole = logging.cut(repr(text)[1:-1], LINES * room)
     return [f"   {whole[at : at + room]}" for at in range(0, len(whole), room)] or ["   (empty)"]
 
 
@@ -190,11 +187,10 @@ def _judged(recipe: Recipe, name: str, group: ScoredGroup, rollouts: list[Rollou
     scores = np.array(group.scores)
     yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
     if batch % size:
-        raise RolloutError(
-            f"Groups of {size} do not fill a generation batch of {batch} rollouts: no batch would come. Set "
-            f"`per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size. "
-            "(If several processes will train, say so with `--num_processes` or `--config_file`.)"
-        )
+        what = f"Groups of {size} do not fill a generation batch of {batch} rollouts: no batch would come"
+        fix = f"Set `per_device_train_batch_size` so that the batch is a multiple of {size}, or change the group size."
+        fix += " (If several processes will train, say so with `--num_processes` or `--config_file`.)"
+        raise RolloutError(what, fix=fix)
     if not rollouts:
         raise RolloutError(f"Each rollout is longer than {longest:g} tokens, or its mask leaves none to train on.")
     for rollout in rollouts:
@@ -218,8 +214,7 @@ def _judged(recipe: Recipe, name: str, group: ScoredGroup, rollouts: list[Rollou
 
 
 def _book(recipe: Recipe) -> Any:
-    training = recipe.training
-    return VersionBook(training.vllm_server_urls, environment_token(), 60.0, training.temperature)
+    return VersionBook(recipe.training.vllm_server_urls, environment_token(), 60.0, recipe.training.temperature)
 
 
 def _longest(recipe: Recipe) -> int | None:
@@ -228,11 +223,3 @@ def _longest(recipe: Recipe) -> int | None:
         return min(ServerClient(url, 10.0).info().max_model_len for url in recipe.training.vllm_server_urls)
     except ServerError:
         return None
-
-
-def _vocabulary(recipe: Recipe) -> int | None:
-    """How many token ids the model knows."""
-    config = AutoConfig.from_pretrained(
-        recipe.model.model_name_or_path, trust_remote_code=recipe.training.trust_remote_code
-    )
-    return getattr(config.get_text_config(), "vocab_size", None)

@@ -67,7 +67,7 @@ class Engine:
         named = "--served-model-name" in server_flags(flags)
         self._flags = flags if named else [*flags, "--served-model-name", first_model]
         self._seeds = itertools.count(seed)  # one for each start, or it would draw the same numbers again
-        self._session = session
+        self.session = session
         self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
         self.log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
         self.log.touch()
@@ -96,14 +96,14 @@ class Engine:
         """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or `TimeoutError`."""
         url, headers = f"{self.url}{protocol.ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
         limit = aiohttp.ClientTimeout(total=timeout)
-        async with self._session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
+        async with self.session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
             reply.raise_for_status()
             return await reply.json()
 
     async def trouble(self) -> str | None:
         """What is wrong with the engine by its own health check, which gives it 10 s; `None` if nothing is."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)) as reply:
+            async with self.session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)) as reply:
                 return None if reply.status == 200 else (await reply.text())[:500]
         except (aiohttp.ClientError, TimeoutError) as problem:
             return f"the engine's server does not answer ({problem!r})"
@@ -127,7 +127,6 @@ class Front(ControlPlane):
     def __init__(self, options: argparse.Namespace, flags: list[str], session: aiohttp.ClientSession) -> None:
         super().__init__()
         self.engine = Engine(options.model, flags, options.seed, session)
-        self.session = session
         self.drain_timeout = options.drain_timeout  # seconds that a pause waits for the requests in flight
         self.policy_version = 0  # the requests that go through now are sampled from it
         self.model = options.model  # what `policy_version` stands for
@@ -297,14 +296,8 @@ class Front(ControlPlane):
             body = await request.body()  # all of it, because a disconnect is seen only after it
         except ClientDisconnect:
             return
-        started = False
-
-        async def noting(message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        work = await while_connected(self._pass_on(request, body, noting), request.receive, self.ended)
+        request.state.answered = False
+        work = await while_connected(self._pass_on(request, body, send), request.receive, self.ended)
         try:
             return work and work.result()
         except aiohttp.ClientError as problem:
@@ -312,7 +305,7 @@ class Front(ControlPlane):
             reason = self.broken or f"the engine broke the connection off ({problem!r})"
         except (asyncio.CancelledError, Refused):
             reason = self.broken
-        if not started:  # otherwise the connection is cut, which tells the client that the answer is not whole
+        if not request.state.answered:  # else the connection is cut: the client sees that the answer is not whole
             await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
@@ -322,7 +315,7 @@ class Front(ControlPlane):
         version = f"{self.policy_version}-{self.policy_version}".encode()  # it cannot change while one is in flight
         query = f"?{request.scope['query_string'].decode()}" if request.scope["query_string"] else ""
         try:
-            async with self.session.request(
+            async with self.engine.session.request(
                 request.method,
                 URL(f"{self.engine.url}{request.scope['raw_path'].decode()}{query}", encoded=True),
                 data=body or None,
@@ -334,6 +327,7 @@ class Front(ControlPlane):
                     for name, value in reply.raw_headers
                     if name.lower() not in NOT_PASSED_BACK
                 ]
+                request.state.answered = True
                 await send({"type": "http.response.start", "status": reply.status, "headers": headers})
                 async for chunk in reply.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -377,12 +371,11 @@ class _Server(uvicorn.Server):
         # Clients drop idle connections earlier than this; if the server did, a request could meet a closing one.
         super().__init__(uvicorn.Config(front, host, port, timeout_keep_alive=600, **options))
         self._front = front
-        self._loop = asyncio.get_running_loop()
         self.interrupted = False
 
     def handle_exit(self, sig, frame) -> None:
         self.interrupted = True
-        self._loop.call_soon_threadsafe(self._front.end, "the server was asked to shut down")
+        asyncio.get_running_loop().call_soon_threadsafe(self._front.end, "the server was asked to shut down")
         super().handle_exit(sig, frame)
 
 

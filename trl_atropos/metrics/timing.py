@@ -117,8 +117,7 @@ def settle(device: torch.device) -> None:
 
 def bottleneck(logs: dict[str, float]) -> str | None:
     """The part that takes at least half of the step, if one does, in words. `logs` has `time/NAME` in seconds."""
-    step = logs.get("time/step")
-    if not step:
+    if not (step := logs.get("time/step")):
         return None
     share = {name: logs[f"time/{name}"] / step for name in PARTS}
     evaluating = logs.get(f"time/{EVALUATE}", 0.0) / step

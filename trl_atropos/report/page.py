@@ -65,14 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
-    parser.add_argument(
-        "--max_rollouts",
-        type=int,
-        default=MAX_ROLLOUTS,
-        metavar="N",
-        help=f"rollouts to show in full, whole groups from all over the run (default: %(default)s, and at most "
-        f"{MAX_TOKENS:,} tokens); curves are always of all",
-    )
+    limits = f"default: %(default)s, and at most {MAX_TOKENS:,} tokens"
+    text = f"rollouts to show in full, whole groups from all over the run ({limits}); curves are always of all"
+    parser.add_argument("--max_rollouts", type=int, default=MAX_ROLLOUTS, metavar="N", help=text)
     return parser
 
 
@@ -166,7 +161,6 @@ class Packed:
 SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
 SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
-MEASURED = ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
@@ -181,7 +175,7 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
     scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
     packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
-    packed.columns |= {name: [] for name in MEASURED}
+    packed.columns |= {name: [] for name in ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")}
     filled = CHUNK_TOKENS
     wanted = set(chosen["index"])
     read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
@@ -189,34 +183,27 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             filled = 0
-        chunk, prompt = packed.chunks[-1], rollout.prompt_ids.tolist()
+        chunk, prompt, completion = packed.chunks[-1], rollout.prompt_ids.tolist(), rollout.completion_ids.tolist()
         if prompt not in chunk["prompts"]:
             chunk["prompts"].append(prompt)
             filled += len(prompt)
-        filled += len(rollout.mask)
-        packed.token_ids.update(prompt, rollout.completion_ids.tolist())
-        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
-        own, gap = rollout.token_advantages, _gap(scored.get(rollout.index), rollout)
-        if rollout.trains_on_token_advantages:
+        filled += len(completion)
+        packed.token_ids.update(prompt, completion)
+        own = rollout.token_advantages if rollout.trains_on_token_advantages else None
+        if own is not None:
             packed.columns["advantage"][place] = float(own[rollout.mask].mean())
         known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
         packed.columns["logprob"].append(float(known.mean()) if len(known) else np.nan)
         packed.columns["trained_tokens"].append(int(rollout.mask.sum()))
+        gap = _gap(scored.get(rollout.index), rollout)
         packed.columns["gap"].append(np.nan if gap is None else float(np.nanmean(np.abs(gap))))
         packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
-        packed.columns["last_token"].append(int(rollout.completion_ids[-1]))
+        packed.columns["last_token"].append(completion[-1])
         packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
-        chunk["rows"].append(
-            [
-                chunk["prompts"].index(prompt),
-                rollout.completion_ids.tolist(),
-                np.diff(np.flatnonzero(turns)).tolist(),
-                _thousandths(rollout.logprobs),
-                _thousandths(own if rollout.trains_on_token_advantages else None),
-                rollout.messages,
-                _thousandths(gap),
-            ]
-        )
+        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
+        row = [chunk["prompts"].index(prompt), completion, np.diff(np.flatnonzero(turns)).tolist()]
+        row += [_thousandths(rollout.logprobs), _thousandths(own), rollout.messages, _thousandths(gap)]
+        chunk["rows"].append(row)
     return packed
 
 
@@ -254,9 +241,8 @@ SPACE = "▁"  # of SentencePiece
 def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
     """The text of every id that the tokenizer at `path` knows."""
     tokenizer, alphabet, found = Tokenizer.from_file(str(path)), _byte_alphabet(), {}
-    for number, piece in ((number, tokenizer.id_to_token(number)) for number in ids):
-        if piece is None:
-            continue
+    pieces = {number: piece for number in ids if (piece := tokenizer.id_to_token(number)) is not None}
+    for number, piece in pieces.items():
         text = tokenizer.decode([number], skip_special_tokens=False)
         if SPACE in piece:
             text = piece.replace(SPACE, " ")  # a decoder would strip the first one

@@ -98,9 +98,8 @@ def _add(run: Run, record: dict[str, Any]) -> None:
         numbers = {name: value for name, value in record["logs"].items() if isinstance(value, int | float)}
         run.logs.setdefault(record["step"], {}).update(numbers)
     elif "batch" in record:
-        run.batches.append(
-            Batch(*record["batch"], *(record[name] for name in ("spool", "rows", "version", "lineage")))
-        )
+        others = (record[name] for name in ("spool", "rows", "version", "lineage"))
+        run.batches.append(Batch(*record["batch"], *others))
         run.books = record["books"]
     elif "evaluation" in record:
         run.evaluations.append(record)
@@ -213,8 +212,7 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
         of["first_step"][places], of["last_step"][places] = batch.first_step, batch.last_step
         for place in places[sampled[places] != UNKNOWN]:
             part = parts[rollouts["path"].iat[place]]
-            own = sampled[place], part.lineage, part.version
-            of["stale"][place] = staleness(*own, batch.lineage, batch.version)
+            of["stale"][place] = staleness(sampled[place], part.lineage, part.version, batch.lineage, batch.version)
     for name, values in of.items():
         rollouts[name] = values
 

@@ -62,9 +62,8 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.open(state)
-        self._steps_per_batch = math.ceil(
-            args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-        )
+        micro_batches = args.steps_per_generation * args.num_iterations
+        self._steps_per_batch = math.ceil(micro_batches / args.gradient_accumulation_steps)
         device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
         ends = []  # a completion that is not truncated has one of them at its end
         if processing_class is not None:
@@ -156,27 +155,22 @@ PACKAGES = ("trl_atropos", "trl", "transformers", "torch", "accelerate", "peft",
 
 # Matches names of settings and of variables.
 SECRET = re.compile(r"(?i)(^|[-_.])(token|(api|access|secret|private)_?keys?|secret|passw(or)?d|authorization)$")
+VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"',;&}]+)"""  # of a secret in text, in quotes or not
 # Match in text: `--api_key x`, `TOKEN=x`, `"key": "x"`, `Bearer x`, what tokens of well-known services look like, and
 # `user:x@host`. They hide rather one value too many than one too few.
-SECRETS = (
-    (
-        re.compile(
-            r"""(?i)((?:token|key|secret|passw(?:or)?d|bearer|basic)["']?[\s=:]+)"""
-            r"""(?:"[^"]*"|'[^']*'|[^\s"',;&}]+)"""
-        ),
-        r"\1<hidden>",
-    ),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|gsk_|nvapi-)[\w-]{8,}"), "<hidden>"),
-    (re.compile(r"(://)[^/\s@]+@"), r"\1"),
-)
+SECRETS = {
+    r"""(?i)((?:token|key|secret|passw(?:or)?d|bearer|basic)["']?[\s=:]+)""" + VALUE: r"\1<hidden>",
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|gsk_|nvapi-)[\w-]{8,}": "<hidden>",
+    r"(://)[^/\s@]+@": r"\1",
+}
 # A path from the root or from a home, but not the rest of a URL or of a relative path.
 PATH = re.compile(r"(?<![\w./:}~-])~?/(?:[^\s'\",;:/]+/)*([^\s'\",;:/]+)/?")
 
 
 def portable(text: str) -> str:
     """The text without secrets, and with only the last part of paths on this machine."""
-    for pattern, instead in SECRETS:
-        text = pattern.sub(instead, text)
+    for pattern, instead in SECRETS.items():
+        text = re.sub(pattern, instead, text)
     return PATH.sub(r"\1", text)
 
 

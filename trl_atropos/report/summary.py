@@ -3,14 +3,12 @@ model card, and which files of the run go to the Hub with it."""
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,7 @@ CURVE = "reward_curve.png"
 
 
 def write_summary(
-    output_dir: str,
-    log: RunLog,
-    steps: int,
-    probe_max_abs_diff: float | None,
-    wall_s: float,
-    evaluations: Sequence[Result],
+    output_dir: str, log: RunLog, steps: int, probed: float | None, wall_s: float, evaluations: Sequence[Result]
 ) -> dict:
     """Writes `summary.json` into `output_dir`. Returns what it holds."""
     rewards = log.rewards
@@ -48,13 +41,12 @@ def write_summary(
         "steps": steps,
         "reward_first": _mean(rewards[:WINDOW]),
         "reward_last": _mean(rewards[-WINDOW:]),
-        "probe_max_abs_diff": probe_max_abs_diff,
+        "probe_max_abs_diff": probed,
         "wall_s": round(wall_s, 2),
         "evaluations": [{"name": one.name, "step": one.step, **one.metrics} for one in evaluations],
         "rewards": [round(reward, 6) for reward in rewards],
     }
-    with open(os.path.join(output_dir, "summary.json"), "w", encoding="utf-8") as file:
-        json.dump(summary, file, indent=1)
+    Path(output_dir, "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return summary
 
 
@@ -77,15 +69,15 @@ def draw_reward_curve(output_dir: str, rewards: Sequence[float], steps: Sequence
     axes.set(xlabel=unit, ylabel="mean reward")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(os.path.join(output_dir, CURVE), dpi=130)
+    figure.savefig(Path(output_dir, CURVE), dpi=130)
 
 
-def first_and_last(evaluations: Sequence[Result]) -> dict[str, list[Result]]:
+def first_and_last(evaluations: Sequence[Result]) -> list[Result]:
     """The first and the last result of each evaluation, in which order they are in."""
     found: dict[str, list[Result]] = {}
     for result in sorted(evaluations, key=lambda one: one.step):
         found[result.name] = [*found.get(result.name, [])[:1], result]
-    return found
+    return [result for results in found.values() for result in results]
 
 
 def closing_lines(
@@ -103,12 +95,9 @@ def closing_lines(
             prompt = cut(repr(decode(one.prompt_ids)), room // 2)
             completion = cut(repr(decode(one.completion_ids)), room + 4 - len(prompt))
             lines.append(f"  {prompt} -> {completion}  {one.score:.3f}")
-    lines.append(
-        f"Mean reward: first {WINDOW} batches {summary['reward_first']:.3f}, "
-        f"last {WINDOW} batches {summary['reward_last']:.3f}"
-    )
-    for results in first_and_last(evaluations).values():
-        lines += [f"Evaluated {result.line()}" for result in results]
+    first, last = summary["reward_first"], summary["reward_last"]
+    lines.append(f"Mean reward: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}")
+    lines += [f"Evaluated {result.line()}" for result in first_and_last(evaluations)]
     if (probe := summary["probe_max_abs_diff"]) is not None:  # between the log-probabilities of server and trainer
         lines.append(f"Largest probe difference: {probe:.1e} nats")
     return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
@@ -242,10 +231,7 @@ def complete_card(
     if len(rewards) > 1 and (folder / CURVE).exists():
         parts.append(f"![Mean reward by optimizer step]({CURVE})")
     if evaluations:
-        parts += [
-            "### Evaluation",
-            "\n".join(f"- {one.line()}" for one in chain(*first_and_last(evaluations).values())),
-        ]
+        parts += ["### Evaluation", "\n".join(f"- {one.line()}" for one in first_and_last(evaluations))]
     parts += ["### Environments"] * bool(commands)
     for name, command in commands.items():
         parts.append(f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```")
@@ -276,12 +262,9 @@ def _differing(settings: Any) -> dict[str, Any]:
 
 # `ignore_patterns` of `HfApi.upload_folder`. The card says what `training_args.bin` does. `runs` are TensorBoard's,
 # which hold every setting as it was, and are written to during an upload.
-KEPT_HERE = [
-    f"{folder}/*"
-    for folder in ("rollouts", "completions", "logs", "environments", "evaluations", "eval", "adapters", "policies")
-]
-KEPT_HERE += ["try/*", "runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock", "report.html"]
-KEPT_HERE += ["training_args.bin"]
+KEPT_HERE = ["rollouts/*", "completions/*", "logs/*", "environments/*", "evaluations/*", "eval/*", "adapters/*"]
+KEPT_HERE += ["policies/*", "try/*", "runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock"]
+KEPT_HERE += ["report.html", "training_args.bin"]
 
 
 @contextmanager
@@ -298,11 +281,9 @@ def model_only() -> Iterator[None]:
         try:
             started = upload(**kwargs)
         except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
-            raise PushError(
-                f"The model is saved in {kwargs['folder_path']}, but its push to the Hub as {kwargs['repo_id']} "
-                f"failed ({_short(error)})",
-                fix="Correct what it says, and push again with `trainer.push_to_hub()` or `hf upload`.",
-            ) from error
+            what = f"The model is saved in {kwargs['folder_path']}, but its push to the Hub as {kwargs['repo_id']}"
+            fix = "Correct what it says, and push again with `trainer.push_to_hub()` or `hf upload`."
+            raise PushError(f"{what} failed ({_short(error)})", fix=fix) from error
         if isinstance(started, Future):
             started.add_done_callback(_warn_of_failure)
         return started
@@ -321,12 +302,10 @@ def repository_made(args: Any) -> Iterator[str]:
     try:
         yield name
     except Exception as error:  # of the Hub, of the network, of the token: what is saved is the same
-        raise PushError(
-            f"The Hub did not take or confirm the repository {name} for `push_to_hub` ({_short(error)}). What "
-            f"{args.output_dir} holds is whole",
-            fix="Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with "
-            "`push_to_hub: false` and upload the model later with `hf upload`.",
-        ) from error
+        what = f"The Hub did not take or confirm the repository {name} for `push_to_hub` ({_short(error)})"
+        fix = "Correct what it says (the network, HF_HUB_OFFLINE, `hub_token`, `hub_model_id`), or train with "
+        fix += "`push_to_hub: false` and upload the model later with `hf upload`."
+        raise PushError(f"{what}. What {args.output_dir} holds is whole", fix=fix) from error
 
 
 def make_repository(args: Any) -> None:
@@ -338,9 +317,8 @@ def make_repository(args: Any) -> None:
 def _warn_of_failure(push: Future) -> None:
     """Nobody else asks how an upload in the background has ended."""
     if not push.cancelled() and (error := push.exception()) is not None:
-        logger.warning(
-            "A push to the Hub failed (%s). What is saved is whole, and the next save pushes again.", _short(error)
-        )
+        text = "A push to the Hub failed (%s). What is saved is whole, and the next save pushes again."
+        logger.warning(text, _short(error))
 
 
 def _short(error: BaseException) -> str:

@@ -261,7 +261,12 @@ class Supervisor:
         before, after = [], []
         for service, log in self._read_logs():
             undelivered = log.undelivered()
-            (before if undelivered else after).append(_account_of(service, undelivered))
+            reasons = f": {'; '.join(undelivered)}. It" if undelivered else ""
+            running = f"has been running for {time.monotonic() - service.started:.0f} s"
+            doing = "has ended and is about to be started again" if service.down else running
+            again = f" (restarted {service.restarts} times)" if service.restarts else ""
+            account = f"{service.name}{reasons} {doing}{again}. Its log: {service.log_path}."
+            (before if undelivered else after).append(account)
         return " ".join([*before, reason, *after])
 
     def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
@@ -285,20 +290,10 @@ class Supervisor:
                     logger.warning("%s failed on a group: %s; %s.", service.name, log.error, where)
 
 
-def _account_of(service: Service, undelivered: list[str]) -> str:
-    seconds = time.monotonic() - service.started
-    doing = "has ended and is about to be started again" if service.down else f"has been running for {seconds:.0f} s"
-    again = f" (restarted {service.restarts} times)" if service.restarts else ""
-    reasons = f": {'; '.join(undelivered)}. It" if undelivered else ""
-    return f"{service.name}{reasons} {doing}{again}. Its log: {service.log_path}."
-
-
 class Disconnector:
-    """
-    Has the API at `url` forget environments that ended, once their successors have registered: without any connected
-    environment, the API divides by zero. It never forgets by itself: an environment that ended keeps its share of the
-    weights, and with a `min_batch_allocation` it stops all batches.
-    """
+    """Has the API at `url` forget environments that ended, once their successors have registered: without any
+    connected environment, the API divides by zero. It never forgets by itself: an environment that ended keeps its
+    share of the weights, and with a `min_batch_allocation` it stops all batches."""
 
     def __init__(self, services: Services, url: str):
         self._services = services

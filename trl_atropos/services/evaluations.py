@@ -70,15 +70,13 @@ class Result:
 
     def line(self) -> str:
         """One line for a person."""
-        metrics, told = self.metrics, f"{self.policy}, {self.seconds:.0f} s"
-        if "pass@1" not in metrics:
-            found = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            return f"{self.name}: {found} ({told})"
-        found = f"pass@1 {metrics['pass@1']:.3f} [{metrics['pass@1_low']:.3f}, {metrics['pass@1_high']:.3f}]"
-        if "gain" in metrics:
-            low, high = metrics["gain_low"], metrics["gain_high"]
-            found += f", {metrics['gain']:+.3f} [{low:+.3f}, {high:+.3f}] since step 0"
-        return f"{self.name}: {found} ({told})"
+        found = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        if "pass@1" in self.metrics:
+            found = "pass@1 {pass@1:.3f} [{pass@1_low:.3f}, {pass@1_high:.3f}]"
+            if "gain" in self.metrics:
+                found += ", {gain:+.3f} [{gain_low:+.3f}, {gain_high:+.3f}] since step 0"
+            found = found.format_map(self.metrics)
+        return f"{self.name}: {found} ({self.policy}, {self.seconds:.0f} s)"
 
 
 @dataclass
@@ -94,11 +92,9 @@ class _Process:
 
 
 class Evaluator:
-    """
-    Makes the evaluations `specs` of a run, on rank 0. `command_of(spec, folder, key)` writes the configuration of one
-    and returns its command; `urls` are the servers that it samples from; none takes more than `timeout` seconds. One
-    that fails is warned about; the first, and all if they are `needed`, raise `EvaluationError`.
-    """
+    """Makes the evaluations `specs` of a run, on rank 0. `command_of(spec, folder, key)` writes the configuration of
+    one and returns its command; `urls` are the servers that it samples from; none takes more than `timeout` seconds.
+    One that fails is warned about; the first, and all if they are `needed`, raise `EvaluationError`."""
 
     def __init__(
         self,
@@ -151,12 +147,11 @@ class Evaluator:
     def begin(self, step: int, first: bool, last: bool) -> list[Result]:
         """Begins those that are due after `step` optimizer steps, all of them before the `first` and after the `last`.
         Returns those of this step that a run which was resumed has already."""
-        known = [result for result in self.results if result.step == step]
         self._over = last
         for process in self._due(step, first, last):
             process.step, process.began = step, time.monotonic()
             process.folder.joinpath(GO).touch()
-        return known
+        return [result for result in self.results if result.step == step]
 
     def ready(self, step: int, first: bool, last: bool, timeout: float = math.inf) -> bool:
         """Waits `timeout` seconds at most until those that `begin` would begin can do so at once. Whether they can."""
@@ -302,8 +297,6 @@ def pass_at(k: int, num_samples: int, num_passed: int) -> float:
 
 def measures(scores: Scores, passes_above: float, first: Scores | None = None) -> dict[str, float]:
     """The metrics of an evaluation by name. `first` are the scores of the run's first one, of the same problems."""
-    if not scores:
-        return {}
     passed = {problem: sum(one > passes_above for one in given) for problem, given in scores.items()}
     shares = {problem: count / len(scores[problem]) for problem, count in passed.items()}
     low, high = interval(list(shares.values()))
@@ -322,10 +315,8 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:
-    """
-    The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent trials as would have the
-    standard error that the problems have. So it has a width where all or none pass.
-    """
+    """The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent trials as would have
+    the standard error that the problems have. So it has a width where all or none pass."""
     mean, error = fmean(shares), _standard_error(shares)
     trials = mean * (1 - mean) / error**2 if error else len(shares)
     z = CONFIDENCE**2 / trials

@@ -50,22 +50,19 @@ def prctl(option: int, value: int) -> None:
 
 def members(guard: int) -> list[int]:
     """Living processes of the service of a guard: those in the guard's session, and those that descend from it."""
-    states: dict[int, bytes] = {}
-    children: dict[int, list[int]] = {}
-    found = set()
+    living, parents, found = set(), {}, {guard}
     for pid in _all_processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             # The command's name, in parentheses, may hold anything: the fields begin after the last one.
-            states[pid], parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
-            children.setdefault(int(parent), []).append(pid)
+            state, parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+            parents[pid] = int(parent)
             if int(session) == guard:
                 found.add(pid)
-    pending = [guard, *found]
-    while pending:
-        born = [pid for pid in children.get(pending.pop(), ()) if pid not in found]
-        found.update(born)
-        pending.extend(born)
-    return sorted(pid for pid in found - {guard} if states[pid] not in b"ZX")
+            if state not in b"ZX":
+                living.add(pid)
+    while born := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= born
+    return sorted(living & found - {guard})
 
 
 def _all_processes() -> list[int]:
@@ -90,13 +87,12 @@ class SharedFiles:
 
     def note(self, pids: list[int]) -> None:
         """Remembers what these processes have mapped now: a process that crashed cannot be asked any more."""
-        for pid in pids:
-            self._noted |= _mapped(pid) - self._others
+        self._noted |= set().union(*map(_mapped, pids)) - self._others
 
     def remove(self) -> None:
         """Unlinks the remembered files that still exist and are mapped by no living process."""
         left = [(path, inode) for path, inode in _shm_files() if inode in self._noted]
-        in_use = set().union(*(_mapped(pid) for pid in _all_processes())) if left else set()
+        in_use = set().union(*map(_mapped, _all_processes())) if left else set()
         for path, inode in left:
             if inode not in in_use:
                 with contextlib.suppress(FileNotFoundError):
@@ -233,8 +229,7 @@ class Guard:
 def _start(command: list[str]) -> int:
     """Starts the service in a process group of its own, in the guard's session. Returns its process id."""
     guard = os.getpid()
-    pid = os.fork()
-    if pid != 0:
+    if (pid := os.fork()) != 0:
         return pid
     try:
         # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored signal stays so.

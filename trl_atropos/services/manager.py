@@ -118,13 +118,11 @@ class Services(contextlib.AbstractContextManager):
         scratch: bool = False,
         ends: bool = False,
     ) -> Service:
-        """
-        Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added to
-        the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
+        """Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added
+        to the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
         when it ends, `restarts` times within an hour. With `scratch`, it gets a temporary folder, which is removed
         with it: vLLM leaves sockets and files there. Compiled kernels are kept. One that `ends` by itself is asked for
-        its `exit_code`; the others are expected to live until they are stopped.
-        """
+        its `exit_code`; the others are expected to live until they are stopped."""
         assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
         assert name not in self._services, f"service {name!r} is already running"
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -385,12 +383,10 @@ def _describe(code: int) -> str:
 
 def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
     """The last lines of a log file from byte `start` on, without `NOISE`; empty if it does not exist."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+    text = ""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 

@@ -109,10 +109,9 @@ def _boot() -> str:
 
 def _read(path: Path) -> dict[str, str]:
     """The last holder; empty if its run has ended, or is about to write its name."""
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
+    return {}
 
 
 def _write(file: int, holder: dict[str, str]) -> None:

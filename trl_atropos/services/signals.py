@@ -127,12 +127,11 @@ def _ctrl_c_kept() -> Iterator[None]:
     if not callable(usual):  # ignored, left to the system, or set from outside of Python
         yield
         return
-    count = 0
+    came: list[int] = []
 
     def keep(signum: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+        came.append(signum)
+        if len(came) > 1:
             usual(signum, frame)
 
     signal.signal(signal.SIGINT, keep)
@@ -140,7 +139,7 @@ def _ctrl_c_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        if count == 1:
+        if len(came) == 1:
             usual(signal.SIGINT, None)
 
 

@@ -216,6 +216,12 @@ def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
     return trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
 
 
+def can_round_adapter(trainer: Trainer) -> bool:
+    """Whether there is an adapter that `round_adapter` is for. Autocast computes it in 16 bits as it is."""
+    autocasts = trainer.accelerator.mixed_precision != "no"
+    return isinstance(trainer.model, PeftModel) and not autocasts and why_no_masters(trainer) is None
+
+
 def round_adapter(model: PeftModel) -> None:
     """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in fp32, in which each
     of its layers is computed then. To be trained with masters."""
@@ -245,7 +251,10 @@ def values_on_their_way(sizes: list[int]) -> int:
 
 
 def use_masters(trainer: Trainer, offload: bool = False) -> None:
-    """Makes `trainer` build the optimizer that its arguments name with fp32 masters. See `MasterOptimizer`."""
+    """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit parameters are trained.
+    See `MasterOptimizer`."""
+    if not {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad} & set(HALF):
+        return
     if why := why_no_masters(trainer):
         raise AtroposTrainingError(why)
     cls, kwargs = _optimizer_of(trainer)
