@@ -137,8 +137,8 @@ class AtroposGRPOConfig(GRPOConfig):
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             `1` keeps the server's weights in host memory while it sleeps, `2` discards them.
         master_weights (`bool`, *optional*, defaults to `True`):
-            Whether to keep float32 master weights where the trained parameters are 16-bit, and to accumulate gradients
-            in float32. Without them, updates smaller than the resolution of the parameters are lost.
+            Whether to keep float32 masters of 16-bit weights (an adapter then has the 16 bits of its base), and to
+            accumulate gradients in float32. Without, updates smaller than the resolution of the weights are lost.
         offload_master_weights (`bool`, *optional*, defaults to `False`):
             Whether to keep the master weights and the state of the optimizer in host memory.
 
