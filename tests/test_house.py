@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
-MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 18_787, 11, 79
+MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 18_710, 11, 79
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
 # `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.

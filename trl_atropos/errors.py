@@ -5,11 +5,9 @@ ERROR, WARNING = "error", "warning"
 
 
 class AtroposTrainingError(RuntimeError):
-    """
-    Base of every error whose message is written for the person who started the run: what happened, the value that was
-    seen, what to do about it in sentences, and a stable name for scripts, such as `port-taken`. The level is
-    `"warning"` for a finding of `check` that does not end a run.
-    """
+    """Base of every error whose message is written for the person who started the run: what happened, the value that
+    was seen, what to do about it in sentences, and a stable name for scripts, such as `port-taken`. The level is
+    `"warning"` for a finding of `check` that does not end a run."""
 
     usual_code = "error"
     what_has_seen = False  # whether `what` always says the value in its own words

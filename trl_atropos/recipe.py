@@ -127,10 +127,8 @@ class Recipe:
         return words if self.environment_file(spec) is None else [*words, "--config", str(self._file_of(spec))]
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
-        """
-        What the run writes for Atropos' `--config`, which drops settings that an environment does not have. `None` for
-        a command without `servers`.
-        """
+        """What the run writes for Atropos' `--config`, which drops settings that an environment does not have. `None`
+        for a command without `servers`."""
         if spec.path is None and spec.servers is None:
             return None
         usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": NO_KEY}

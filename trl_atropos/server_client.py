@@ -112,10 +112,8 @@ class ServerClient:
         return ""
 
     def pause(self, clear_cache: bool = True, in_place: bool = False) -> None:
-        """
-        Stops sampling after the running step. Requests in flight stay; with `clear_cache`, they recompute what they
-        cached. With `in_place`, this process will write into the server's memory: its death would tear the weights.
-        """
+        """Stops sampling after the running step. Requests in flight stay; with `clear_cache`, they recompute what they
+        cached. With `in_place`, this process will write into the server's memory: its death would tear the weights."""
         self._call("/pause", "pausing the server", {"clear_cache": clear_cache, "in_place": in_place})
 
     def resume(self, policy_version: int) -> None:
@@ -284,10 +282,8 @@ def at_once(clients: list[ServerClient], call: Callable[[ServerClient], Any]) ->
 
 @dataclass(eq=False)
 class Servers:
-    """
-    The servers of a run as one: the same call to each of them, and an outcome that all ranks share. The arguments are
-    those of `ServerClient`, and the class that talks to each.
-    """
+    """The servers of a run as one: the same call to each of them, and an outcome that all ranks share. The arguments
+    are those of `ServerClient`, and the class that talks to each."""
 
     urls: list[str]
     timeout: float

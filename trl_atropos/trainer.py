@@ -196,8 +196,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
                     "`router_aux_loss_coef: 0`, or leave `max_tokens_per_micro_batch` out."
                 )
             has_masters = args.master_weights and not self.is_sharded
-            self._rounds_adapter = has_masters and masters.can_round_adapter(self)
-            self._round_adapter()
+            if has_masters and masters.can_round_adapter(self):
+                masters.round_adapter(self.model)
             self.policy_publisher.attach(self)
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
@@ -215,10 +215,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
-
-    def _round_adapter(self) -> None:
-        if self._rounds_adapter:
-            masters.round_adapter(self.accelerator.unwrap_model(self.model))
 
     def _refuse_what_cannot_be_trained(self) -> None:
         if self.is_model_parallel:
@@ -390,9 +386,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         checkpoints.require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
         if isinstance(policy, PreTrainedModel):
             return checkpoints.load_weights(policy, resume_from_checkpoint)
-        with checkpoints.weight_errors(resume_from_checkpoint):
+        with checkpoints.weight_errors(resume_from_checkpoint), masters.parameters_kept(policy):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._round_adapter()  # which PEFT loads into float32
 
     def _load_best_model(self) -> None:
         """As a run that resumes loads it: Transformers would pass over what some families save under other names."""
@@ -412,11 +407,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
-        """
-        One empty item per micro-batch: the rollouts come from `rollout_source`. Not prepared by accelerate, whose
+        """One empty item per micro-batch: the rollouts come from `rollout_source`. Not prepared by accelerate, whose
         loader reads one batch ahead, which needs the next policy. As long as the run: the end of an epoch would end a
-        gradient accumulation in the middle.
-        """
+        gradient accumulation in the middle."""
         length = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(length), batch_size=1, collate_fn=lambda items: [{"prompt": ""}])
 
@@ -691,10 +684,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """
-        Begins the evaluations that are due. Returns the metrics that are known of this step: all of them if training
-        waits for them (`eval_hold`, before the first step and after the last); the others are logged when they come.
-        """
+        """Begins the evaluations that are due. Returns the metrics that are known of this step: all of them if
+        training waits for them (`eval_hold`, before the first step and after the last); the others are logged when
+        they come."""
         if not self._source_started:
             raise RuntimeError("the servers have the policy only within `train`: use `trl-atropos eval` elsewhere")
         step = self.state.global_step

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import os
 import re
 import resource
@@ -210,12 +211,14 @@ def test_an_adapter_is_computed_in_the_16_bits_of_its_base_and_trained_with_mast
     begin = [parameter.detach().clone() for parameter in adapter_of(whole)]
     whole.train()
     resumed = run(tmp_path / "whole", peft=True, **half)
+    before = adapter_of(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
     for trainer in (whole, resumed):
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
         masters = trainer.optimizer.optimizer.state_dict()["masters"]
         assert any(not torch.equal(one, one.bfloat16().float()) for one in masters)
         assert all(map(torch.equal, adapter_of(trainer), [one.bfloat16() for one in masters]))
+    assert all(map(operator.is_, adapter_of(resumed), before))  # which publisher and optimizer know
     assert any(not torch.equal(*pair) for pair in zip(begin, adapter_of(whole)))
     assert all(
         map(torch.equal, *(trainer.optimizer.optimizer.state_dict()["masters"] for trainer in (whole, resumed)))

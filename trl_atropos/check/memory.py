@@ -151,10 +151,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -> dict[str, int]:
-    """
-    Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind. With `exact_gradients`,
-    they are in float32 whatever the parameters are (`weights/masters.py`).
-    """
+    """Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind. With
+    `exact_gradients`, they are in float32 whatever the parameters are (`weights/masters.py`)."""
     args, plain, live = case.training, base_model(model), LiveBytes([*model.parameters(), *model.buffers()])
     # Is there a gradient already, of the micro-batches before?
     accumulates = args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
@@ -179,10 +177,9 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
 
 
 def _score(model: Any, case: Case) -> torch.Tensor:
-    """
-    The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the loss itself has a few
-    floats per token. Rollouts differ in length, so there is an attention mask, unless attention takes more without.
-    """
+    """The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the loss itself has a
+    few floats per token. Rollouts differ in length, so there is an attention mask, unless attention takes more
+    without."""
     ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
     mask = {} if case.plain_attention else {"attention_mask": torch.ones_like(ids)}
     hidden, weight = model.base_model(input_ids=ids, **mask, use_cache=False)[0], model.get_output_embeddings().weight
@@ -195,11 +192,9 @@ def _score(model: Any, case: Case) -> torch.Tensor:
 
 
 def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
-    """
-    What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in trl/kernels/chunked_logprob.py): a tile of
-    logits in the dtype that is computed in, what folds it where there is no Triton (7.25 tiles in float32), and
-    float32 gradients, which are then rounded.
-    """
+    """What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in trl/kernels/chunked_logprob.py): a tile
+    of logits in the dtype that is computed in, what folds it where there is no Triton (7.25 tiles in float32), and
+    float32 gradients, which are then rounded."""
     dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"  # there, TRL's Triton kernel folds
     tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.

@@ -36,10 +36,8 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def train(words: list[str]) -> None:
-    """
-    Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or 130 after Ctrl-C.
-    Unlike `accelerate launch`, it waits until the trainer has cleaned up.
-    """
+    """Runs accelerate's launcher in this process, on `trl_atropos.train`. Exits with its code, or 130 after Ctrl-C.
+    Unlike `accelerate launch`, it waits until the trainer has cleaned up."""
     from trl_atropos.train import apply_recipe_environment, print_help
 
     if {"-h", "--help"} & set(words) or not words:
@@ -301,10 +299,9 @@ def slurm(words: list[str]) -> None:
 
 
 def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
-    """
-    The script for the recipe and the settings in `words`, which does what docs/multi-node.md does by hand. It is to be
-    read, and completed with what a cluster wants (account, partition). Raises `RecipeError` if such a run cannot be.
-    """
+    """The script for the recipe and the settings in `words`, which does what docs/multi-node.md does by hand. It is to
+    be read, and completed with what a cluster wants (account, partition). Raises `RecipeError` if such a run cannot
+    be."""
     recipe = next(iter(values_of("--config", words)[0]), "")
     if not recipe:
         raise RecipeError("No recipe", fix="Name it first: `trl-atropos slurm RECIPE --nodes N`.")

@@ -111,10 +111,8 @@ def check_names(field: str, names: Sequence[str]) -> None:
 
 
 class Health:
-    """
-    Warns when a signal rises, and again only after it has been below its threshold for 20 batches. `thresholds` has
-    those that differ from `SIGNALS`; the signals of `stop_on` end the run when they warn.
-    """
+    """Warns when a signal rises, and again only after it has been below its threshold for 20 batches. `thresholds` has
+    those that differ from `SIGNALS`; the signals of `stop_on` end the run when they warn."""
 
     def __init__(self, thresholds: Mapping[str, float], stop_on: Sequence[str]):
         self._thresholds = {name: signal.threshold for name, signal in SIGNALS.items()} | dict(thresholds)
@@ -123,10 +121,8 @@ class Health:
         self._warned: set[str] = set()
 
     def check(self, measures: Mapping[str, float]) -> None:
-        """
-        Looks at what was measured of one generation batch. A signal that is not measured in it stays as it was. Raises
-        `AtroposTrainingError` if one of `stop_on` warns.
-        """
+        """Looks at what was measured of one generation batch. A signal that is not measured in it stays as it was.
+        Raises `AtroposTrainingError` if one of `stop_on` warns."""
         stopping = None
         for name, value in measures.items():
             threshold, patience = self._thresholds[name], SIGNALS[name].patience
@@ -211,11 +207,9 @@ class History:
         self._since_best = 0
 
     def add(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """
-        `constant_rewards`: batches in a row in which every score was the same number. `reward_stalled`: batches since
-        the mean of the last 20 was above the best one so far by more than two standard errors. `loss_divisor`, where
-        there is one: its ratio to the longest completion so far.
-        """
+        """`constant_rewards`: batches in a row in which every score was the same number. `reward_stalled`: batches
+        since the mean of the last 20 was above the best one so far by more than two standard errors. `loss_divisor`,
+        where there is one: its ratio to the longest completion so far."""
         scores = {rollout.score for rollout in rollouts}
         value = scores.pop() if len(scores) == 1 else None
         self._constant = 0 if value is None else self._constant + 1 if value == self._value else 1

@@ -71,11 +71,9 @@ class Stopwatch:
 
 
 class StepTimes(TrainerCallback):
-    """
-    Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as `time/NAME`, and as
+    """Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as `time/NAME`, and as
     `speed/NAME` what `tokens` says of the batch at hand: how many tokens a step takes that were sampled, and how many
-    it trains on, prompts included.
-    """
+    it trains on, prompts included."""
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
         self._stopwatch = stopwatch

@@ -126,10 +126,8 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
 
 
 def series(run: Run, limit: int) -> dict[str, Any]:
-    """
-    Every metric over the steps at which it was logged: `{name: [steps, values]}`. More than `limit` points are joined:
-    of neighbours the mean, or the largest where the metric is a maximum.
-    """
+    """Every metric over the steps at which it was logged: `{name: [steps, values]}`. More than `limit` points are
+    joined: of neighbours the mean, or the largest where the metric is a maximum."""
     found = {}
     for name in sorted({name for values in run.logs.values() for name in values} - {"step", "epoch"}):
         points = [(step, values[name]) for step, values in sorted(run.logs.items()) if name in values]

@@ -40,10 +40,8 @@ NUM_SAMPLES = 3
 
 
 class RunLog(TrainerCallback):
-    """
-    Writes the log into `folder`, and the tokenizer beside it, so that a report of a run that goes on can show text.
-    `model` are settings of the model that are noted beside those of the training, by default its name.
-    """
+    """Writes the log into `folder`, and the tokenizer beside it, so that a report of a run that goes on can show text.
+    `model` are settings of the model that are noted beside those of the training, by default its name."""
 
     def __init__(self, folder: str | Path, model: Mapping[str, Any] | None = None):
         self.model = dict(model or {})
@@ -124,10 +122,8 @@ class RunLog(TrainerCallback):
         logger.warning("%s cannot be written (%s): reports of this run end here.", self._folder / LOG, reason)
 
     def batch(self, rollouts: Sequence[Rollout], version: int, source: Mapping[str, Any]) -> None:
-        """
-        Notes a generation batch that was just handed out, and the policy version that it is trained at. `source` is
-        the state of the source after that; without a spool, there are no rollouts to refer to.
-        """
+        """Notes a generation batch that was just handed out, and the policy version that it is trained at. `source` is
+        the state of the source after that; without a spool, there are no rollouts to refer to."""
         self.rewards.append(sum(one.score for one in rollouts) / len(rollouts))
         apart = max(1, len(rollouts) // NUM_SAMPLES)  # so that they are of different groups
         self.last_rollouts = list(rollouts[::apart][:NUM_SAMPLES])

@@ -83,10 +83,8 @@ def first_and_last(evaluations: Sequence[Result]) -> list[Result]:
 def closing_lines(
     summary: dict, log: RunLog, decode, curve: str, replayed: bool, evaluations: Sequence[Result]
 ) -> list[str]:
-    """
-    What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
-    another policy, so they show nothing of this training. On a terminal, each is one line of its width.
-    """
+    """What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
+    another policy, so they show nothing of this training. On a terminal, each is one line of its width."""
     lines, room = [""], (columns() or 400) - len("  '' -> ''  0.000")
     when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
     for title, rollouts in zip(when, (log.first_rollouts, log.last_rollouts), strict=True):
@@ -165,10 +163,8 @@ def show_lines(handler: CallbackHandler) -> None:
 
 
 def format_line(step: int, max_steps: int, logs: dict[str, float], news: str = "", width: int | None = None) -> str:
-    """
-    One line: the step, and every column that was logged. Where `width` characters are too few, the columns of
-    `LEFT_OUT_FIRST` are left out as needed, and `news` gets a line of its own.
-    """
+    """One line: the step, and every column that was logged. Where `width` characters are too few, the columns of
+    `LEFT_OUT_FIRST` are left out as needed, and `news` gets a line of its own."""
     shown, line = list(COLUMNS), ""
     for name in (None, *LEFT_OUT_FIRST):
         shown = [column for column in shown if column != name]
@@ -207,10 +203,9 @@ def complete_card(
     evaluations: Sequence[Result],
     draw: bool,
 ) -> None:
-    """
-    Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it. `base` is the
-    model that the run began with, `adapters` are PEFT's configurations, `commands` those of the environments by name.
-    """
+    """Completes the card that TRL has just written in `output_dir`, and draws the reward curve beside it. `base` is
+    the model that the run began with, `adapters` are PEFT's configurations, `commands` those of the environments by
+    name."""
     folder = Path(args.output_dir)
     card = ModelCard.load(folder / "README.md")
     card.data.pipeline_tag = "text-generation"
@@ -269,10 +264,8 @@ KEPT_HERE += ["report.html", "training_args.bin"]
 
 @contextmanager
 def model_only() -> Iterator[None]:
-    """
-    Within, Transformers uploads nothing of `KEPT_HERE`, and a failure of an upload in the background is logged. (With
-    a `.gitignore`, the Hub would still be sent the names and the first bytes of these files.)
-    """
+    """Within, Transformers uploads nothing of `KEPT_HERE`, and a failure of an upload in the background is logged.
+    (With a `.gitignore`, the Hub would still be sent the names and the first bytes of these files.)"""
     api = hf_api()
     upload = api.upload_folder
 

@@ -223,12 +223,10 @@ def wait_for_api(call: Callable[[], T], timeout: float, failure: str) -> T:
 
 
 def join(client: AtroposClient, registration: Registration, *, reset: bool) -> Status:
-    """
-    Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
+    """Registers, and verifies that the API holds this run's batch size and length. `reset` first discards what the API
     holds; otherwise it keeps the queue of an earlier trainer with the same batch size and length. Raises
     `ApiUnreachable` or `ReplyLost` if the API does not answer (call again), and `RolloutError` if it holds another
-    registration or takes none.
-    """
+    registration or takes none."""
     # If an environment delivers before any trainer has registered, the API ignores every registration, and never hands
     # out what is queued. Another delivery may come between the reset and the registration.
     for _ in range(1 + HEAL_TRIES):

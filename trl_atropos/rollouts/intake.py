@@ -70,10 +70,8 @@ class Intake:
         return Counter({reason: self._counts[reason] for reason in REASONS})
 
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
-        """
-        The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
-        Raises `RolloutError` as `rollouts_of` does, and if the model does not know the tokens of most groups.
-        """
+        """The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
+        Raises `RolloutError` as `rollouts_of` does, and if the model does not know the tokens of most groups."""
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
@@ -159,11 +157,9 @@ class Intake:
             logger.warning(message + " Later ones are only counted in the metrics.", *values)
 
     def metrics(self) -> dict[str, float]:
-        """
-        Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`, `_too_long`,
-        `_untrained` and `_evaluation`; and `rollouts/unknown_logprobs`, the share of trained tokens whose
-        log-probability the environment did not send (left out when no token came in).
-        """
+        """Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`,
+        `_too_long`, `_untrained` and `_evaluation`; and `rollouts/unknown_logprobs`, the share of trained tokens whose
+        log-probability the environment did not send (left out when no token came in)."""
         counts = self._counts.copy()
         new, self._reported = counts - self._reported, counts
         metrics = {"rollouts/rejected_groups": float(new["groups"])}
@@ -272,12 +268,10 @@ class VersionBook:
         self._warned: set[str | int | None] = set()  # servers and environments
 
     def tag(self, rollouts: list[Rollout]) -> None:
-        """
-        Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
+        """Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
         and the version at its last sampled token. Both are None if a turn of it is unknown: its log-probabilities are
         missing, something has changed it, or another server sampled it. Raises `RolloutError` if no rollout of an
-        environment was sampled at the trainer's temperature.
-        """
+        environment was sampled at the trainer's temperature."""
         if not self.urls:
             return
         turns = [turn_keys(rollout) for rollout in rollouts]
@@ -358,10 +352,8 @@ class VersionBook:
     def _check_settings(
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
-        """
-        Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
-        step. Other differences are warned about once per environment.
-        """
+        """Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
+        step. Other differences are warned about once per environment."""
         differences = [
             {
                 name: value
@@ -399,10 +391,8 @@ def _shown(settings: dict[str, float]) -> str:
 
 
 def turn_keys(rollout: Rollout) -> list[bytes] | None:
-    """
-    The key of each turn, under which a server noted it. A turn is a run of trained tokens, and its prompt is all
-    tokens before it. None if a trained token has no log-probability.
-    """
+    """The key of each turn, under which a server noted it. A turn is a run of trained tokens, and its prompt is all
+    tokens before it. None if a trained token has no log-probability."""
     edges = np.flatnonzero(np.diff(rollout.mask, prepend=False, append=False))
     tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
     offset = len(rollout.prompt_ids)

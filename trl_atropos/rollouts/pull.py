@@ -87,10 +87,8 @@ class BatchPuller:
         return self._region.base if self._region.left else self._region.end
 
     def join(self, *, reset: bool = False) -> list[Arrival]:
-        """
-        Becomes the API's trainer, or finds that this run is it already. Returns what is known to be lost with an
-        earlier API. Raises as `api.join` does.
-        """
+        """Becomes the API's trainer, or finds that this run is it already. Returns what is known to be lost with an
+        earlier API. Raises as `api.join` does."""
         ours, name = self.spool.registrations, self.client.trainer()
         anew = reset or name not in ours
         # Environments go on from the API's step, which counts batches, including those of this run's earlier APIs.
@@ -136,10 +134,8 @@ class BatchPuller:
         return lost
 
     def pull(self) -> list[Arrival]:
-        """
-        Sends at most one `GET /batch`. Returns what has a place now, often nothing. Raises `RolloutError` if the API
-        has failed for `api_down_timeout` seconds, or came back with another registration.
-        """
+        """Sends at most one `GET /batch`. Returns what has a place now, often nothing. Raises `RolloutError` if the
+        API has failed for `api_down_timeout` seconds, or came back with another registration."""
         try:
             if self._held is not None:
                 return self._place_held()
@@ -164,11 +160,9 @@ class BatchPuller:
         return []
 
     def let_begin(self, rollouts: int) -> None:
-        """
-        With a new policy, as many of the requests that waited may begin as are for one batch. `rollouts` have been
+        """With a new policy, as many of the requests that waited may begin as are for one batch. `rollouts` have been
         pulled and not handed out: where the API gave out several batches at once, environments have asked for as many
-        anew, and what begins now is trained on after all of these.
-        """
+        anew, and what begins now is trained on after all of these."""
         if self.policy_is_new and self._holding and self.hold_requests is not None:
             self.hold_requests(True, 1 / (1 + rollouts // self.registration.batch_size))
         self.policy_is_new = False

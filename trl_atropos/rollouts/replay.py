@@ -114,10 +114,8 @@ class ReplaySource(RolloutSource):
 
 
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
-    """
-    The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
-    Raises `RolloutError` for a path that does not exist, or a directory without such a file.
-    """
+    """The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
+    Raises `RolloutError` for a path that does not exist, or a directory without such a file."""
     if not paths:
         fix = "Name a file or a folder, or leave it out to train on a live API."
         raise RolloutError("`replay_paths` is empty", "replay_paths: []", fix, "replay")

@@ -50,10 +50,8 @@ class Rollout:
         return self.token_advantages is not None and not (self.zero_advantage or self.sft)
 
     def teaches_nothing(self, distils: bool) -> bool:
-        """
-        Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it;
-        `distils` is whether the run learns from the teacher that a rollout may bring.
-        """
+        """Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it;
+        `distils` is whether the run learns from the teacher that a rollout may bring."""
         if self.group_std > ZERO_STD or (distils and self.distill_ids is not None):
             return False
         has_other_advantage = self.sft or self.raw_advantage or self.token_advantages is not None
@@ -61,10 +59,8 @@ class Rollout:
 
 
 def group_statistics(scores: Sequence[float]) -> tuple[float, float]:
-    """
-    Mean and standard deviation (ddof=1; 0.0 for one score) with the float32 operations of TRL's
-    `GRPOTrainer._generate_and_score_completions`, so that advantages equal TRL's bit for bit.
-    """
+    """Mean and standard deviation (ddof=1; 0.0 for one score) with the float32 operations of TRL's
+    `GRPOTrainer._generate_and_score_completions`, so that advantages equal TRL's bit for bit."""
     import torch
     from trl.trainer.utils import nanstd
 
@@ -90,11 +86,9 @@ def normalised(
 
 
 def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
-    """
-    One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
+    """One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
     deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`).
-    `token_advantages` are not looked at.
-    """
+    `token_advantages` are not looked at."""
 
     def values(dtype: type, *names: str) -> list[np.ndarray]:
         return [np.array([getattr(rollout, name) for rollout in rollouts], dtype) for name in names]
@@ -172,10 +166,8 @@ def _for_arrow(value: Any) -> Any:
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """
-    The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory. Raises
-    `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values.
-    """
+    """The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory. Raises
+    `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values."""
     columns: dict[str, list] = {}
     for name, kind in COLUMNS.items():
         column = table.column(name).cast(kind)

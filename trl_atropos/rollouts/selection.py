@@ -28,10 +28,8 @@ FORGET = 120.0  # seconds without a rollout after which an environment no longer
 
 @dataclass
 class Books:
-    """
-    Numbers of rollouts that were handed out, dropped, or lost with an API that was restarted. Their sum is the number
-    that was produced up to the last one handed out: each of those is in exactly one of the counts.
-    """
+    """Numbers of rollouts that were handed out, dropped, or lost with an API that was restarted. Their sum is the
+    number that was produced up to the last one handed out: each of those is in exactly one of the counts."""
 
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
@@ -95,10 +93,8 @@ class Shares:
 
 @dataclass(eq=False)
 class Feed:
-    """
-    The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of the moment after the
-    last `take`.
-    """
+    """The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of the moment after
+    the last `take`."""
 
     puller: BatchPuller  # joined to its API
     spool: Spool

@@ -66,19 +66,15 @@ class RunInfo:
 
 
 class RolloutSource(Protocol):
-    """
-    Gives the trainer validated rollouts, oldest first. Every method is called on rank 0 only. A source that inherits
-    from this class need only define `start` and `poll`.
-    """
+    """Gives the trainer validated rollouts, oldest first. Every method is called on rank 0 only. A source that
+    inherits from this class need only define `start` and `poll`."""
 
     def start(self, run: RunInfo) -> None:
         """Called once, when the sampler is healthy."""
 
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
-        """
-        Exactly `num_rollouts` rollouts, with their `staleness` where that is known, or None when `timeout` seconds
-        passed without that many; then call again.
-        """
+        """Exactly `num_rollouts` rollouts, with their `staleness` where that is known, or None when `timeout` seconds
+        passed without that many; then call again."""
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, to be logged."""
@@ -292,14 +288,12 @@ class AtroposSource:
         return rollouts
 
     def metrics(self) -> dict[str, float]:
-        """
-        Since the last call, of the rollouts that came in: the counts of `Intake.metrics`. Of those that were dropped:
-        `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
+        """Since the last call, of the rollouts that came in: the counts of `Intake.metrics`. Of those that were
+        dropped: `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
         `rollouts/staleness_mean` and `_max` (optimizer steps), `rollouts/share_unknown_version`,
         `rollouts/queue_seconds` (mean time since the pull) and `rollouts/rows_env_NAME` (the number at the API for an
         environment whose name is not known). `rollouts/waiting_rows`: pulled, and not yet handed out.
-        `rollouts/api_restarts`, and the metrics of `environments`.
-        """
+        `rollouts/api_restarts`, and the metrics of `environments`."""
         metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
         metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
         metrics["rollouts/lost_batches"] = metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size

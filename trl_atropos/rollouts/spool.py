@@ -82,11 +82,9 @@ class Part:
 
 
 class Spool:
-    """
-    The files in `folder`, which is made if missing: `parts` are their headers, oldest first. `registrations` are the
-    names under which this run has been the API's trainer, and the API's step then. Raises `RolloutError` if the folder
-    cannot be written to, or its `spool.meta` was not written by this class.
-    """
+    """The files in `folder`, which is made if missing: `parts` are their headers, oldest first. `registrations` are
+    the names under which this run has been the API's trainer, and the API's step then. Raises `RolloutError` if the
+    folder cannot be written to, or its `spool.meta` was not written by this class."""
 
     def __init__(self, folder: str | Path, max_bytes: float):
         self.folder = Path(folder)
@@ -302,21 +300,17 @@ def oldest_cursor(output_dir: str | Path, spool: str) -> int | None:
 
 
 class TrainerLogprobs:
-    """
-    One Feather file per generation batch in the spool's `folder`, for the trainer-sampler gap in `trl-atropos report`:
+    """One Feather file per generation batch in the spool's `folder`, for the trainer-sampler gap of the report:
     `index` is that of the spool's rollouts, `logprobs` has a float32 per completion token, in nats, NaN where it was
-    not trained. A file whose rollouts the spool has removed is removed with the next write.
-    """
+    not trained. A file whose rollouts the spool has removed is removed with the next write."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._failed = False
 
     def keep(self, rollouts: Sequence[Rollout], output: "dict[str, torch.Tensor]", accelerator: "Accelerator") -> None:
-        """
-        Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors of TRL.
-        Ignores rollouts that are not in this run's spool.
-        """
+        """Call it on every rank, with the rollouts of all ranks, rank 0 first, and this rank's `(B, C)` tensors of
+        TRL. Ignores rollouts that are not in this run's spool."""
         import torch
 
         if any(rollout.index < 0 for rollout in rollouts):
@@ -330,10 +324,9 @@ class TrainerLogprobs:
             self.write(rollouts, values.cpu().numpy())
 
     def write(self, rollouts: Sequence[Rollout], values: np.ndarray) -> None:
-        """
-        Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what the run had written
-        of these and later rollouts before it was resumed. If it cannot write, the log says so, and it stops.
-        """
+        """Writes one generation batch: `values` is `(n, width)` float32, right-padded. Removes what the run had
+        written of these and later rollouts before it was resumed. If it cannot write, the log says so, and it
+        stops."""
         if self._failed:
             return
         pairs = sorted(zip(rollouts, values, strict=True), key=lambda pair: pair[0].index)

@@ -115,10 +115,8 @@ UNREADABLE = "unreadable"
 
 
 def decode_reply(body: bytes) -> BatchReply:
-    """
-    The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
-    `ValueError` if the body is not the JSON of such a reply.
-    """
+    """The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
+    `ValueError` if the body is not the JSON of such a reply."""
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
         # Reading group by group takes much less memory. If the cuts are wrong, some part is not JSON by itself.
@@ -305,10 +303,8 @@ def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, 
 
 
 def _messages(value: Any, size: int) -> list[str | None]:
-    """
-    The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They are
-    for human readers only, so no shape of them is an error.
-    """
+    """The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They
+    are for human readers only, so no shape of them is an error."""
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
     return [_message_text(messages) if messages else None for messages in value]

@@ -96,11 +96,9 @@ def is_batch_invariant() -> bool:
 
 
 def keep_batch_invariant() -> None:
-    """
-    In this process, closes two gaps of vLLM's batch-invariant mode: from 256 tokens on, norms that add a residual sum
-    in another order (github.com/vllm-project/vllm/issues/48271), and if all queries of a batch are short,
-    FlashAttention 3 divides the keys in other tiles (issues/51902).
-    """
+    """In this process, closes two gaps of vLLM's batch-invariant mode: from 256 tokens on, norms that add a residual
+    sum in another order (github.com/vllm-project/vllm/issues/48271), and if all queries of a batch are short,
+    FlashAttention 3 divides the keys in other tiles (issues/51902)."""
     import vllm.v1.attention.backends.flash_attn as flash_attn  # which builds for the CPU cannot import
     from vllm.model_executor.layers import layernorm
 

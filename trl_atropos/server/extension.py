@@ -172,12 +172,10 @@ class Message:
 
 
 class WeightReceiver:
-    """
-    Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
+    """Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
     does the fusing, slicing and padding for this worker. The first time, any number of `load`, then `finish`. What the
-    loader copies where is noted, and from then on `load_again` makes the same copies, all of a message at once.
-    Raises `ValueError` if new weights would not reach some layers.
-    """
+    loader copies where is noted, and from then on `load_again` makes the same copies, all of a message at once. Raises
+    `ValueError` if new weights would not reach some layers."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
         if packed := layout.refusal_of_packed_layers():

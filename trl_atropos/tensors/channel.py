@@ -160,10 +160,9 @@ class GlooChannel(GroupChannel):
 
 
 class NcclChannel(GroupChannel):
-    """
-    An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port, by vLLM's binding,
-    which both sides have. It is never destroyed, because that would wait for the other side, which may be gone.
-    """
+    """An NCCL communicator made from an id that came over HTTP, so that it needs no store and no port, by vLLM's
+    binding, which both sides have. It is never destroyed, because that would wait for the other side, which may be
+    gone."""
 
     def __init__(self, device: torch.device, rank: int, world_size: int, unique_id: bytes):
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, buffer_type, cudaStream_t
@@ -235,11 +234,9 @@ def open_memory(device: torch.device, num_bytes: int) -> tuple[MemoryChannel, di
 def open_group(
     kind: str, device: torch.device, servers: list[tuple[str, int, Callable[[dict], Any]]], timeout: float
 ) -> Channel:
-    """
-    Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: of each the host, the number of
-    workers, and a function that asks it to join with a specification and returns when it has. The functions run in
-    threads. All servers have joined within `timeout` seconds, and a transfer takes no longer.
-    """
+    """Opens the sender's end of a "gloo" or "nccl" group with the workers of `servers`: of each the host, the number
+    of workers, and a function that asks it to join with a specification and returns when it has. The functions run in
+    threads. All servers have joined within `timeout` seconds, and a transfer takes no longer."""
     world_size = 1 + sum(workers for _, workers, _ in servers)
     common: dict[str, Any] = {"kind": kind, "world_size": world_size, "timeout": timeout}
     if kind == "nccl":

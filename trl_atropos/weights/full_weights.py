@@ -57,11 +57,9 @@ class FixedMessage:
 
 
 class FullWeights(Transfer):
-    """
-    In the first publish, the servers take one message after the other through vLLM's loader, and note what it copies.
-    In those that follow they make the same copies, and all messages flow in one call. Where nothing is gathered,
-    merged or computed, the trainer notes its copies, too.
-    """
+    """In the first publish, the servers take one message after the other through vLLM's loader, and note what it
+    copies. In those that follow they make the same copies, and all messages flow in one call. Where nothing is
+    gathered, merged or computed, the trainer notes its copies, too."""
 
     def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)

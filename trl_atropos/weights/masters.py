@@ -6,8 +6,9 @@ the parameters are set to the rounded masters, in their own memory. DeepSpeed an
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 PART = 1 << 28  # values that are stepped at a time where masters are offloaded, or one parameter's
+THREADS = 16  # for that, at most: it is memory that it waits for
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -100,7 +102,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             params, masters = zip(*part, strict=True)
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient
-            self.inner.step()
+            with _threads(THREADS) if self.offload else nullcontext():
+                self.inner.step()
             for master in masters:
                 master.grad = None
             # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
@@ -231,6 +234,20 @@ def round_adapter(model: PeftModel) -> None:
             parameter.data = parameter.data.to(base)
 
 
+@contextmanager
+def parameters_kept(model: PeftModel) -> Iterator[None]:
+    """PEFT makes new parameters, in float32, when it loads an adapter over one in 16 bits."""
+    before = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    yield
+    for name, parameter in before.items():
+        module, _, leaf = name.rpartition(".")
+        places = model.get_submodule(module)._parameters
+        if places[leaf] is not parameter:
+            with torch.no_grad():
+                parameter.copy_(places[leaf])
+            places[leaf] = parameter
+
+
 def parts_of(sizes: list[int]) -> list[list[int]]:
     """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART` or of one each.
     Returns their places in the list."""
@@ -294,6 +311,17 @@ def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> It
             yield lambda loss: accelerator.backward(loss, **options)
     finally:
         state._set_sync_gradients(synchronizes)
+
+
+@contextmanager
+def _threads(most: int) -> Iterator[None]:
+    """As many threads as this process has cores: accelerate's launcher gives it one, unless told otherwise."""
+    usual, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(usual, min(most, cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

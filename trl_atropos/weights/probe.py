@@ -122,11 +122,9 @@ def num_positions(config: PreTrainedConfig) -> float:
 
 
 class Probe:
-    """
-    `one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start. `proven`
-    says, on every rank alike, whether all weights of this version were found equal bit for bit: then a difference on a
-    GPU or in 16 bits is rounding, of which the log warns while the run goes on.
-    """
+    """`one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start.
+    `proven` says, on every rank alike, whether all weights of this version were found equal bit for bit: then a
+    difference on a GPU or in 16 bits is rounding, of which the log warns while the run goes on."""
 
     def __init__(
         self,
