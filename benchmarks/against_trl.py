@@ -113,7 +113,7 @@ def _measure(folder: Path, model: Path, side: str, options: argparse.Namespace, 
     log, peak = folder / "log.txt", Peak()
     began = time.monotonic()
     with log.open("w") as file, peak:
-        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=os.environ | _environment())
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=os.environ | run_variables())
         try:
             code = process.wait(options.timeout)
         except subprocess.TimeoutExpired:
@@ -133,7 +133,7 @@ def _last_words(log: Path) -> str:
     return "".join(error[1:]) if error[1] else tail(log)
 
 
-def _environment() -> dict[str, str]:
+def run_variables() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 

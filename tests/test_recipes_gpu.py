@@ -18,7 +18,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.against_trl import WARM_UP, Peak, read_logs, summary
+from benchmarks.against_trl import WARM_UP, Peak, read_logs, run_variables, summary
 from recipes.quickstart.make_model import byte_tokenizer
 from tests.launching import ROOT, free_urls
 from tests.miniature import commands, server_urls
@@ -140,7 +140,7 @@ def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
     model = model_of(recipe["model_name_or_path"])
     urls = free_urls(len(server_urls(recipe)))
     file = recipe_of(path, model, tmp_path, urls)
-    env = {**os.environ, TOKEN_VARIABLE: uuid.uuid4().hex, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _with_root()}
+    env = os.environ | run_variables() | {TOKEN_VARIABLE: uuid.uuid4().hex}
     peak, log = Peak(), tmp_path / "output.txt"
     with Services(tmp_path / "servers") as services, log.open("w") as output, peak:
         for words in commands(path):
@@ -165,10 +165,6 @@ def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
     assert told["steps"] == STEPS
     assert 0 < told["probe_max_abs_diff"] <= LIMIT
     assert max(step["grad_norm"] for step in steps) > 0
-
-
-def _with_root() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _serve(services: Services, words: list[str], model: Path, url: str, token: str) -> None:

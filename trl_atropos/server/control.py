@@ -345,8 +345,7 @@ class Control(ControlPlane):
             return
         self.broken = f"{reason}. This server is shutting down: start it again"
         logger.error("%s", self.broken)
-        self.holding = False
-        self.let_in()  # requests that wait get the reason
+        self.hold_back(False, 1.0)  # requests that wait get the reason
         self.open.set()
         grace = LEAVE_GRACE if exit_code is None else ANSWER_GRACE
         threading.Thread(target=_exit_after, args=(grace, exit_code or 1), daemon=True).start()

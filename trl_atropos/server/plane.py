@@ -132,12 +132,11 @@ class ControlPlane:
     async def hold(self, body: dict) -> None:
         """Lets requests for samples wait that come from now on, or not, and lets in a share of those that do. Those in
         flight go on, and so do the trainer's own and those of evaluations."""
-        self.holding = body["held"]
-        self.let_in(body["let_in"])
+        self.hold_back(body["held"], body["let_in"])
 
-    def let_in(self, share: float = 1.0) -> None:
-        """The first of the requests that wait."""
-        for _ in range(math.ceil(share * len(self.waiting))):
+    def hold_back(self, held: bool, let_in: float) -> None:
+        self.holding = held
+        for _ in range(math.ceil(let_in * len(self.waiting))):
             if not (turn := self.waiting.popleft()).done():  # cancelled, where its client has gone
                 turn.set_result(None)
 
@@ -201,7 +200,7 @@ class ControlPlane:
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
-            await self.hold({"held": False, "let_in": 1.0})
+            self.hold_back(False, 1.0)
             try:
                 await self.trainer_left()
             finally:

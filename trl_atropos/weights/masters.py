@@ -229,8 +229,10 @@ def round_adapter(model: PeftModel) -> None:
     """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in fp32, in which each
     of its layers is computed then. To be trained with masters."""
     base = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
+    if base not in HALF:
+        return
     for parameter in model.parameters():
-        if parameter.requires_grad and base in HALF:
+        if parameter.requires_grad:
             parameter.data = parameter.data.to(base)
 
 
