@@ -2,6 +2,7 @@
 of them notes what it was asked to do. The optimizers are accelerate's own, with a real gradient scaler."""
 
 from concurrent.futures import Future
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -68,14 +69,17 @@ PUBLISHERS = {
 
 @pytest.fixture(params=PUBLISHERS)
 def publisher(request) -> PolicyPublisher:
-    return PUBLISHERS[request.param]()
+    publisher = PUBLISHERS[request.param]()
+    if isinstance(publisher, ServerPublisher):
+        publisher.on_pause = lambda: publisher.transfer.asked.append("let begin")
+    return publisher
 
 
 def assert_published(publisher: PolicyPublisher, *versions: int) -> None:
     """Since the last call, these were published and no others. The publisher to nobody only counts."""
     if isinstance(publisher, ServerPublisher):
-        expected = [told for version in versions for told in ("pause", f"send {version}", f"resume {version}")]
-        assert publisher.transfer.asked == expected
+        told = [("pause", "let begin", f"send {version}", f"resume {version}") for version in versions]
+        assert publisher.transfer.asked == [*chain.from_iterable(told)]
         publisher.transfer.asked.clear()
     assert publisher.policy_version == publisher.trainer_version
 

@@ -331,9 +331,13 @@ def _tried(forward, model, how: How, prompt: int, ids: torch.Tensor, completions
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Each decoder layer becomes a few kernels, when it is first used: of norms, rotary embedding and activations."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True, options=FOR_ALL_LENGTHS)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)
+    if layers and any(parameter.requires_grad for parameter in layers[0].parameters()):
+        # Below an adapter, the first layer's input has no gradient, and it would be compiled for itself.
+        embeddings = model.get_input_embeddings()
+        embeddings.register_forward_hook(lambda *call: call[-1].requires_grad_() if torch.is_grad_enabled() else None)
 
 
 def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:

@@ -46,8 +46,8 @@ class PolicyPublisher:
         probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
             seen, in nats (natural logarithm of a probability).
         stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part `publish`.
-        on_pause (`Callable`): Called on every rank in a publish, once or twice, while the servers are paused: requests
-            that come now begin with the next version.
+        on_pause (`Callable`): Called on every rank once in a publish, while the servers are paused: requests that come
+            now begin with the next version.
     """
 
     def __init__(self):
@@ -340,7 +340,8 @@ class ServerPublisher(PolicyPublisher):
 
     def _send(self) -> None:
         self._pause()
-        self.on_pause()
+        if not self.transfer.steps_in_place:
+            self.on_pause()
         if self._asleep:
             self.servers.each(lambda client: client.wake("weights"))
         self.transfer.send(self._steps)
