@@ -290,9 +290,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         args, policy = self.args, base_model(self.model)
         worth = not self.is_sharded and packing.worth_compiling(policy, self.accelerator.device)
         if worth if args.compile_layers is None else args.compile_layers:
-            for computed in (self.model, self.ref_model):
-                if computed is not None:
-                    packing.compile_layers(base_model(computed))
+            for computed in filter(None, (self.model, self.ref_model)):
+                packing.compile_layers(base_model(computed))
         if not args.padding_free:
             return None
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)

@@ -147,6 +147,20 @@ def test_a_step_writes_rounded_masters_into_the_parameters_own_memory(tiny_model
         assert torch.equal(parameter, views[name])
 
 
+def test_a_step_computes_the_loss_that_it_is_asked_to_compute(tiny_model):
+    model = load(tiny_model)
+    optimizer = MasterOptimizer(groups_of(model), SGD, lr=0.1)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(input_ids=DATA[:4], labels=DATA[:4]).loss
+        value.backward()
+        return value
+
+    before = optimizer.step(loss)
+    assert optimizer.step(loss) < before
+
+
 def test_schedulers_reach_the_wrapped_optimizer_and_zero_grad_clears(tiny_model):
     model = load(tiny_model)
     optimizer = MasterOptimizer(groups_of(model), AdamW, lr=1e-2)

@@ -86,10 +86,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         coming = self._gradients_of(0)
@@ -152,8 +149,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        masters = [master.detach() for master in self._masters.values()]
-        return {"inner": self.inner.state_dict(), "masters": masters}
+        return {"inner": self.inner.state_dict(), "masters": [one.detach() for one in self._masters.values()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
