@@ -378,6 +378,9 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(device, width, adapter
         packing.score_packed(FORWARD, model, ids, max(lengths), layout)[0].sum().backward()
         compiled.append(counters["stats"]["unique_graphs"] - before)
     assert compiled == [1] * len(compiled)
+    with torch.no_grad():  # once more for scores alone, and not for each kind of input
+        packing.score_packed(FORWARD, model, ids, max(lengths), layout)
+    assert counters["stats"]["unique_graphs"] - before == 2
 
 
 @pytest.mark.parametrize(

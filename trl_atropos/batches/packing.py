@@ -335,7 +335,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     for layer in layers:
         layer.compile(dynamic=True, options=FOR_ALL_LENGTHS)
     if layers and any(parameter.requires_grad for parameter in layers[0].parameters()):
-        # Below an adapter, the first layer's input has no gradient, and it would be compiled for itself.
+        # Else an adapter's first layer is compiled for itself; with `enable_input_require_grads`, it is for scores.
         embeddings = model.get_input_embeddings()
         embeddings.register_forward_hook(lambda *call: call[-1].requires_grad_() if torch.is_grad_enabled() else None)
 
