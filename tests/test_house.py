@@ -1,4 +1,5 @@
-"""The shape of the package: how large it is, and which part may import which. `make house` prints the figures."""
+"""The shape of the package: which part may import which, and how long a function may be. `make house` also prints how
+large the package is, which nothing bounds: a bound on lines is met by putting more on each line."""
 
 import ast
 import json
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
-MOST_MODULES, MOST_LINES, MOST_AT_THE_TOP, LONGEST_FUNCTION = 75, 18_710, 11, 79
+LONGEST_FUNCTION = 79  # lines
 
 # A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
 # `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
@@ -136,18 +137,15 @@ def test_only_the_command_line_imports(room):
     assert {name for name, allowed in MAY_IMPORT.items() if room in allowed} <= {"cli", "commands"}
 
 
-def test_the_package_can_be_read_in_a_day():
-    assert files_at_the_top() <= MOST_AT_THE_TOP
+def test_every_function_fits_a_screen():
     assert longest_function()[0] <= LONGEST_FUNCTION
-    assert len(modules()) <= MOST_MODULES
-    assert lines_in(PACKAGE) <= MOST_LINES
 
 
 def main() -> None:
     length, function = longest_function()
-    print(f"modules           {len(modules()):>6} (at most {MOST_MODULES})")
-    print(f"lines             {lines_in(PACKAGE):>6} (at most {MOST_LINES})")
-    print(f"files at the top  {files_at_the_top():>6} (at most {MOST_AT_THE_TOP})")
+    print(f"modules           {len(modules()):>6}")
+    print(f"lines             {lines_in(PACKAGE):>6}")
+    print(f"files at the top  {files_at_the_top():>6}")
     print(f"longest function  {length:>6} (at most {LONGEST_FUNCTION}): {function}")
     print(f"circles           {len(circles()):>6} {', '.join(circles())}".rstrip())
     print(f"arrows up         {len(arrows_up()):>6} {', '.join(arrows_up())}".rstrip())
