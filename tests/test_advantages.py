@@ -4,7 +4,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from tests.rollouts.conftest import make_group
-from trl_atropos.batches.inputs import advantage_tensor, share_zero_variance
+from trl_atropos.batches.inputs import advantage_tensor, logged_advantages, share_zero_variance
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, scalar_advantages
 from trl_atropos.rollouts.wire import parse_group
@@ -82,6 +82,17 @@ def test_token_advantages_on_one_rank_give_every_rank_the_token_form():
 def test_zero_advantage_overrides_token_advantages():
     group = make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5]] * 2, overrides=[{"set_advantage_to_zero": True}, {}])
     assert advantage_tensor(rows(group), slice(0, 2), "group", 2).tolist() == [[0.0, 0.0], [0.5, -0.5]]
+
+
+def test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens():
+    """The last but one is context between two turns, which nothing is learned from."""
+    tokens = [[7, 8, 10, 11, 12], [7, 8, 10, 11]]
+    masks = [[-100, -100, 10, -100, 12], [-100, -100, 10, 11]]
+    advantages = [[0.0, 0.0, 1.0, 100.0, 3.0], [0.0, 0.0, 1.0, 2.0]]
+    zeroed = {"overrides": [{}, {"set_advantage_to_zero": True}]}
+    sent = {"tokens": tokens, "masks": masks, "advantages": advantages, "inference_logprobs": None} | zeroed
+    assert logged_advantages(rows(make_group(0, 1, **sent)), "none") == [2.0, 0.0]
+    assert logged_advantages(rows(make_group(0, 1)), "none") == [-0.5, 0.5]
 
 
 def test_share_zero_variance_counts_rows_of_groups_whose_scores_are_alike():

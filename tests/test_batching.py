@@ -105,9 +105,19 @@ def test_rows_of_like_length_leave_little_padding():
     assert budget < 1.1
 
 
+def test_rollouts_that_may_share_a_prompt_stay_together_on_one_rank_and_on_several_lengths_decide():
+    lengths, alike = [5, 30, 6, 31, 7, 32], np.array([0, 1, 2, 0, 1, 2])
+    together = plan(lengths, 1, 1, 1, packed=True, alike=alike)
+    assert together.order == [0, 3, 1, 4, 2, 5]
+    assert plan(lengths, 2, 1, 1, packed=True, alike=alike) == plan(lengths, 2, 1, 1, packed=True)
+
+
 def test_a_further_micro_batch_must_save_more_padding_than_it_costs():
     assert plan([100, 99, 98, 97], 1, 1, 1, max_tokens=1600).sizes == [[4]]
     assert plan([400, 10, 10, 10], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
+    # It costs 1600 / 16 = 100 tokens. Here it would save 3 * 30, and then 3 * 35.
+    assert plan([400, 370, 370, 370], 1, 1, 1, max_tokens=1600).sizes == [[4]]
+    assert plan([400, 365, 365, 365], 1, 1, 1, max_tokens=1600).sizes == [[1, 3]]
 
 
 def test_rollouts_without_padding_fill_a_micro_batch():
@@ -137,6 +147,29 @@ def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch)
     assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
     budget._per_token = 4 << 20
     assert budget.of_next_batch(gather=lambda tokens: tokens) == int(SHARE * 36 * 256)
+
+
+def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(monkeypatch):
+    """Two micro-batches of 1,000 tokens take 4 and 1 MiB each, on top of the 1 GiB that was allocated before."""
+    gib, mib = 1 << 30, 1 << 20
+    calls: list[str] = []
+    peaks: list[int] = []
+    told = {"mem_get_info": (40 * gib, 80 * gib), "memory_reserved": gib, "memory_allocated": gib}
+    told |= {"get_per_process_memory_fraction": 1.0, "empty_cache": None}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks.pop(0))
+    budgets = []
+    for other_rank in (10_000, 5000):
+        budget = TokenBudget(torch.device("cpu"), gradients=0)
+        assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
+        peaks += [gib + 4000 * mib, gib + 1000 * mib]
+        for _ in range(2):
+            budget.measure(1000, lambda: calls.append("forward and backward"))
+        budgets.append(budget.of_next_batch(lambda tokens, other=other_rank: torch.cat([tokens, tokens * 0 + other])))
+    assert budgets == [int(SHARE * 40 * 256), 5000]
+    assert calls == ["reset", "forward and backward"] * 4  # or an earlier peak would be taken for this one's
 
 
 def test_eight_ranks_have_as_many_tokens_each():
@@ -211,6 +244,10 @@ def test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_t
     assert torch.equal(entropies, -scores)
     assert loss == 1.5
     assert seen == [((2, 11), 9), ((2, 4), 3)]
+    seen.clear()
+    scores, _, _ = without_padding(forward, ids, mask, 9, [slice(0, 2), slice(2, 4)], multiple=8)
+    assert torch.equal(scores, batch["completion_ids"].float())
+    assert [shape for shape, _ in seen] == [(2, 16), (2, 8)]
 
 
 @pytest.mark.parametrize("empty", [[0, 1], [0]])

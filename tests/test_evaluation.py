@@ -3,22 +3,30 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import statistics
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
+from starlette.requests import Request
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import EvaluationError, RecipeError
+from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
+from trl_atropos.server.plane import ControlPlane
 from trl_atropos.services.environments import EvaluationSpec
 from trl_atropos.services.evaluations import Evaluator, Result, interval, measures, pass_at
-from trl_atropos.services.manager import Services
+from trl_atropos.services.manager import Services, free_port
 
 ENVIRONMENT = "tests/evaluated_environment.py"
 WAIT = 120.0  # seconds
@@ -51,9 +59,18 @@ def test_the_gain_is_of_pairs():
     found = measures(later, 0.5, first)
     gains = [0.5 * (1 - i % 2) for i in range(40)]
     error = 1.96 * statistics.stdev(gains) / math.sqrt(40)
-    assert (found["gain"], found["gain_high"]) == pytest.approx((0.25, 0.25 + error))
+    bounds = found["gain"], found["gain_low"], found["gain_high"]
+    assert bounds == pytest.approx((0.25, 0.25 - error, 0.25 + error))
     assert (found["pass@1"], found["pass@2"], found["avg@2"]) == pytest.approx((0.5, 1.0, 0.5))
     assert "gain" not in measures(later, 0.5, {"other": [1.0]})
+
+
+def test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has():
+    scores = {"easy": [1.0, 1.0, 0.0, 1.0, 1.0, 0.0], "hard": [0.0, 0.0, 0.0, 0.0, 1.0]}
+    found = measures(scores, 0.5)
+    shares = {"pass@1": (4 / 6 + 1 / 5) / 2, "pass@2": (14 / 15 + 4 / 10) / 2, "pass@4": (1 + 4 / 5) / 2}
+    expected = shares | {"pass@5": 1.0, "avg@5": (4 / 6 + 1 / 5) / 2}
+    assert {name: found[name] for name in found if not name.endswith(("_low", "_high"))} == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------- processes of their own
@@ -88,6 +105,7 @@ def results(evaluator: Evaluator) -> dict[str, Result]:
 
 def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved(tiny_model, tmp_path, caplog):
     faulty = {"config": {"faults": {1: "weight"}, "max_num_workers": 3}, "problems": 5, "samples": 3}
+    faulty |= {"passes_above": -0.5}  # where scores are penalties
     entries = [
         {"name": "good", "problems": 20, "samples": 4, "config": {"solved": [1, 0], "seconds": 0.05}},
         {"name": "faulty", **faulty},
@@ -152,6 +170,87 @@ def test_a_resumed_run_has_what_it_found_before_and_nothing_of_later_steps(tiny_
         assert left == ["step-000000", "step-000010"]
         made.begin(20, first=False, last=False)
         assert made.busy(before=21) and not made.busy(before=20)
+
+
+def test_a_run_that_begins_anew_makes_its_first_evaluation_itself(tiny_model, tmp_path):
+    """Another run has left its result in the folder, and, since it was killed, what lets an evaluation begin."""
+    own = tmp_path / "evaluations" / "own"
+    former, sign = own / "step-000000", own / "next" / "go"
+    for path in (former / "result.json", sign):
+        path.parent.mkdir(parents=True)
+    (former / "result.json").write_text(json.dumps(vars(scripted("own", 0, 0.1))))
+    sign.touch()
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, {"name": "own"})
+        made.start(0)
+        assert not former.exists() and not sign.exists()
+        assert made.begin(0, first=True, last=False) == []
+        assert made.busy() and sign.exists()
+
+
+@pytest.mark.parametrize(("needed", "step"), [(True, 3), (False, 3), (False, 0)])
+def test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed(
+    needed, step, tiny_model, tmp_path, caplog
+):
+    told = r"Evaluation 'own' at step \d failed: it did not end within 0 s \(`eval_timeout`\)"
+    with Services(tmp_path / "logs") as services:
+        made = evaluator(tmp_path, tiny_model, services, {"name": "own"}, timeout=0.0, needed=needed)
+        made.start(step)
+        made.begin(step, first=step == 0, last=True)
+        late = made._processes["own"].service
+        if needed or step == 0:
+            with pytest.raises(EvaluationError, match=told):
+                made.poll()
+        else:
+            assert made.poll() == []
+            assert re.search(told, caplog.text)
+        assert services.exit_code(late) is not None
+        assert not made.busy()
+
+
+class Door(ControlPlane):
+    """The routes of a server for who has its token, without an engine behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.questions = {("POST", "/evaluation"): self.evaluations.answer}
+        self.changes = {}
+
+    async def __call__(self, scope, receive, send) -> None:
+        await self.control(Request(scope, receive), send)
+
+
+@contextmanager
+def served(door: Door) -> Iterator[str]:
+    """Yields the URL at which it answers."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(door, port=port, lifespan="off", log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + WAIT
+        while not server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+
+
+def test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    one, other, _idle = doors = [Door() for _ in range(3)]
+    one.evaluations.note("evaluation-a", (4, 6))
+    other.evaluations.note("evaluation-a", (3, 5))
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(door)) for door in doors]
+        made = Evaluator([], None, None, tmp_path, urls, WAIT)
+        assert made._versions("evaluation-a") == (3, 6)
+        assert made._versions("evaluation-b") is None
+        assert caplog.text == ""
+    assert made._versions("evaluation-a") is None
+    assert "Which policy versions sampled an evaluation is unknown: The server at" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------- in a training

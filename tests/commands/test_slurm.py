@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_atropos.commands import render, slurm, slurm_parser
+from trl_atropos.commands import _server_flags, render, slurm, slurm_parser
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/gsm8k/zero3_72b.yaml"
@@ -134,6 +134,23 @@ def test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_n
     assert re.search(r"--vllm_mode nccl_lora --tensor-parallel-size 8 .*--max-lora-rank 32 ", script)
     assert "SERVERS_PER_NODE=1 GPUS_PER_SERVER=8" in script and "--machine_rank" not in script
     assert "--num_machines 1 --num_processes 8 \\\n" in script and "--vllm_args" not in script
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"vllm_mode": "server"}, "--tensor-parallel-size 4 --port-range 3"),  # what the recipe's first lines say
+        ({"vllm_args": "--host h --seed 1 --port 9", "vllm_mode": "server"}, "--seed 1"),
+        ({"vllm_args": ["--seed", 1], "max_sequence_length": 512}, "--seed 1 --max-model-len 512"),
+        ({"vllm_args": "--max-model-len 256", "max_sequence_length": 512}, "--max-model-len 256"),
+        ({"vllm_args": "--seed 1", "vllm_mode": "lora"}, "--seed 1 --max-lora-rank 16"),  # PEFT's default
+        ({"vllm_args": "--seed 1", "vllm_mode": "nccl_lora", "lora_r": 40}, "--seed 1 --max-lora-rank 64"),
+        ({"vllm_args": "--max-lora-rank 32", "vllm_mode": "lora"}, "--max-lora-rank 32"),
+    ],
+)
+def test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need(settings, flags):
+    said = ["--tensor-parallel-size", "4", "--port", "9000", "--port-range", "3", "--vllm_mode", "lora"]
+    assert _server_flags(settings, ["trl-atropos", "serve", "M", *said]) == flags.split()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl import TrlParser
 
 from tests.forge import FORKED_ENGINES
@@ -86,6 +88,34 @@ def test_without_a_configuration_of_accelerate_one_process_trains(launched, monk
     assert os.environ["OMP_NUM_THREADS"] == "1"  # before accelerate looks for it
 
 
+FAILED = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="none")
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "interrupted", "code"),
+    [
+        (SignalException("ended", signal.SIGTERM), False, 143),
+        (ChildFailedError("train", {0: FAILED}), False, 1),
+        (ChildFailedError("train", {0: FAILED}), True, 130),
+        (SystemExit(3), False, 3),
+        (SystemExit(3), True, 130),
+    ],
+    ids=["SIGTERM", "an error", "Ctrl-C in a worker", "an exit code", "Ctrl-C"],
+)
+def test_the_exit_code_says_how_the_launcher_ended(launched, monkeypatch, ended_by, interrupted, code):
+    monkeypatch.chdir(ROOT)
+
+    def ends(options) -> None:
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        raise ended_by
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", ends)
+    with pytest.raises(SystemExit) as ended:
+        commands.train([QUICKSTART])
+    assert ended.value.code == code
+
+
 def test_what_accelerate_refuses_is_one_sentence(tmp_path):
     done = trl_atropos("train", str(ROOT / QUICKSTART), "--config_file", "none.yaml", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -134,6 +164,7 @@ def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(tmp
     for name in ("cpu.yaml", "colocate.yaml"):
         recipe = parse(["--config", f"tasks/mine/{name}", "--model_name_or_path", "m", "--use_cpu", "true"])
         assert [(spec.path, spec.name) for spec in recipe.environments] == [("tasks/mine/environment.py", "mine")]
+        assert recipe.training.output_dir == {"cpu.yaml": "runs/mine-cpu", "colocate.yaml": "runs/mine"}[name]
         assert f"#   trl-atropos train tasks/mine/{name}\n" in (folder / name).read_text()
     assert yaml.safe_load((folder / "cpu.yaml").read_text())["model_name_or_path"] == "tasks/mine/model"
     assert "Next: read tasks/mine/README.md" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from tests.rollout_factory import make_group
 from trl_atropos.commands import rehearsal
 from trl_atropos.errors import RolloutError, ServiceError
 from trl_atropos.recipe import parse
+from trl_atropos.services.manager import Services
 
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 
@@ -72,7 +73,48 @@ def test_what_a_run_would_refuse_is_said_in_its_own_words(line, told, recipe, ti
 
 
 def test_a_group_without_variance_teaches_nothing(recipe, tiny_model):
-    assert "All scores are equal" in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))
+    told = "All scores are equal"
+    assert told in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))
+    one_of_them = {"scores": [0.0, *[1.0] * 7], "overrides": [{"set_advantage_to_zero": True}, *[{}] * 7]}
+    assert told not in " ".join(shown(recipe, sent(tiny_model, **one_of_them)))
+
+
+def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once(recipe, tiny_model):
+    line = sent(tiny_model)
+    (group,) = line["groups"]
+    group["inference_logprobs"][1] = [1.0] * len(group["tokens"][1])  # none is known
+    recipe.training.max_sequence_length = max(map(len, group["tokens"]))
+    for name, value in (("tokens", 65), ("masks", 65), ("inference_logprobs", -1.0)):
+        group[name][2] = [*group[name][2], *[value] * recipe.training.max_sequence_length]
+    text = " ".join(" ".join(shown(recipe, line)).split())
+    longest = recipe.training.max_sequence_length
+    assert f"Of these 8, 1 would be dropped: longer than {longest} tokens" in text
+    assert "Of these 8, 1 came without log-probabilities for some tokens" in text
+    assert "Of these 8, 6 are not known to the server" in text
+    assert text.endswith("A run would train on 7 of 8.")
+
+
+def test_what_an_earlier_try_left_is_not_taken_for_the_answer(recipe, tmp_path):
+    """Nor does its sign let the environment begin before the server is ready."""
+    spec = recipe.environments[0]
+    with Services(tmp_path / "logs") as services:
+        left = [*rehearsal._files(recipe, spec), tmp_path / "logs/environment-quickstart.log"]
+        for path in left:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("an earlier try\n")
+        service = rehearsal._start(recipe, spec, services)
+        assert [path.exists() for path in left[:2]] == [False, False]
+        assert "an earlier try" not in left[2].read_text() and service.log_path == left[2]
+
+
+def test_a_group_counts_when_it_is_written_as_a_whole(tmp_path):
+    path = tmp_path / "quickstart.jsonl"
+    seen = [rehearsal._is_whole(path)]
+    for part in ('{"item": 0, ', '"groups": []}', "\n"):
+        with path.open("a") as file:
+            file.write(part)
+        seen.append(rehearsal._is_whole(path))
+    assert seen == [False, False, False, True]
 
 
 def test_an_environment_that_cannot_start_is_told_by_its_own_traceback(recipe, tmp_path):

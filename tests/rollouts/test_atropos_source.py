@@ -76,6 +76,33 @@ def test_start_hands_environments_the_starting_step(api, open_source, run_info):
     assert api.get("/status")["current_step"] == 7
 
 
+def test_environments_are_told_of_the_run_and_of_no_last_step(api, open_source, run_info, monkeypatch, tmp_path):
+    """One that stopped after the run's own number of steps would count batches that were dropped."""
+    monkeypatch.chdir(tmp_path)
+    source = open_source(api.url, run=run_info(output_dir="run", save_steps=3, starting_step=2))
+    assert source.poll(4, SHORT) is None  # lets environments in
+    body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    told = api.post("/register-env", body)
+    assert (told["starting_step"], told["num_steps"], told["checkpoint_interval"]) == (2, 2**31 - 1, 3)
+    assert told["checkpoint_dir"] == str(tmp_path / "run")  # environments run in folders of their own
+    assert api.get("/wandb_info")["group"].startswith("test-")  # and what tells this run's registrations apart
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ({"max_staleness": 0}, True),
+        ({"max_staleness": 0, "prefetch_batches": 1}, False),  # whose batches are older in any case
+        ({"max_staleness": 1}, False),
+        ({}, False),
+        ({"max_staleness": 0, "hold_requests": False}, False),
+        ({"hold_requests": True}, True),
+    ],
+)
+def test_requests_are_held_by_default_where_what_they_sampled_would_be_stale(settings, held):
+    assert AtroposSource("http://127.0.0.1:1", **settings).hold_requests is held
+
+
 def test_requests_wait_where_a_batch_may_be_given_out_and_not_while_too_few_groups_are_queued(api, open_source):
     class Book(VersionBook):
         def hold_requests(self, held: bool, let_in: float) -> None:
@@ -249,7 +276,7 @@ def test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost
         poll_until_registered(source, restartable_api)
     restartable_api.deliver(*numbered_groups(1, 2))
     assert scores(source, 4) == [1, 2, 2, 3]
-    assert source.metrics()["rollouts/api_restarts"] == 1
+    assert [source.metrics()["rollouts/api_restarts"] for _ in range(2)] == [1, 0]  # since the last call
     assert "Environments do not register again by themselves: restart them" in caplog.text
 
 

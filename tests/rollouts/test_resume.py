@@ -295,6 +295,7 @@ def test_rollouts_of_a_folder_that_is_gone_are_counted_as_lost(api, open_source,
     folder = Path(run_info().output_dir, "rollouts")
     shutil.rmtree(folder)
     resumed = open_source(source.state())
+    assert resumed.state()["pulled"] == 8  # the new folder has none of them
     api.deliver(*groups(5, 6))
     assert scores(resumed, 4) == [5, 5, 6, 6]
     assert books(resumed) == {"trained": 8, "dropped": {"lost_in_delivery": 4}, "lost_with_api": 0}
@@ -483,6 +484,8 @@ def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_s
     assert scores(source, 4) == [3, 3, 4, 4]
     assert told_when_the_policy_is_new() == [(True, 1.0)]
     assert api.get("/status")["queue_size"] == 0
+    source.close()
+    assert book.told[-1] == (False, 1.0)  # nobody would ever let in those that still wait
 
 
 def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
+from trl_atropos.rollouts import selection
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.selection import Shares
@@ -132,6 +133,25 @@ def test_of_one_group_all_rows_are_admitted_or_none(api, shares):
         decided.setdefault(row.group, set()).add(shares.admits(row))
     assert set(map(len, decided.values())) == {1}
     assert {True} in decided.values() and {False} in decided.values()
+
+
+def test_an_environment_may_be_ahead_by_the_slack_and_no_further(api, shares):
+    """Of two environments of equal weight, only one delivers: of every two rollouts, one is ahead of its share."""
+    register(api, 1), register(api, 1)
+    shares.note({0, 1})
+    admitted = [row for row in rows_of(0, 20, Intake(64, 1.0, "refuse")) if shares.admits(row)]
+    assert len(admitted) == 2 * shares.slack
+
+
+def test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back(api, shares, monkeypatch):
+    monkeypatch.setattr(selection, "FORGET", 0.2)  # seconds
+    register(api, 1), register(api, 1)
+    intake = Intake(64, 1.0, "refuse")
+    shares.note({0, 1})
+    assert not all(shares.admits(row) for row in rows_of(0, 20, intake))
+    time.sleep(0.3)
+    shares.note({0})
+    assert all(shares.admits(row) for row in rows_of(0, 20, intake))
 
 
 def test_an_environment_that_joins_late_does_not_stop_the_others_until_it_has_caught_up(api, shares):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 
 from tests.server_process import Server, running_server
@@ -15,11 +16,15 @@ from tests.weights import trainers
 from tests.weights.live import CUDA, GPU_FLAGS, Weights, act_as, assert_proven, disturb, publish, restore, snapshot
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import FingerprintError, ProbeError
+from trl_atropos.protocol import FingerprintsReply, ParameterSpec
+from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import fingerprint as fingerprints
 from trl_atropos.tensors.channel import unpack
 from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, unsigned
 from trl_atropos.weights import colocate, gather
+from trl_atropos.weights.fingerprints import OwnFingerprints, Proof
 from trl_atropos.weights.probe import Probe, Tolerance
+from trl_atropos.weights.transfer import Fingerprinted
 
 NUMBER = 250  # publishes that must be found right, in each of 8 ways
 SHAPES = [(5, 7), (3, 4, 5), (11,), (), (6, 1), (1, 6), (130, 1030)]
@@ -135,6 +140,155 @@ def test_the_kernel_of_gpus_computes_the_same():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------- what the trainer compares
+
+NAMES = ("first", "second", "third")
+
+
+class Small(torch.nn.Module):
+    """Three parameters, the largest in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in zip(NAMES, [(3, 4), (5, 6), (7,)]):
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+def one_by_one(model: torch.nn.Module, *dtypes: torch.dtype) -> list[int]:
+    values = [parameter.detach().to(dtype) for parameter, dtype in zip(model.parameters(), dtypes, strict=True)]
+    return unsigned(torch.stack([fingerprint(value) for value in values]))
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)],
+    ids=["as they are", "converted", "some converted"],
+)
+def test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is(dtypes):
+    model, accelerator = Small(), Accelerator(cpu=True)
+    named = dict(model.named_parameters())
+    own = OwnFingerprints(
+        lambda: [gather.Entry(name, named[name], dtype) for name, dtype in zip(NAMES, dtypes)], accelerator, here=True
+    )
+    assert unsigned(own()) == one_by_one(model, *dtypes)
+    model.second.data[4, 5] += 1  # as a step does
+    assert unsigned(own()) == one_by_one(model, *dtypes)
+    moved = model.first.data  # which something else may still have
+    model.first.data = moved + 1
+    moved.zero_()
+    assert unsigned(own()) == one_by_one(model, *dtypes)
+    named["third"].data = torch.randn(70)  # larger than what there was memory for
+    assert unsigned(own()) == one_by_one(model, *dtypes)
+
+
+def test_a_rank_without_servers_computes_no_fingerprints():
+    def entries() -> list[gather.Entry]:
+        raise AssertionError("nobody needs them")
+
+    assert OwnFingerprints(entries, Accelerator(cpu=True), here=False)().numel() == 0
+
+
+class Memory(ServerClient):
+    """The weights of a server, in this process."""
+
+    def __init__(self, url: str, timeout: float, token: str | None = None):
+        super().__init__(url, timeout, "")
+        self.weights, self.policy_version = Small(), 5
+        self.refused: dict[str, str] = {}
+        self.traced = 0
+
+    def trace(self, of: str, specs: list[ParameterSpec]) -> dict[str, str]:
+        self.traced += 1
+        return self.refused
+
+    def fingerprints(self, of: str) -> FingerprintsReply:
+        sums = one_by_one(self.weights, *[torch.float32] * 3)
+        known = [None if name in self.refused else value for name, value in zip(NAMES, sums)]
+        return FingerprintsReply(policy_version=self.policy_version, fingerprints=known)
+
+
+class Compared:
+    """A trainer and two servers that have its weights."""
+
+    def __init__(self, **subject):
+        self.trainer, self.computed = Small(), 0
+        servers = Servers(["http://one", "http://two"], timeout=10.0, client=Memory)
+        self.one, self.two = servers.clients = [Memory(url, 10.0) for url in servers.urls]
+        specs = [ParameterSpec.of(name, one.shape, one.dtype) for name, one in self.trainer.named_parameters()]
+        self.proof = Proof(servers, [Fingerprinted("weights", specs, self._compute, **subject)])
+
+    def _compute(self) -> torch.Tensor:
+        self.computed += 1
+        return torch.stack([fingerprint(parameter.detach()) for parameter in self.trainer.parameters()])
+
+    def publish(self, version: int = 5) -> None:
+        self.proof.begin(version)
+        self.proof.judge()
+
+
+def test_servers_that_have_the_trainers_weights_are_proven():
+    compared = Compared()
+    assert not compared.proof.complete  # nothing has been compared
+    for _ in range(2):
+        compared.publish()
+    assert compared.proof.complete and not compared.proof.begun
+    assert (compared.computed, compared.one.traced, compared.two.traced) == (2, 1, 1)
+
+
+def test_the_server_and_the_parameters_that_differ_are_named():
+    compared = Compared()
+    compared.publish()
+    for name in ("first", "third"):
+        getattr(compared.two.weights, name).data.view(-1)[2] += 1
+    with pytest.raises(FingerprintError, match=r"version 5, 2 of 3 parameters of .* http://two .*: first, third\."):
+        compared.publish()
+    compared.one.weights.second.data[0, 0] += 1
+    with pytest.raises(FingerprintError, match=r"1 of 3 parameters of .* http://one .*: second\."):
+        compared.publish()
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_server_that_samples_from_another_version_is_named(version):
+    compared = Compared()
+    compared.two.policy_version = version
+    told = f"The server at http://two samples from policy version {version} but the trainer published 5"
+    with pytest.raises(FingerprintError, match=told):
+        compared.publish()
+
+
+def test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete(caplog):
+    compared = Compared()
+    compared.two.refused = {"second": "it is computed"}
+    compared.two.weights.second.data.zero_()
+    for _ in range(2):
+        compared.publish()
+    assert not compared.proof.complete
+    told = "1 parameters of the server at http://two cannot be compared bit for bit: second (it is computed)."
+    assert caplog.text.count(told) == 1
+
+
+def test_memory_that_does_not_change_is_compared_once_in_a_training():
+    compared = Compared(times=1)
+    for _ in range(3):
+        compared.publish()
+    assert compared.computed == 1
+    compared.proof.begin(5)
+    compared.proof.forget()  # another training begins
+    assert not compared.proof.begun
+    compared.one.weights.first.data.zero_()
+    with pytest.raises(FingerprintError, match="first"):
+        compared.publish()
+    assert compared.computed == 2
+
+
+def test_weights_that_a_publish_moves_are_found_again_after_each():
+    compared = Compared(moves=True)
+    for _ in range(3):
+        compared.publish()
+    assert (compared.one.traced, compared.two.traced) == (3, 3)
 
 
 # ------------------------------------------------------------------------------------------- faults on a real server

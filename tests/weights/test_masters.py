@@ -198,13 +198,83 @@ def test_what_something_else_writes_to_the_parameters_is_kept(tiny_model):
     backward(model, DATA[:4])
     optimizer.step()
     untouched = optimizer.state_dict()["masters"][1].clone()
+    first, second, *_ = model.parameters()
     with torch.no_grad():
-        next(model.parameters()).fill_(3.0)
+        first.fill_(3.0)
+        second.mul_(1.0)  # writes what is there, as DDP's broadcast does: the master keeps what was rounded away
     masters = optimizer.state_dict()["masters"]
     assert masters[0].unique().tolist() == [3.0]
     assert torch.equal(masters[1], untouched)
     optimizer.step()
     assert abs(next(model.parameters()).float().mean().item() - 3.0) < 0.1
+
+
+class Counting(SGD):
+    """Keeps state in its groups, as Prodigy and D-Adaptation do: how often it has stepped."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpoints(tiny_model):
+    model = load(tiny_model)
+    optimizer = MasterOptimizer(groups_of(model), Counting, lr=0.1)
+    for _ in range(3):
+        backward(model, DATA[:4])
+        optimizer.step()
+    assert optimizer.param_groups[0]["k"] == 3
+    optimizer.param_groups[0]["lr"] = 0.01  # as by a scheduler, after the step
+    saved = optimizer.state_dict()
+    assert saved["inner"]["param_groups"][0]["lr"] == 0.01
+    resumed = MasterOptimizer(groups_of(load(tiny_model)), Counting, lr=0.1)
+    resumed.load_state_dict(saved)
+    resumed.step()
+    assert (resumed.param_groups[0]["k"], resumed.param_groups[0]["lr"]) == (4, 0.01)
+
+
+def test_offloaded_masters_are_stepped_by_the_cores_of_their_process(tiny_model, monkeypatch):
+    stepped_by = []
+
+    class Noting(SGD):
+        def step(self, closure=None):
+            stepped_by.append(torch.get_num_threads())
+            return super().step(closure)
+
+    model = load(tiny_model)
+    optimizer = MasterOptimizer(groups_of(model), Noting, offload=True, lr=0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # as accelerate's launcher has it
+        for cores in (8, 128, 2):
+            monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+            optimizer.step()
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(usual)
+    assert stepped_by == [2, masters.THREADS, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "in_flight"),
+    [
+        ([6, 4, 1], [[0, 1], [2]], 20),  # as many as fit
+        ([4, 25, 4], [[0], [1], [2]], 50),  # a parameter is not divided
+        ([10, 10, 10], [[0], [1], [2]], 20),  # of one part while another one is stepped
+        ([3, 4], [[0, 1]], 7),
+    ],
+)
+def test_offloaded_masters_are_stepped_in_parts(sizes, parts, in_flight, monkeypatch):
+    monkeypatch.setattr(masters, "PART", 10)
+    assert masters.parts_of(sizes) == parts
+    assert masters.values_on_their_way(sizes) == in_flight
 
 
 def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model):
@@ -356,6 +426,14 @@ def test_optimizers_that_cannot_have_masters_are_refused(tiny_model, tmp_path):
     layer_wise = Trainer(model, args, optimizer_cls_and_kwargs=(SGD, {"optimizer_dict": {}}))
     with pytest.raises(AtroposTrainingError, match="outside of `step`"):
         use_masters(layer_wise)
+
+    class ScheduleFree(SGD):
+        def eval(self):
+            """Moves the weights to the average of those it has had."""
+
+    schedule_free = Trainer(model, args, optimizer_cls_and_kwargs=(ScheduleFree, {}))
+    with pytest.raises(AtroposTrainingError, match="outside of `step`"):
+        use_masters(schedule_free)
 
 
 # ------------------------------------------------------------------------------------------------------ two processes

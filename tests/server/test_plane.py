@@ -1,0 +1,120 @@
+"""Who waits at the door of a server, what it remembers of errors and evaluations. Without a server or vLLM."""
+
+import asyncio
+
+import pytest
+
+from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.server import plane
+from trl_atropos.server.plane import ControlPlane, Evaluations, Refusals, Refused
+
+
+@pytest.fixture
+def door(monkeypatch) -> ControlPlane:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    return ControlPlane()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "share", "let_in"),
+    [(4, 0.0, 0), (4, 0.5, 2), (5, 0.5, 3), (3, 0.1, 1), (3, 1.0, 3), (0, 1.0, 0)],  # a part of one is one
+)
+def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting, share, let_in):
+    async def those_let_in() -> list[int]:
+        turns = [asyncio.get_running_loop().create_future() for _ in range(waiting)]
+        door.waiting.extend(turns)
+        door.hold_back(True, share)
+        return [number for number, turn in enumerate(turns) if turn.done()]
+
+    assert asyncio.run(those_let_in()) == list(range(let_in))
+    assert door.holding and len(door.waiting) == waiting - let_in
+
+
+def test_a_request_whose_client_has_gone_takes_nobody_with_it(door):
+    async def let_in() -> bool:
+        gone, other = (asyncio.get_running_loop().create_future() for _ in range(2))
+        door.waiting.extend([gone, other])
+        gone.cancel()
+        door.hold_back(False, 1.0)
+        return other.done()
+
+    assert asyncio.run(let_in())
+
+
+def test_a_request_waits_on_where_the_next_pause_begins_before_its_turn(door):
+    async def passed() -> list[bool]:
+        seen = []
+        request = asyncio.create_task(door.until_open())
+        await asyncio.sleep(0)
+        door.open.set()  # which wakes the request,
+        door.open.clear()  # but the plane is paused again when it is its turn
+        for _ in range(3):
+            await asyncio.sleep(0)
+        seen.append(request.done())
+        door.open.set()
+        await request
+        return [*seen, request.done()]
+
+    assert asyncio.run(passed()) == [False, True]
+
+
+def test_a_broken_server_refuses_what_waited(door):
+    door.broken = "the weights are torn"
+    door.open.set()
+    with pytest.raises(Refused, match="the weights are torn") as refused:
+        asyncio.run(door.until_open())
+    assert refused.value.status == 503
+
+
+# -------------------------------------------------------------------------------------------------- what it remembers
+
+
+def answered(refusals: Refusals, status: int, *bodies: bytes) -> None:
+    """A response in parts, as an application sends it through the middleware."""
+
+    async def send(message: dict) -> None:
+        pass
+
+    async def respond() -> None:
+        watched = refusals.watched(send)
+        await watched({"type": "http.response.start", "status": status})
+        for number, body in enumerate(bodies, start=1):
+            await watched({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+
+    asyncio.run(respond())
+
+
+def test_each_refused_request_counts_once_and_a_server_that_shuts_down_refuses_none():
+    refusals = Refusals()
+    for length in (600, 601):
+        answered(refusals, 400, b'{"error": "a prompt of %d tokens' % length, b' is too long"}')
+    answered(refusals, 200, b"fine")
+    answered(refusals, 503, b"going away")
+    answered(refusals, 500, b'{"error": "NaN"}')
+    told = refusals.answer()
+    assert told["total"] == 3
+    assert [(one["count"], one["message"][:8]) for one in told["latest"]] == [(1, "HTTP 500"), (2, "HTTP 400")]
+    assert "601" in told["latest"][1]["message"]  # the last of its kind
+
+
+def test_of_many_reasons_those_that_came_last_are_kept():
+    refusals = Refusals()
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        answered(refusals, 400, f'{{"error": "{letter}"}}'.encode())
+        answered(refusals, 400, b'{"error": "always"}')
+    told = refusals.answer()
+    assert (told["total"], len(told["latest"])) == (52, plane.MAX_REASONS)
+    assert (told["latest"][0]["count"], told["latest"][0]["message"]) == (26, "HTTP 400: always")
+    assert told["latest"][1]["message"].endswith("z") and told["latest"][-1]["message"].endswith("h")
+
+
+def test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it():
+    evaluations = Evaluations(capacity=2)
+    for span in [(4, 5), (3, 4), (5, 7), (4, 4)]:
+        evaluations.note("b", span)
+    assert evaluations.answer({"key": "b"}) == {"oldest": 3, "newest": 7}
+    assert evaluations.answer({"key": "a"}) == {"oldest": None, "newest": None}
+    for key in "cd":
+        evaluations.note(key, (8, 8))
+    assert evaluations.answer({"key": "b"}) == {"oldest": None, "newest": None}  # forgotten
+    assert evaluations.answer({"key": "c"}) == {"oldest": 8, "newest": 8}
