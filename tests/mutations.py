@@ -342,6 +342,12 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/server/plane.py",
+        "deque(turn for turn in self.waiting if not turn.done())",
+        "deque(self.waiting)",
+        "tests/server/test_plane.py::test_a_request_whose_client_has_gone_has_no_part_in_the_share",
+    ),
+    Mutation(
+        "trl_atropos/server/plane.py",
         "        while self.paused:  # it may be",
         "        if self.paused:  # it may be",
         "tests/server/test_plane.py::test_a_request_waits_on_where_the_next_pause_begins_before_its_turn",

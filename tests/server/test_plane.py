@@ -30,15 +30,17 @@ def test_a_share_of_what_waits_is_let_in_and_those_that_came_first(door, waiting
     assert door.holding and len(door.waiting) == waiting - let_in
 
 
-def test_a_request_whose_client_has_gone_takes_nobody_with_it(door):
-    async def let_in() -> bool:
-        gone, other = (asyncio.get_running_loop().create_future() for _ in range(2))
-        door.waiting.extend([gone, other])
-        gone.cancel()
+def test_a_request_whose_client_has_gone_has_no_part_in_the_share(door):
+    async def those_let_in() -> list[bool]:
+        gone, gone_too, *others = turns = [asyncio.get_running_loop().create_future() for _ in range(4)]
+        door.waiting.extend(turns)
+        gone.cancel(), gone_too.cancel()
+        door.hold_back(True, 0.5)
+        seen = [turn.done() for turn in others]
         door.hold_back(False, 1.0)
-        return other.done()
+        return [*seen, *(turn.done() for turn in others)]
 
-    assert asyncio.run(let_in())
+    assert asyncio.run(those_let_in()) == [True, False, True, True]
 
 
 def test_a_request_waits_on_where_the_next_pause_begins_before_its_turn(door):

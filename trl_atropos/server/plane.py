@@ -136,9 +136,10 @@ class ControlPlane:
 
     def hold_back(self, held: bool, let_in: float) -> None:
         self.holding = held
+        # A client that has gone has cancelled its turn: it takes no place in the share.
+        self.waiting = deque(turn for turn in self.waiting if not turn.done())
         for _ in range(math.ceil(let_in * len(self.waiting))):
-            if not (turn := self.waiting.popleft()).done():  # cancelled, where its client has gone
-                turn.set_result(None)
+            self.waiting.popleft().set_result(None)
 
     async def until_admitted(self, request: Request) -> None:
         EVALUATION.set(evaluation_key(request.headers.get("authorization", "")))
