@@ -258,7 +258,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "trl_atropos/services/evaluations.py",
         "        shutil.rmtree(folder, ignore_errors=True)\n        folder.mkdir(parents=True)\n",
-        "        folder.mkdir(parents=True, exist_ok=True)\n",
+        "        folder.mkdir(parents=True)\n",
         "tests/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
     ),
     Mutation(
@@ -399,7 +399,7 @@ MUTATIONS: list[Mutation] = [
         "trl_atropos/rollouts/source.py",
         "                self._versions.hold_requests(False, 1.0)\n",
         "                pass\n",
-        "tests/rollouts/test_resume.py::test_of_the_requests_that_wait_one_batch_begins_with_each_policy",
+        "tests/rollouts/test_resume.py::test_the_requests_that_wait_begin_when_the_run_ends",
     ),
     Mutation(
         "trl_atropos/rollouts/source.py",

@@ -484,8 +484,16 @@ def test_of_the_requests_that_wait_one_batch_begins_with_each_policy(api, open_s
     assert scores(source, 4) == [3, 3, 4, 4]
     assert told_when_the_policy_is_new() == [(True, 1.0)]
     assert api.get("/status")["queue_size"] == 0
+
+
+def test_the_requests_that_wait_begin_when_the_run_ends(api, open_source):
+    book = Held()
+    source = open_source(hold_requests=True, versions=book)
+    api.deliver(*groups(1, 2))
+    assert scores(source, 4) == [1, 1, 2, 2]
+    assert book.told[-1] == (True, 0.0)
     source.close()
-    assert book.told[-1] == (False, 1.0)  # nobody would ever let in those that still wait
+    assert book.told[-1] == (False, 1.0)  # nobody else would ever let them in
 
 
 def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):
