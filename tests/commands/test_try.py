@@ -75,8 +75,8 @@ def test_what_a_run_would_refuse_is_said_in_its_own_words(line, told, recipe, ti
 def test_a_group_without_variance_teaches_nothing(recipe, tiny_model):
     told = "All scores are equal"
     assert told in " ".join(shown(recipe, sent(tiny_model, scores=[0.5] * 8)))
-    one_of_them = {"scores": [0.0, *[1.0] * 7], "overrides": [{"set_advantage_to_zero": True}, *[{}] * 7]}
-    assert told not in " ".join(shown(recipe, sent(tiny_model, **one_of_them)))
+    one_is_supervised = {"scores": [0.5] * 8, "overrides": [{"sft": True}, *[{}] * 7]}
+    assert told not in " ".join(shown(recipe, sent(tiny_model, **one_is_supervised)))
 
 
 def test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once(recipe, tiny_model):
