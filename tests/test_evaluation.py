@@ -3,18 +3,21 @@
 import itertools
 import json
 import math
+import os
 import shutil
 import statistics
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, train
 from trl_atropos.errors import EvaluationError, RecipeError
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.services.environments import EvaluationSpec
 from trl_atropos.services.evaluations import Evaluator, Result, interval, measures, pass_at
@@ -201,6 +204,32 @@ def logged(trainer: AtroposGRPOTrainer) -> dict[int, float]:
 VALUES = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.2}
 
 
+def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
+    """The control token that a run's servers would be started with, and the one that its evaluations ask them with,
+    where the environment has none."""
+    recipe = parsed(tiny_model, folder, [ENTRY], start_vllm=True)
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    seen: dict[str, str] = {}
+
+    def note(recipe, services, evaluator) -> None:
+        seen["asks"] = evaluator._servers[0].token
+
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(train, "start_services", lambda *run: None),
+        mock.patch.object(
+            train, "train", lambda recipe, services, evaluator: seen.update(asks=evaluator._servers[0].token)
+        ),
+    ):
+        train.run(recipe)
+        return environment_token(), seen["asks"]
+
+
+def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(tiny_model, tmp_path):
+    served, asks = tokens_of_a_run(tiny_model, tmp_path)
+    assert len(served) > 20 and asks == served
+
+
 def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(tiny_model, tmp_path):
     made = Scripted(VALUES, patience=3)
     trainer = trainer_of(tiny_model, tmp_path, made)
@@ -270,6 +299,7 @@ def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
 
 ENTRY = {"path": ENVIRONMENT, "problems": 3}
 WRONG = {
+    "no number": ({**ENTRY, "passes_above": math.nan}, {}, "passes_above: Input should be a finite number"),
     "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
     "greedy": ({**ENTRY, "temperature": 0, "samples": 2}, {}, "set `samples: 1`"),
     "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),

@@ -66,6 +66,7 @@ class Result:
     seconds: float
     scores: dict[str, Samples] = field(default_factory=dict)  # by problem
     passes_above: float | None = None  # a sample with a score above this has passed; None: of the environment's own
+    graded: bool = False  # whether scores of it, or of an earlier one, are not only 0 and 1: their mean says more
 
     @property
     def policy(self) -> str:
@@ -80,11 +81,6 @@ class Result:
         versions = {} if self.versions is None else dict(zip(("oldest_version", "newest_version"), self.versions))
         named = self.metrics | versions | {"seconds": self.seconds}
         return {f"eval_{self.name}_{metric}": float(value) for metric, value in named.items()}
-
-    @property
-    def graded(self) -> bool:
-        """Whether scores are neither 0 nor 1, so that their mean says more than how many pass."""
-        return any(score not in (0, 1) for scores in self.scores.values() for score in scores)
 
     def line(self, graded: bool | None = None) -> str:
         """One line for a person. With `graded`, the mean score comes first; by default, if `self.graded`."""
@@ -327,14 +323,12 @@ class Evaluator:
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
         if code:
             raise EvaluationError(f"it ended with exit code {code}", fix="Correct what the end of its log says.")
+        result = Result(spec.name, process.step, metrics={}, versions=None, seconds=round(seconds, 2))
         if spec.problems is None:
-            scores, metrics = {}, _own_metrics(process.folder)
+            result.metrics = _own_metrics(process.folder)
         else:
-            scores, further = self._scores(process)
-            before = [result.scores for result in self.results if result.name == spec.name and result.step == 0]
-            metrics = measures(scores, spec.passes_above, before[0] if before else None) | further
-        versions, passes_above = self._versions(process.key), spec.passes_above if scores else None
-        result = Result(spec.name, process.step, metrics, versions, round(seconds, 2), scores, passes_above)
+            self._measure(result, process)
+        result.versions = self._versions(process.key)
         write_file(process.folder / RESULT, json.dumps(asdict(result)).encode())
         for file in process.folder.glob(f"{GO}*"):
             file.unlink()
@@ -342,6 +336,17 @@ class Evaluator:
         shutil.rmtree(folder, ignore_errors=True)
         process.folder.rename(folder)
         return result
+
+    def _measure(self, result: Result, process: _Process) -> None:
+        """Fills in what the answers say."""
+        spec = process.spec
+        earlier = [one for one in self.results if one.name == spec.name]
+        first = next((one.scores for one in earlier if one.step == 0), None)
+        result.scores, further = self._scores(process)
+        result.metrics = measures(result.scores, spec.passes_above, first) | further
+        result.passes_above = spec.passes_above
+        values = {score for scores in result.scores.values() for score in scores}
+        result.graded = not values <= {0.0, 1.0} or any(one.graded for one in earlier)
 
     def _scores(self, process: _Process) -> tuple[dict[str, list[float]], dict[str, float]]:
         """The scores by problem, and what else is known of them. A problem on which the environment failed has not
