@@ -6,12 +6,12 @@ launch does all the runs, because starting one takes longer than they do.
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState
 
 from tests.launching import launch_two
 from tests.rollout_factory import arguments, make_group, mixed_batch, record, step_logs
@@ -58,7 +58,7 @@ def train(model: Path, folder: Path, recording: str, per_device: int, settings: 
 
 def main(model: Path, folder: Path) -> None:
     """What each of the two processes does."""
-    place = folder / f"run-{PartialState().process_index}"
+    place = folder / f"run-{os.environ['RANK']}"
     place.mkdir()
     told: dict[str, Any] = {"runs": {}, "tokens": tokens_of_a_run(model, place)}
     for name, settings in RUNS.items():

@@ -47,7 +47,7 @@ LINES = {
     ),
     "right and wrong": (
         [HALF, of_each([1.0, 1.0])],
-        "pass@1 0.500 [0.352, 0.648]",
+        "pass@1 0.500 [0.350, 0.650]",
         "pass@1 1.000, +0.500 [+0.343, +0.657] since step 0",
     ),
     "all wrong": ([of_each([0.0])] * 2, "pass@1 0.000", "pass@1 0.000, +0.000 since step 0"),
