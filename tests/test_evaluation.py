@@ -125,13 +125,14 @@ def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_late
     unset = {"name": "unset", "config": {"faults": {-1: "no data"}}}
     slow = {"name": "slow", "problems": 1, "config": {"seconds": 600}}
     with Services(tmp_path / "logs") as services:
-        made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=15.0)
+        made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=10.0)
         made.start(3)
+        assert made.ready(3, first=False, last=True, timeout=WAIT)  # imports are over, however busy the machine is
         made.begin(3, first=False, last=True)
         assert results(made) == {}
     assert "'broken' at step 3 failed: none of 3 problems gave a rollout: KeyError: 'weight'" in caplog.text
     assert "'unset' at step 3 failed: it ended with exit code 1" in caplog.text
-    assert "'slow' at step 3 failed: it did not end within 15 s (`eval_timeout`)" in caplog.text
+    assert "'slow' at step 3 failed: it did not end within 10 s (`eval_timeout`)" in caplog.text
     with Services(tmp_path / "logs") as services:
         made = evaluator(tmp_path, tiny_model, services, broken)
         made.start(0)
