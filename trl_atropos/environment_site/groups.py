@@ -17,7 +17,6 @@ Runs in the environment's Python, as `sitecustomize.py`, whose folder is this on
 
 import asyncio
 import json
-import operator
 import os
 import runpy
 import sys
@@ -33,14 +32,6 @@ async def ask(env, item):
     collected, _ = await env.collect_trajectories(item)
     groups = await env.postprocess_histories(collected) if collected else None
     return [group for group in (groups if isinstance(groups, list) else [groups]) if group]
-
-
-def number(value):
-    """A number of numpy or torch as Python's: token ids stay whole numbers."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return float(value)
 
 
 def explain(error):
@@ -80,7 +71,7 @@ async def process_manager(env):
                 found = {"groups": await asyncio.wait_for(ask(env, item), seconds if seconds > 0 else None)}
             except Exception as error:  # noqa: BLE001 - somebody else's code
                 found = explain(error)
-            output.write(json.dumps({"item": index, **found}, default=number) + "\n")
+            output.write(json.dumps({"item": index, **found}, default=float) + "\n")  # numbers may be numpy's
 
     await env.setup()
     await told()
