@@ -8,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("TRL_ATROPOS_TOKEN", None)  # a user has not set one where a run starts its servers
+os.environ.pop("TRL_ATROPOS_VERBOSITY", None)
 
 from collections import Counter
 from collections.abc import Iterator

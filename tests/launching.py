@@ -1,7 +1,7 @@
 """Starts the quickstart as a user does, and watches all of its processes from outside.
 
 Run as a module (`accelerate launch -m tests.launching ...`), it is the main job with a long optimizer step or a long
-save, as `TRL_ATROPOS_TEST_SLOW` says, so that a signal surely lands inside.
+save, as the variable `TEST_SLOW` says, so that a signal surely lands inside.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from trl_atropos.services.manager import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipes/quickstart/colocate.yaml"
-MARKER = "TRL_ATROPOS_TEST_RUN"
-SLOW = "TRL_ATROPOS_TEST_SLOW"
+MARKER = "TEST_RUN"
+SLOW = "TEST_SLOW"
 SLOW_STEP_SECONDS = 4.0
 SLOW_SAVE_SECONDS = 60.0
 LOOK_EVERY = 0.2
@@ -91,6 +91,11 @@ def shared_inodes() -> dict[str, int]:
         return {entry.name: entry.inode() for entry in entries}
 
 
+def users_environment() -> dict[str, str]:
+    """The variables of this process without those that the package reads: nobody has set them for a user."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TRL_ATROPOS_")}
+
+
 class Run:
     """One run of the main job. A context manager: whatever it left behind is killed at the end.
 
@@ -118,7 +123,6 @@ class Run:
         self.folder = folder
         self.entry = entry
         self.marker = uuid.uuid4().hex
-        self.token = uuid.uuid4().hex
         self.atropos_url, self.vllm_url = free_urls(2)
         self.shm_before = shared_inodes()
         accelerate = str(Path(sys.executable).with_name("accelerate"))
@@ -129,7 +133,7 @@ class Run:
             "--atropos_url", self.atropos_url, "--vllm_server_base_url", self.vllm_url, *flags,
         ]
         # fmt: on
-        self.env = {**os.environ, **(env or {}), MARKER: self.marker, TOKEN_VARIABLE: self.token}
+        self.env = {**users_environment(), **(env or {}), MARKER: self.marker}
         self.terminal = terminal
         self._seen: dict[int, int] = {}  # process id -> start time
         self._mapped: set[int] = set()  # inodes of files in /dev/shm
@@ -200,7 +204,16 @@ class Run:
 
     def info(self) -> dict:
         """What the server says of itself; empty while it is not up."""
-        return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self.token) or {}
+        return ask(f"{self.vllm_url}{ROUTE_PREFIX}/info", self._token()) or {}
+
+    def _token(self) -> str:
+        """The control token that the run has made up, from the variables of its server."""
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes()
+                if found := re.search(rf"(?:^|\0){TOKEN_VARIABLE}=([^\0]+)".encode(), variables):
+                    return found[1].decode()
+        return ""
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 400.0) -> Any:
         """Wait for a condition, as long as the run lives; returns what it returned."""

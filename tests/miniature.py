@@ -10,6 +10,7 @@ Run as a module, it is the main job where accelerate refuses to shard without an
 import os
 import shlex
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from trl_atropos.services.manager import Services
 
 ROOT = Path(__file__).parents[1]
 PROCESSES = 2
-SHARDING = "TRL_ATROPOS_TEST_SHARDING"
+SHARDING = "TEST_SHARDING"
 STEPS = 3
 ROWS = 16  # of an optimizer step
 STARTS_IN = 180.0  # seconds
@@ -62,8 +63,10 @@ def miniature(
     run = Run(folder / "run", model, env=ENVIRONMENT | FORKED_ENGINES, recipe=str(path))
     with Services(folder / "servers") as services:
         for words in commands(recipe):
-            if words[0] != "export" and "serve" in words:
-                _serve(services, words, model, list(here.values()), run.token)
+            if words[0] == "export":
+                run.env[TOKEN_VARIABLE] = uuid.uuid4().hex
+            elif "serve" in words:
+                _serve(services, words, model, list(here.values()), run.env[TOKEN_VARIABLE])
         run.entry, run.command = _trainer(run, trainer, accelerate, processes)
         run.command += _flags(settings, run, model, processes, accelerate) + [*flags]
         with run:

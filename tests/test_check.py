@@ -213,12 +213,15 @@ def test_what_the_recipe_states_of_an_environment_wins(desk):
         ("games/chess.py", "chess"),
         ({"path": "environment.py", "cwd": "games"}, "games"),
         ({"path": "games/chess.py", "name": "mine"}, "mine"),
+        ({"path": "games/chess.py", "name": "größe-2.b"}, "größe-2.b"),
+        (".games/environment.py", "games"),
     ],
 )
 def test_an_environment_is_called_like_its_script_or_its_folder(entry, name, desk):
-    (desk.folder / "games").mkdir()
-    for file in ("chess.py", "environment.py"):
-        (desk.folder / "games" / file).touch()
+    for folder in ("games", ".games"):
+        (desk.folder / folder).mkdir()
+        for file in ("chess.py", "environment.py"):
+            (desk.folder / folder / file).touch()
     recipe = parse(desk.recipe(environments=[entry]))
     [spec] = recipe.environments
     file = os.path.abspath(f"run/environments/{name}.yaml")
@@ -237,6 +240,13 @@ def test_an_environment_is_called_like_its_script_or_its_folder(entry, name, des
 def test_an_entry_that_says_too_little_or_too_much_is_refused(entry, told, desk):
     with pytest.raises(RecipeError, match=rf"`environments` entry 1: {told}.* An entry is the path of a script"):
         parse(desk.recipe(environments=[entry]))
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "a b", "a\n", "x" * 201, "é" * 101])
+@pytest.mark.parametrize("setting", ["environments", "evaluations"])
+def test_a_name_that_no_file_or_folder_can_have_is_refused(setting, name, desk):
+    with pytest.raises(RecipeError, match=rf"`{setting}` entry 1: .* is none for them: set `name` to letters, digits"):
+        parse(desk.recipe(**{setting: [{"path": "environment.py", "name": name}]}))
 
 
 def told_by_an_environment(argv: list[str], folder: Path) -> dict:

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
-from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
+from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, train
 from trl_atropos.errors import EvaluationError, RecipeError
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.plane import ControlPlane
 from trl_atropos.services.environments import EvaluationSpec
@@ -140,13 +140,14 @@ def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_late
     unset = {"name": "unset", "config": {"faults": {-1: "no data"}}}
     slow = {"name": "slow", "problems": 1, "config": {"seconds": 600}}
     with Services(tmp_path / "logs") as services:
-        made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=15.0)
+        made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=10.0)
         made.start(3)
+        assert made.ready(3, first=False, last=True, timeout=WAIT)  # imports are over, however busy the machine is
         made.begin(3, first=False, last=True)
         assert results(made) == {}
     assert "'broken' at step 3 failed: none of 3 problems gave a rollout: KeyError: 'weight'" in caplog.text
     assert "'unset' at step 3 failed: it ended with exit code 1" in caplog.text
-    assert "'slow' at step 3 failed: it did not end within 15 s (`eval_timeout`)" in caplog.text
+    assert "'slow' at step 3 failed: it did not end within 10 s (`eval_timeout`)" in caplog.text
     with Services(tmp_path / "logs") as services:
         made = evaluator(tmp_path, tiny_model, services, broken)
         made.start(0)
@@ -300,6 +301,21 @@ def logged(trainer: AtroposGRPOTrainer) -> dict[int, float]:
 VALUES = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.2}
 
 
+def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "another run's")  # so that it is put back
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    asked_with = []
+
+    def note_token(recipe, services, evaluator) -> None:
+        asked_with.append(evaluator._servers[0].token)
+
+    monkeypatch.setattr(train, "start_services", lambda *run: None)
+    monkeypatch.setattr(train, "train", note_token)
+    train.run(parsed(tiny_model, tmp_path, [ENTRY], start_vllm=True))
+    (token,) = asked_with
+    assert len(token) > 20 and token == environment_token()
+
+
 def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(tiny_model, tmp_path):
     made = Scripted(VALUES, patience=3)
     trainer = trainer_of(tiny_model, tmp_path, made)
@@ -369,6 +385,7 @@ def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
 
 ENTRY = {"path": ENVIRONMENT, "problems": 3}
 WRONG = {
+    "no number": ({**ENTRY, "passes_above": math.nan}, {}, "passes_above: Input should be a finite number"),
     "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
     "greedy": ({**ENTRY, "temperature": 0, "samples": 2}, {}, "set `samples: 1`"),
     "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),

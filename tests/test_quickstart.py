@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.forge import FORKED_ENGINES
-from tests.launching import ROOT, Run, free_urls, make_model
+from tests.launching import ROOT, Run, free_urls, make_model, users_environment
 from tests.report.browser import Browser, find_browser
 from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
@@ -110,7 +110,7 @@ def evaluate_alone(folder: Path, checkpoint: Path) -> Path:
     ]
     # fmt: on
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        env = os.environ | FORKED_ENGINES | {"TMPDIR": short}
+        env = users_environment() | FORKED_ENGINES | {"TMPDIR": short}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{checkpoint}: letters: pass@1" in done.stdout

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.against_trl import WARM_UP, Peak, read_logs, run_variables, summary
 from recipes.quickstart.make_model import byte_tokenizer
-from tests.launching import ROOT, free_urls
+from tests.launching import ROOT, free_urls, users_environment
 from tests.miniature import commands, server_urls
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.services.manager import Services
@@ -140,11 +140,13 @@ def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
     model = model_of(recipe["model_name_or_path"])
     urls = free_urls(len(server_urls(recipe)))
     file = recipe_of(path, model, tmp_path, urls)
-    env = os.environ | run_variables() | {TOKEN_VARIABLE: uuid.uuid4().hex}
+    env = users_environment() | run_variables()
     peak, log = Peak(), tmp_path / "output.txt"
     with Services(tmp_path / "servers") as services, log.open("w") as output, peak:
         for words in commands(path):
-            if words[0] != "export" and "serve" in words:
+            if words[0] == "export":
+                env[TOKEN_VARIABLE] = uuid.uuid4().hex
+            elif "serve" in words:
                 _serve(services, words, model, urls[0], env[TOKEN_VARIABLE])
         (words,) = [words for words in commands(path) if "launch" in words]
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[words.index("launch") :]]

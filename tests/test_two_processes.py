@@ -6,6 +6,7 @@ launch does all the runs, because starting one takes longer than they do.
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from tests.launching import launch_two
 from tests.rollout_factory import arguments, make_group, mixed_batch, record, step_logs
+from tests.test_evaluation import tokens_of_a_run
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.errors import RolloutError
 
@@ -56,7 +58,9 @@ def train(model: Path, folder: Path, recording: str, per_device: int, settings: 
 
 def main(model: Path, folder: Path) -> None:
     """What each of the two processes does."""
-    told: dict[str, Any] = {"runs": {}}
+    place = folder / f"run-{os.environ['RANK']}"
+    place.mkdir()
+    told: dict[str, Any] = {"runs": {}, "tokens": tokens_of_a_run(model, place)}
     for name, settings in RUNS.items():
         trainer = train(model, folder / "two" / name, str(folder / "rollouts.jsonl"), ROWS // 2, settings)
         told["runs"][name] = {"log": step_logs(trainer), "advantages": list(trainer._logs["advantages"])}
@@ -86,6 +90,11 @@ def ranks(tiny_model, recorded) -> list[dict[str, Any]]:
 
 def test_there_are_really_two_processes_with_gloo_between_them(ranks):
     assert [(told["processes"], told["backend"]) for told in ranks] == [(2, "gloo"), (2, "gloo")]
+
+
+def test_every_process_of_a_run_has_the_token_of_its_servers(ranks):
+    tokens = {token for told in ranks for token in told["tokens"]}
+    assert len(tokens) == 1 and len(tokens.pop()) > 20
 
 
 @pytest.mark.parametrize("name", RUNS)

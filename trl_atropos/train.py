@@ -226,6 +226,7 @@ def run(recipe: "Recipe") -> None:
 
     from trl_atropos import distributed as ranks
     from trl_atropos.errors import AttachError, ServerError, ServerTimeout
+    from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.recipe import check_files, check_reports
     from trl_atropos.report.summary import make_repository
     from trl_atropos.services.environments import Disconnector
@@ -239,6 +240,8 @@ def run(recipe: "Recipe") -> None:
     ranks.together(lambda: check_reports(training))
     if training.push_to_hub:
         ranks.on_main(lambda: make_repository(training))
+    if recipe.services.start_vllm:  # before anything that talks to the servers is made, on every rank
+        os.environ[TOKEN_VARIABLE] = ranks.on_main(control_token)
     services = Services(os.path.join(training.output_dir, "logs"))
     evaluator = evaluator_of(recipe, services, training.output_dir)
     with ranks.held_on_main(lambda: locked(training.output_dir)), services:
@@ -278,6 +281,7 @@ def _heed_ddp_timeout(training: "AtroposGRPOConfig") -> None:
 def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None" = None) -> None:
     """Starts the API, the server, the environments and evaluations, and waits until the first two are healthy."""
     from trl_atropos.errors import RolloutError
+    from trl_atropos.protocol import TOKEN_VARIABLE
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
@@ -285,7 +289,8 @@ def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator
     require_room(recipe)
     if config.start_atropos:
         command = _module("trl_atropos.rollouts.api", atropos)
-        services.start(ATROPOS, command, health_url=f"{atropos}/", restarts=again, scratch=True)
+        env = {TOKEN_VARIABLE: ""}  # which it needs not know
+        services.start(ATROPOS, command, env=env, health_url=f"{atropos}/", restarts=again, scratch=True)
     names = start_servers(recipe, services, recipe.training.vllm_mode, recipe.model.model_name_or_path)
     if config.start_atropos:
         services.wait_healthy(ATROPOS, config.service_timeout)
@@ -308,15 +313,13 @@ def start_services(recipe: "Recipe", services: "Services", evaluator: "Evaluator
 
 def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str) -> list[str]:
     """Starts the inference servers of a recipe that starts any. Returns the names of the services."""
-    import secrets
-
-    from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
+    from trl_atropos.protocol import TOKEN_VARIABLE
 
     if not recipe.services.start_vllm:
         return []
     training, urls = recipe.training, recipe.training.vllm_server_urls
     names = ["vllm"] if len(urls) == 1 else [f"vllm-{index}" for index in range(len(urls))]
-    os.environ[TOKEN_VARIABLE] = environment_token() or secrets.token_urlsafe(24)
+    os.environ[TOKEN_VARIABLE] = control_token()
     flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
@@ -325,6 +328,15 @@ def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str)
             env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
         services.start(name, command, env=env, health_url=f"{url}/health", scratch=True)
     return names
+
+
+def control_token() -> str:
+    """The control token in the environment, or a new one."""
+    import secrets
+
+    from trl_atropos.protocol import environment_token
+
+    return environment_token() or secrets.token_urlsafe(24)
 
 
 def require_room(recipe: "Recipe") -> None:

@@ -728,6 +728,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return [], False
         deadline, ended = time.monotonic() + timeout, self.evaluator.poll()
         while self.evaluator.busy(before) and time.monotonic() < deadline:
+            self.evaluator.tell_progress(before)
             time.sleep(EVALUATION_POLL)
             ended += self.evaluator.poll()
         for result in ended:

@@ -172,7 +172,13 @@ def test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run(tmp
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("there", "cannot be made (File exists)"), ("a b", "is no name"), ("/", "is no name"), ("x,y", "is no name")],
+    [
+        ("there", "cannot be made (File exists)"),
+        ("a b", "is no name"),
+        ("/", "is no name"),
+        ("x,y", "is no name"),
+        ("..", "is no name"),
+    ],
 )
 def test_nothing_is_written_over_and_no_name_breaks_a_recipe(name, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -278,6 +278,8 @@ def test_the_run_is_told_at_first_glance(page):
     assert tiles["Environments"] == ["environment 0, tools"]
     assert tiles["Tokens per second, trained"] == ["5,100", "4,800 of them sampled"]
     assert tiles["Evaluation held_out, pass@1"] == ["0.1 → 0.7", "95 % interval [0.65, 0.8]; gain +0.6 [0.5, 0.7]"]
+    partial = "95 % interval [0.344, 0.354]; gain +0.339 [0.329, 0.349]; pass@1 0 (scores above 0.9)"
+    assert tiles["Evaluation partial, mean score"] == ["0.01 → 0.349", partial]
     assert page.evaluate("document.getElementById('any-metric').value") == "eval_held_out_pass@1"
     page.wait_for("document.querySelectorAll('#samples figure').length === 2")
     start, end = page.evaluate(texts_of("#samples figcaption"))

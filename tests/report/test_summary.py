@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.report.summary import closing_lines
-from trl_atropos.services.evaluations import Result
+from trl_atropos.report.summary import closing_lines, evaluation_lines
+from trl_atropos.services.evaluations import Result, measures
 
 
 @pytest.mark.parametrize(("probe", "told"), [(None, False), (0.0, True), (2e-6, True)])
@@ -19,6 +19,52 @@ def test_a_probe_that_never_ran_is_not_called_zero(tmp_path, probe, told, replay
     assert sum("task: pass@1" in line for line in lines) == 2  # the first and the last
     assert any(line.startswith("Largest probe difference: ") for line in lines) == told
     assert any(title in line for line in lines)
+
+
+def of_each(scores: list[float]) -> dict[str, list[float]]:
+    """The same scores of every problem."""
+    return {f"{i}": scores for i in range(40)}
+
+
+PARTIAL = {f"{i}": [0.01, 0.01 + 0.02 * (i % 2)] for i in range(40)}  # of problems
+LATER = {problem: [0.4 - score for score in scores] for problem, scores in PARTIAL.items()}
+HALF = {f"{i}": [float(i % 2)] * 2 for i in range(40)}
+LINES = {
+    "partial scores": (
+        [PARTIAL, LATER],
+        "mean score 0.015 [0.013, 0.017]; pass@1 0.000 (scores above 0.5)",
+        "mean score 0.385 [0.383, 0.387], +0.370 [+0.367, +0.373] since step 0; pass@1 0.000 (scores above 0.5)",
+    ),
+    "partial scores after none": (
+        [of_each([0.0, 0.0]), LATER],
+        "mean score 0.000; pass@1 0.000 (scores above 0.5)",
+        "mean score 0.385 [0.383, 0.387], +0.385 [+0.383, +0.387] since step 0; pass@1 0.000 (scores above 0.5)",
+    ),
+    "the same partial scores": (
+        [of_each([0.3, 0.3])] * 2,
+        "mean score 0.300; pass@1 0.000 (scores above 0.5)",
+        "mean score 0.300, +0.000 since step 0; pass@1 0.000 (scores above 0.5)",
+    ),
+    "right and wrong": (
+        [HALF, of_each([1.0, 1.0])],
+        "pass@1 0.500 [0.350, 0.650]",
+        "pass@1 1.000, +0.500 [+0.343, +0.657] since step 0",
+    ),
+    "all wrong": ([of_each([0.0])] * 2, "pass@1 0.000", "pass@1 0.000, +0.000 since step 0"),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_mean_stands_first_where_scores_are_partial_and_no_interval_where_all_are_equal(kind):
+    (first, last), *wanted = LINES[kind]
+    found = []
+    for step, scores in ((0, first), (20, last)):
+        metrics = measures(scores, 0.5, first if step else None)
+        graded = any(score not in (0.0, 1.0) for each in scores.values() for score in each)
+        found.append(Result("task", step, metrics, (step, step), 1.0, scores, 0.5, graded))
+    assert evaluation_lines(found) == [
+        f"task: {line} (step {step}, 1 s)" for line, step in zip(wanted, (0, 20), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])

@@ -143,7 +143,8 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         what = "`--checkpoint` needs a server that this command starts, and the recipe has `start_vllm: false`"
         raise EvaluationError(what, f"checkpoint: {checkpoint}", "Start a server on it, and leave `--checkpoint` out.")
     model, step = checkpoint or recipe.model.model_name_or_path, step_of(checkpoint)
-    folder = os.path.join(training.output_dir, "eval", os.path.basename(model.rstrip("/")))
+    name = os.path.basename(os.path.abspath(model))  # also of "." or ".."
+    folder = os.path.join(training.output_dir, "eval", name)
     config.start_atropos = False
     with tempfile.TemporaryDirectory() as scratch, Services(os.path.join(folder, "logs")) as services:
         require_room(recipe)
@@ -158,6 +159,7 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         evaluator.begin(step, first=True, last=True)
         while evaluator.busy():
             services.check()
+            evaluator.tell_progress()
             for result in evaluator.poll():
                 result = replace(result, versions=(step, step)) if names else result
                 sys.stdout.write(f"{model}: {result.line()}\n")
@@ -218,7 +220,7 @@ def init(words: list[str]) -> None:
         (sys.stdout if {"-h", "--help"} & set(words) else sys.stderr).write(INIT)
         sys.exit(0 if {"-h", "--help"} & set(words) else 2)
     name, folder = words[0].rstrip("/"), Path(words[0])
-    if not NAME.fullmatch(name) or not folder.name:
+    if not NAME.fullmatch(name) or folder.name in ("", ".."):
         sys.exit(f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any of - _ . /")
     try:
         folder.mkdir(parents=True)

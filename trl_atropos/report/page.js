@@ -75,35 +75,44 @@ function smoothed(values) {
   });
 }
 
-// Of each evaluation, what it found by step, and which of its metrics are shown.
+// Of each evaluation, what it found by step, and which of its metrics are shown: first the mean score if it is `graded`,
+// that is, if scores are not only 0 and 1.
 function evaluationsOf(data) {
   return byName([...new Set(data.evaluations.map((each) => each.evaluation))]).map((name) => {
     const found = data.evaluations.filter((each) => each.evaluation === name).sort((a, b) => a.step - b.step);
     const last = found[found.length - 1], all = Object.keys(last.metrics);
     const passes = all.filter((metric) => /^pass@\d+$/.test(metric)), [mean] = all.filter((metric) => metric.startsWith("avg@"));
-    const graded = found.some(({ metrics }) => metrics[mean] !== metrics["pass@1"]) ? [mean] : [];
-    const shown = passes.length ? [...new Set([passes[0], passes[passes.length - 1], ...graded])] : all.slice(0, 4);
-    return { name, found, last, metrics: shown };
+    const graded = mean !== undefined && found.some(({ metrics }) => metrics[mean] !== metrics["pass@1"]);
+    const ends = [...new Set([passes[0], passes[passes.length - 1]])];
+    const shown = passes.length ? [...(graded ? [mean] : []), ...ends] : all.slice(0, 4);
+    return { name, found, last, graded, metrics: shown };
   });
 }
 
 function evaluationTiles(data) {
-  return evaluationsOf(data).map(({ name, found, last, metrics: [metric] }) => {
+  return evaluationsOf(data).map(({ name, found, last, graded, metrics: [metric] }) => {
     const of = last.metrics, value = (each) => number(each.metrics[metric]), told = [];
-    if (`${metric}_low` in of) told.push(`95 % interval ${interval(of[`${metric}_low`], of[`${metric}_high`])}`);
-    if (found.length > 1 && "gain" in of) told.push(`gain ${signed(of.gain)} ${interval(of.gain_low, of.gain_high)}`);
-    return [`Evaluation ${name}, ${metric}`, found.length > 1 ? `${value(found[0])} → ${value(last)}` : value(last), told.join("; ")];
+    const spread = (name) => (of[`${name}_low`] < of[`${name}_high`] ? ` ${interval(of[`${name}_low`], of[`${name}_high`])}` : ""); // none if all are equal
+    const gain = graded ? "mean_gain" : "gain", varies = graded || (of[metric] > 0 && of[metric] < 1);
+    if (varies && spread(metric)) told.push(`95 % interval${spread(metric)}`);
+    if (found.length > 1 && gain in of) told.push(`gain ${signed(of[gain])}${spread(gain)}`);
+    if (graded) told.push(`pass@1 ${number(of["pass@1"])}${passesAbove(last)}`);
+    return [`Evaluation ${name}, ${graded ? "mean score" : metric}`, found.length > 1 ? `${value(found[0])} → ${value(last)}` : value(last), told.join("; ")];
   });
 }
 
+function passesAbove(found) {
+  return typeof found.passes_above === "number" ? ` (scores above ${number(found.passes_above)})` : "";
+}
+
 function evaluationCharts(data, range) {
-  return evaluationsOf(data).map(({ name, found, last, metrics }) => {
+  return evaluationsOf(data).map(({ name, found, last, graded, metrics }) => {
     const values = (metric) => found.map((each) => each.metrics[metric] ?? null);
     const banded = (metric) => (`${metric}_low` in last.metrics ? { low: values(`${metric}_low`), high: values(`${metric}_high`) } : {});
     const [oldest, newest] = last.versions || [];
     const policy = oldest === undefined ? "" : ` The last answers are of ${oldest === newest ? `step ${oldest}` : `steps ${oldest} to ${newest}`}.`;
-    const about = "problems" in last.metrics ? `Of ${last.metrics.problems} problems; the band is the 95 % interval of pass@1.` : "By the environment's own `evaluate`.";
-    const unit = "problems" in last.metrics ? "share" : "";
+    const about = "problems" in last.metrics ? `Of ${last.metrics.problems} problems; ${graded ? `pass@1 counts what passes${passesAbove(last)}; the bands are` : "the band is"} the 95 % interval.` : "By the environment's own `evaluate`.";
+    const unit = "problems" in last.metrics && !graded ? "share" : "";
     return { title: `Evaluation ${name}`, unit, range, about: about + policy,
       series: metrics.map((metric) => ({ label: metric, steps: found.map((each) => each.step), values: values(metric), ...banded(metric) })) };
   });
@@ -177,7 +186,7 @@ function showCurves(data) {
 function liveliest(metrics) {
   const movement = (name) => { const [low, high] = extent(metrics[name][1]); return (high - low) / (Math.abs(high) + Math.abs(low) || 1); };
   const names = Object.keys(metrics).filter((name) => movement(name) > 0 && !/version|learning_rate|num_tokens|seconds$|_low$|_high$/.test(name));
-  return names.find((name) => /^eval_.*pass@1$/.test(name)) || names.find((name) => name.startsWith("eval_")) || names.find((name) => name === "reward")
+  return names.find((name) => /^eval_.*pass@1$/.test(name)) || names.find((name) => /^eval_.*avg@\d+$/.test(name)) || names.find((name) => name.startsWith("eval_")) || names.find((name) => name === "reward")
     || names.sort((a, b) => movement(b) - movement(a))[0];
 }
 

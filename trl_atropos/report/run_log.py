@@ -7,7 +7,8 @@
     logs     what the trainer logged at `step`
     batch    [first, last] optimizer step that a generation batch is taken for; `rows` are [first, end) of the indices
              that its rollouts have in the spool of that name, `version` and `lineage` are those it is trained at
-    evaluation  what an evaluation found: its name, the `step`, its `metrics`, and the policy `versions` that sampled
+    evaluation  what an evaluation found: its name, the `step`, its `metrics`, the policy `versions` that sampled, and
+             the score above which a sample `passes_above`
     warning  what the package's logger warned of, after `step` optimizer steps
     end      optimizer steps done when training was over
 """
@@ -84,7 +85,7 @@ class RunLog(TrainerCallback):
 
     def evaluation(self, result: Result) -> None:
         told = {"metrics": result.metrics, "versions": result.versions, "seconds": result.seconds}
-        self.write(evaluation=result.name, step=result.step, **told)
+        self.write(evaluation=result.name, step=result.step, **told, passes_above=result.passes_above)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.write(end=state.global_step)

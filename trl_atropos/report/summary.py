@@ -80,6 +80,12 @@ def first_and_last(evaluations: Sequence[Result]) -> list[Result]:
     return [result for results in found.values() for result in results]
 
 
+def evaluation_lines(evaluations: Sequence[Result]) -> list[str]:
+    """A line for the first and the last result of each evaluation, with the same measure first in both."""
+    graded = {result.name for result in evaluations if result.graded}
+    return [result.line(result.name in graded) for result in first_and_last(evaluations)]
+
+
 def closing_lines(
     summary: dict, log: RunLog, decode, curve: str, replayed: bool, evaluations: Sequence[Result]
 ) -> list[str]:
@@ -95,7 +101,7 @@ def closing_lines(
             lines.append(f"  {prompt} -> {completion}  {one.score:.3f}")
     first, last = summary["reward_first"], summary["reward_last"]
     lines.append(f"Mean reward: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}")
-    lines += [f"Evaluated {result.line()}" for result in first_and_last(evaluations)]
+    lines += [f"Evaluated {line}" for line in evaluation_lines(evaluations)]
     if (probe := summary["probe_max_abs_diff"]) is not None:  # between the log-probabilities of server and trainer
         lines.append(f"Largest probe difference: {probe:.1e} nats")
     return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
@@ -226,7 +232,7 @@ def complete_card(
     if len(rewards) > 1 and (folder / CURVE).exists():
         parts.append(f"![Mean reward by optimizer step]({CURVE})")
     if evaluations:
-        parts += ["### Evaluation", "\n".join(f"- {one.line()}" for one in first_and_last(evaluations))]
+        parts += ["### Evaluation", "\n".join(f"- {line}" for line in evaluation_lines(evaluations))]
     parts += ["### Environments"] * bool(commands)
     for name, command in commands.items():
         parts.append(f"`{name}`:\n\n```bash\n{portable(' '.join(command.split()))}\n```")

@@ -123,7 +123,7 @@ class Spool:
 
     def _write_meta(self) -> None:
         meta = {"name": self.name, "format": FORMAT, "registrations": self.registrations}
-        _write_file(self.folder / META, json.dumps(meta).encode())
+        write_file(self.folder / META, json.dumps(meta).encode())
 
     def note_registration(self, registration: str, step: int) -> None:
         """Call it before the API hears of the registration: after a crash, its rollouts are known to be this run's."""
@@ -148,7 +148,7 @@ class Spool:
         content = _file_content(to_table(rollouts).replace_schema_metadata({HEADER: header}))
         content = _replace_seal(content, SEAL % 0, SEAL % zlib.crc32(content))
         with _writing(self.folder):
-            _write_file(self._path(part), content)
+            write_file(self._path(part), content)
         self._bytes[part.start] = len(content)
         insort(self.parts, part, key=lambda each: each.start)
 
@@ -217,7 +217,7 @@ def _replace_seal(content: bytes, old: bytes, new: bytes) -> bytes:
     return b"".join((content[:first], new, between, new, content[last + len(old) :]))
 
 
-def _write_file(path: Path, content: bytes, sync: bool = True) -> None:
+def write_file(path: Path, content: bytes, sync: bool = True) -> None:
     """Writes the whole file, or nothing."""
     draft = path.with_name(f".{path.name}.tmp")
     try:
@@ -340,7 +340,7 @@ class TrainerLogprobs:
             files = sorted(self._folder.glob("trainer-[0-9]*.feather"))
             for abandoned in [path for path in files if _start_of(path) >= first]:
                 abandoned.unlink()
-            _write_file(
+            write_file(
                 self._folder / f"trainer-{first:012d}.feather",
                 _file_content(pa.table(columns, schema=schema)),
                 sync=False,

@@ -57,6 +57,8 @@ EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was coll
 REGISTERED = re.compile(r"Initialized env with id (\d+)")
 BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
 LONGEST = 300  # characters of an exception that are quoted
+NAME = re.compile(r"\w[\w.-]*")  # of an entry: no "..", nothing hidden, and nothing that looks like a flag
+LONGEST_NAME = 200  # bytes; the name of a file may have 255
 
 
 class EnvironmentSpec(BaseModel):
@@ -79,7 +81,7 @@ class EnvironmentSpec(BaseModel):
     path: str | None = Field(default=None, min_length=1)
     config: dict[str, Any] = {}
     command: str | list[str] | None = Field(default=None, min_length=1)
-    name: str = Field(default="", pattern=r"^[\w.-]*$")
+    name: str = ""
     env: dict[str, str | int | float] = {}
     cwd: str | None = None
     python: str | None = Field(default=None, min_length=1)
@@ -100,7 +102,12 @@ class EnvironmentSpec(BaseModel):
             raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
         if not self.name:
             script = Path(self.cwd or "", self.path).absolute()
-            self.name = re.sub(r"[^\w.-]", "_", script.parent.name if script.stem == "environment" else script.stem)
+            usual = script.parent.name if script.stem == "environment" else script.stem
+            self.name = re.sub(r"[^\w.-]", "_", usual).lstrip(".-")
+        if not NAME.fullmatch(self.name) or len(os.fsencode(self.name)) > LONGEST_NAME:
+            what = f"files and folders get its name, and {self.name!r} is none for them"
+            fix = f"letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with no - or . at its start"
+            raise ValueError(f"{what}: set `name` to {fix}")
         return self
 
     @property
@@ -157,7 +164,7 @@ class EvaluationSpec(EnvironmentSpec):
     problems: int | None = Field(default=None, ge=1)
     samples: int = Field(default=1, ge=1)
     temperature: float | None = Field(default=None, ge=0)
-    passes_above: float = 0.5
+    passes_above: float = Field(default=0.5, allow_inf_nan=False)
     every: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

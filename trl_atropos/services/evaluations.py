@@ -9,28 +9,35 @@ Its measures (pass@k, the mean score, how sure both are, the gain since the firs
 and so are their errors, because the samples of one problem are alike (Miller 2024, "Adding Error Bars to Evals").
 
 What it leaves is moved to `<output_dir>/evaluations/NAME/step-000400/` once `result.json` is there, by which a run
-that resumes knows which evaluations it has.
+that resumes knows which evaluations it has. All of it is somebody else's output: whatever cannot be read is an
+`EvaluationError`, and so an evaluation that failed.
 """
 
 import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
+from reprlib import repr as short
 from statistics import fmean, variance
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
 
 from trl_atropos.errors import EvaluationError, ServerError
 from trl_atropos.protocol import EVALUATION_KEY
+from trl_atropos.rollouts.spool import write_file
+from trl_atropos.rollouts.wire import ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import EvaluationSpec
-from trl_atropos.services.manager import Service, Services
+from trl_atropos.services.manager import Service, Services, tell_work
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +45,14 @@ FOLDER = "evaluations"
 GROUPS, METRICS, RESULT = "groups.jsonl", "metrics.json", "result.json"
 NEXT, GO = "next", "go"  # folder of the evaluation that comes next, and the file that lets it begin
 READY_TIMEOUT, POLL = 600.0, 0.02  # seconds that a process may take to import and set up what it needs
+TOLD_EVERY = 60.0  # seconds between two messages of what an evaluation does that is waited for
 CONFIDENCE = 1.96  # standard errors to either side: 95 %
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
+STEP_FOLDER = re.compile(r"step-(\d+)")
+MEAN = re.compile(r"avg@\d+")  # name of the metric that is the mean score
 Scores = Mapping[str, Sequence[float]]  # of every sample, by problem
+Samples = Annotated[list[float], msgspec.Meta(min_length=1)]  # scores of one problem
+Kind = TypeVar("Kind")
 
 
 @dataclass
@@ -52,7 +64,9 @@ class Result:
     metrics: dict[str, float]
     versions: tuple[int, int] | None
     seconds: float
-    scores: dict[str, list[float]] = field(default_factory=dict)  # by problem
+    scores: dict[str, Samples] = field(default_factory=dict)  # by problem
+    passes_above: float | None = None  # a sample with a score above this has passed; None: of the environment's own
+    graded: bool = False  # whether scores of it, or of an earlier one, are not only 0 and 1: their mean says more
 
     @property
     def policy(self) -> str:
@@ -68,15 +82,75 @@ class Result:
         named = self.metrics | versions | {"seconds": self.seconds}
         return {f"eval_{self.name}_{metric}": float(value) for metric, value in named.items()}
 
-    def line(self) -> str:
-        """One line for a person."""
-        found = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
-        if "pass@1" in self.metrics:
-            found = "pass@1 {pass@1:.3f} [{pass@1_low:.3f}, {pass@1_high:.3f}]"
-            if "gain" in self.metrics:
-                found += ", {gain:+.3f} [{gain_low:+.3f}, {gain_high:+.3f}] since step 0"
-            found = found.format_map(self.metrics)
+    def line(self, graded: bool | None = None) -> str:
+        """One line for a person. With `graded`, the mean score comes first; by default, if `self.graded`."""
+        if "pass@1" not in self.metrics:
+            found = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        elif self.graded if graded is None else graded:
+            found = self._mean_in_words()
+        else:
+            found = self._passes_in_words()
         return f"{self.name}: {found} ({self.policy}, {self.seconds:.0f} s)"
+
+    def _passes_in_words(self) -> str:
+        """pass@1 and its gain. Where all or none pass, the samples show no spread to make an interval of."""
+        share = self.metrics["pass@1"]
+        spread = self._interval("pass@1") if 0 < share < 1 else ""
+        return f"pass@1 {share:.3f}{spread}{self._gain('gain')}"
+
+    def _mean_in_words(self) -> str:
+        """The mean score and its gain, then how many pass."""
+        name = next(name for name in self.metrics if MEAN.fullmatch(name))
+        mean = f"mean score {self.metrics[name]:.3f}{self._interval(name)}{self._gain('mean_gain')}"
+        above = "" if self.passes_above is None else f" (scores above {self.passes_above:g})"
+        return f"{mean}; pass@1 {self.metrics['pass@1']:.3f}{above}"
+
+    def _gain(self, name: str) -> str:
+        if name not in self.metrics:
+            return ""
+        return f", {self.metrics[name]:+.3f}{self._interval(name, '+')} since step 0"
+
+    def _interval(self, name: str, sign: str = "") -> str:
+        """The 95 % interval of a metric, behind a space; empty if it has no width: all values are equal."""
+        low = self.metrics.get(f"{name}_low", 0.0)
+        high = self.metrics.get(f"{name}_high", 0.0)
+        return f" [{low:{sign}.3f}, {high:{sign}.3f}]" if low < high else ""
+
+
+class _Group(msgspec.Struct):
+    """What an evaluation needs of a scored group, as the environment made it."""
+
+    tokens: Any
+    masks: Any
+    scores: Any
+
+
+class _Line(msgspec.Struct):
+    """One line of `GROUPS`, as `environment_site/groups.py` writes it: `groups`, or an `error`."""
+
+    item: int
+    groups: list[_Group] | None = None
+    error: str | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a problem: groups, none if the environment returned nothing, or an exception."""
+
+    item: int
+    groups: list[ScoredGroup]
+    failure: str | None  # the exception and its place, in words
+
+
+class _Logged(msgspec.Struct):
+    all: dict[str, Any]
+
+
+class _OwnMetrics(msgspec.Struct):
+    """What Atropos' `evaluate_log` writes to `METRICS`."""
+
+    results: _Logged
 
 
 @dataclass
@@ -89,6 +163,7 @@ class _Process:
     service: Service
     step: int | None = None  # None: it waits
     began: float = field(default_factory=time.monotonic)  # the process, and later the evaluation
+    told: float = 0.0  # seconds after `began` at which `_tell` last said what it does
 
 
 class Evaluator:
@@ -109,7 +184,7 @@ class Evaluator:
         self.specs = specs
         self.results: list[Result] = []  # of this run, in the order in which they ended
         self._services, self._command_of = services, command_of
-        self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]
+        self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]  # the token must be known by now
         self._folder, self._timeout, self._needed = Path(folder), timeout, needed
         self._processes: dict[str, _Process] = {}
         self._over = False  # no evaluation comes any more
@@ -124,24 +199,31 @@ class Evaluator:
         self.results, self._over = [], False
         for spec in self.specs:
             for folder in sorted((self._folder / spec.name).glob("step-*")):
-                result = read_result(folder)
-                if result is None or result.step > step or step == 0:
+                made_at = STEP_FOLDER.fullmatch(folder.name)
+                if made_at is None:
+                    continue  # somebody else's
+                if step == 0 or int(made_at[1]) > step:
                     shutil.rmtree(folder)
-                else:
+                elif (result := read_result(folder)) is not None:
                     self.results.append(result)
             if spec.name not in self._processes:
                 self._prepare(spec)
             self._processes[spec.name].began = time.monotonic()
 
     def _prepare(self, spec: EvaluationSpec) -> None:
-        """Starts the process of the next evaluation, which waits."""
+        """Starts the process of the next evaluation, which waits. Raises `EvaluationError` if the disk refuses."""
         folder = (self._folder / spec.name / NEXT).absolute()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        key = f"{EVALUATION_KEY}{spec.name}-{uuid.uuid4().hex}"
-        name, command = f"evaluation-{spec.name}", self._command_of(spec, folder, key)
+        key = f"{EVALUATION_KEY}{uuid.uuid4().hex}"
         env = spec.variables(TRL_ATROPOS_GO=str(folder / GO))
-        service = self._services.start(name, command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            name, command = f"evaluation-{spec.name}", self._command_of(spec, folder, key)
+            service = self._services.start(name, command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+        except OSError as error:
+            what = f"The next evaluation {spec.name!r} cannot be prepared in {folder} ({error})"
+            fix = "Make room, or let this user write there; the run makes it again once it is resumed."
+            raise EvaluationError(what, fix=fix) from error
         self._processes[spec.name] = _Process(spec, folder, key, service)
 
     def begin(self, step: int, first: bool, last: bool) -> list[Result]:
@@ -149,16 +231,23 @@ class Evaluator:
         Returns those of this step that a run which was resumed has already."""
         self._over = last
         for process in self._due(step, first, last):
-            process.step, process.began = step, time.monotonic()
-            process.folder.joinpath(GO).touch()
+            process.step, process.began, process.told = step, time.monotonic(), 0.0
+            try:
+                process.folder.joinpath(GO).touch()
+            except OSError as error:
+                self._end(process, _refused_by_disk(error))
         return [result for result in self.results if result.step == step]
 
     def ready(self, step: int, first: bool, last: bool, timeout: float = math.inf) -> bool:
         """Waits `timeout` seconds at most until those that `begin` would begin can do so at once. Whether they can."""
         deadline = time.monotonic() + timeout
-        while not (ready := all(map(self._is_ready, self._due(step, first, last)))) and time.monotonic() < deadline:
+        while late := [process for process in self._due(step, first, last) if not self._is_ready(process)]:
+            for process in late:
+                self._tell(process, f"is starting for step {step}")
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(POLL)
-        return ready
+        return True
 
     def _due(self, step: int, first: bool, last: bool) -> list[_Process]:
         known = {result.name for result in self.results if result.step == step}
@@ -177,21 +266,50 @@ class Evaluator:
             code = self._services.exit_code(process.service)
             if code is None and time.monotonic() - process.began < self._timeout:
                 continue
-            self._services.end(process.service)
-            del self._processes[process.spec.name]
+            trouble = None
             try:
                 ended.append(self._read(process, code))
             except EvaluationError as error:
-                what = f"Evaluation {process.spec.name!r} at step {process.step} failed: {error.what}"
-                fix = f"{error.fix} Its log: {process.service.log_path}"
-                error = EvaluationError(what, error.seen, fix, error.code)
-                if self._needed or process.step == 0:
-                    raise error from None
-                logger.warning("%s", error)
-            if not self._over:
-                self._prepare(process.spec)
+                trouble = error
+            except OSError as error:
+                trouble = _refused_by_disk(error)
+            self._end(process, trouble)
         self.results += ended
         return ended
+
+    def _end(self, process: _Process, trouble: EvaluationError | None) -> None:
+        """Ends a process, and prepares the next one if there may be one. `trouble` is why its evaluation failed."""
+        self._services.end(process.service)
+        del self._processes[process.spec.name]
+        if trouble is not None:
+            what = f"Evaluation {process.spec.name!r} at step {process.step} failed: {trouble.what}"
+            fix = f"{trouble.fix} Its log: {process.service.log_path}"
+            error = EvaluationError(what, trouble.seen, fix, trouble.code)
+            self._warn_or_raise(error, is_first=process.step == 0)
+        if not self._over:
+            try:
+                self._prepare(process.spec)
+            except EvaluationError as error:
+                self._warn_or_raise(error)
+
+    def _warn_or_raise(self, error: EvaluationError, is_first: bool = False) -> None:
+        """A mistake shows in the first evaluation. Later ones must not end a training, unless it depends on them."""
+        if self._needed or is_first:
+            raise error from None
+        logger.warning("%s", error)
+
+    def tell_progress(self, before: float = math.inf) -> None:
+        """Says what the evaluations of steps before `before` do, a minute after each began and every minute from then
+        on. Called again and again while something waits for them."""
+        for process in self._processes.values():
+            if process.step is not None and process.step < before:
+                self._tell(process, f"at step {process.step}")
+
+    def _tell(self, process: _Process, doing: str) -> None:
+        seconds = time.monotonic() - process.began
+        if seconds >= process.told + TOLD_EVERY:
+            process.told = seconds
+            tell_work(process.service, f"Evaluation {process.spec.name!r} {doing}, {seconds:.0f} s")
 
     def busy(self, before: float = math.inf) -> bool:
         """Whether an evaluation of a step before `before` is under way."""
@@ -205,14 +323,13 @@ class Evaluator:
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
         if code:
             raise EvaluationError(f"it ended with exit code {code}", fix="Correct what the end of its log says.")
+        result = Result(spec.name, process.step, metrics={}, versions=None, seconds=round(seconds, 2))
         if spec.problems is None:
-            scores, metrics = {}, _own_metrics(process.folder)
+            result.metrics = _own_metrics(process.folder)
         else:
-            scores, further = self._scores(process)
-            before = [result.scores for result in self.results if result.name == spec.name and result.step == 0]
-            metrics = measures(scores, spec.passes_above, before[0] if before else None) | further
-        result = Result(spec.name, process.step, metrics, self._versions(process.key), round(seconds, 2), scores)
-        (process.folder / RESULT).write_text(json.dumps(asdict(result)))
+            self._measure(result, process)
+        result.versions = self._versions(process.key)
+        write_file(process.folder / RESULT, json.dumps(asdict(result)).encode())
         for file in process.folder.glob(f"{GO}*"):
             file.unlink()
         folder = process.folder.with_name(f"step-{process.step:06d}")
@@ -220,39 +337,49 @@ class Evaluator:
         process.folder.rename(folder)
         return result
 
+    def _measure(self, result: Result, process: _Process) -> None:
+        """Fills in what the answers say."""
+        spec = process.spec
+        earlier = [one for one in self.results if one.name == spec.name]
+        first = next((one.scores for one in earlier if one.step == 0), None)
+        result.scores, further = self._scores(process)
+        result.metrics = measures(result.scores, spec.passes_above, first) | further
+        result.passes_above = spec.passes_above
+        values = {score for scores in result.scores.values() for score in scores}
+        result.graded = not values <= {0.0, 1.0} or any(one.graded for one in earlier)
+
     def _scores(self, process: _Process) -> tuple[dict[str, list[float]], dict[str, float]]:
         """The scores by problem, and what else is known of them. A problem on which the environment failed has not
         been solved; one for which it returned nothing is left out, since nothing is known of it."""
         spec, path = process.spec, process.folder / GROUPS
-        items = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-        failed = [item for item in items if "error" in item]
-        silent = sum(item.get("groups") == [] for item in items)
-        scores = {f"{item['item']}": [min(0.0, spec.passes_above)] * spec.samples for item in failed}
-        lengths = []
-        for item in items:
-            for number, group in enumerate(item.get("groups", ())):
-                prompt = list(takewhile(lambda pair: pair[1] == -100, zip(group["tokens"][0], group["masks"][0])))
-                asked = hashlib.blake2b(repr([token for token, _ in prompt]).encode(), digest_size=4).hexdigest()
-                scores[f"{item['item']}.{number}-{asked}"] = [float(score) for score in group["scores"]]
-                lengths += [sum(token != -100 for token in mask) for mask in group["masks"]]
-        where = f"{failed[0]['error']} ({failed[0]['place']})" if failed else ""
+        answers = read_answers(path)
+        failed = [answer for answer in answers if answer.failure is not None]
+        silent = sum(answer.failure is None and not answer.groups for answer in answers)
+        scores = {f"{answer.item}": [min(0.0, spec.passes_above)] * spec.samples for answer in failed}
+        lengths: list[int] = []
+        for answer in answers:
+            for number, group in enumerate(answer.groups):
+                scores[f"{answer.item}.{number}-{_prompt_digest(group)}"] = group.scores
+                lengths += [int(trained.sum()) for trained in group.trained]
         if not lengths:
-            what = f"none of {len(items)} problems gave a rollout" + (f": {where}" if failed else "")
+            what = f"none of {len(answers)} problems gave a rollout"
+            what += f": {failed[0].failure}" if failed else ""
             otherwise = "Have `get_next_item` give problems, and `collect_trajectories` groups."
             raise EvaluationError(what, fix="Correct it there." if failed else otherwise)
         if failed:
             logger.warning(
                 "Evaluation %r at step %d failed on %d of %d problems, which count as not solved: %s. The tracebacks "
                 "are in %s.",
-                *(spec.name, process.step, len(failed), len(items), where, path),
+                *(spec.name, process.step, len(failed), len(answers), failed[0].failure, path),
             )
-        if silent or len(items) < spec.problems:
+        known = len(answers) - silent
+        if known < spec.problems:
             logger.warning(
                 "Evaluation %r at step %d has %d of %d problems: the environment has no more, or returned nothing for "
                 "some (most return nothing where all scores of a group are alike).",
-                *(spec.name, process.step, len(items) - silent, spec.problems),
+                *(spec.name, process.step, known, spec.problems),
             )
-        return scores, {"problems": len(items) - silent, "failed": len(failed), "mean_length": fmean(lengths)}
+        return scores, {"problems": known, "failed": len(failed), "mean_length": fmean(lengths)}
 
     def _versions(self, key: str) -> tuple[int, int] | None:
         try:
@@ -264,29 +391,89 @@ class Evaluator:
         return (min(oldest for oldest, _ in known), max(newest for _, newest in known)) if known else None
 
 
-def read_result(folder: Path) -> Result | None:
-    """The result in the folder of an evaluation; `None` if it did not end."""
+def _parsed(content: bytes, kind: type[Kind]) -> Kind:
+    """JSON as an object of `kind`. Raises `ValueError` with what is wrong."""
     try:
-        content = json.loads((folder / RESULT).read_text())
+        return msgspec.convert(json.loads(content), kind)
+    except (RecursionError, msgspec.ValidationError) as error:
+        raise ValueError(str(error)) from error
+
+
+def read_result(folder: Path) -> Result | None:
+    """The result in the folder of an evaluation; `None` if it was not made, or, with a warning, if what is there
+    cannot be read."""
+    path = folder / RESULT
+    try:
+        return _parsed(path.read_bytes(), Result)
     except FileNotFoundError:
         return None
-    versions = content.pop("versions")
-    return Result(**content, versions=versions and tuple(versions))
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s): this evaluation counts as not made.", path, error)
+        return None
 
 
 def results_of(folder: str | Path, step: int) -> list[Result]:
     """The results of an optimizer step below the output folder of a run, by name."""
-    return [read_result(path.parent) for path in sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}"))]
+    paths = sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}"))
+    found = [read_result(path.parent) for path in paths]
+    return [result for result in found if result is not None]
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The lines of the file at `path`, one for each problem. Raises `EvaluationError` if one is torn, or is not what
+    `environment_site/groups.py` writes."""
+    content = path.read_bytes() if path.exists() else b""
+    answers: dict[int, Answer] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            answer = _read_answer(line)
+            if answer.item in answers:
+                raise ValueError(f"problem {answer.item} is there twice")
+        except ValueError as error:
+            what = f"line {number} of {path.name} cannot be read: {error}"
+            fix = "Have the environment return groups that a run could train on (`trl-atropos try` checks one)."
+            raise EvaluationError(what, short(line), fix) from error
+        answers[answer.item] = answer
+    return list(answers.values())
+
+
+def _read_answer(line: bytes) -> Answer:
+    """Raises `ValueError` with what is wrong."""
+    sent = _parsed(line, _Line)
+    if (sent.groups is None) == (sent.error is None):
+        raise ValueError("it has neither `groups` nor `error`, or both")
+    if sent.groups is None:
+        return Answer(sent.item, [], f"{sent.error} ({sent.place})")
+    groups = [parse_group(msgspec.structs.asdict(group)) for group in sent.groups]
+    return Answer(sent.item, groups, None)
+
+
+def _prompt_digest(group: ScoredGroup) -> str:
+    """Which problem a group is of: a hash of the tokens before the first that was sampled."""
+    trained = group.trained[0]
+    length = int(np.argmax(trained)) if trained.any() else len(trained)
+    return hashlib.blake2b(repr(group.tokens[0][:length].tolist()).encode(), digest_size=4).hexdigest()
 
 
 def _own_metrics(folder: Path) -> dict[str, float]:
     """What the environment's own `evaluate` has written by Atropos' `evaluate_log`."""
     path = folder / METRICS
+    fix = "Have it call `evaluate_log`, or set `problems` to evaluate rollouts."
     if not path.exists():
-        what = f"its own `evaluate` left no {METRICS}"
-        raise EvaluationError(what, fix="Have it call `evaluate_log`, or set `problems` to evaluate rollouts.")
-    metrics: Iterable[tuple[str, Any]] = json.loads(path.read_text())["results"]["all"].items()
-    return {name.removeprefix("eval/"): value for name, value in metrics if isinstance(value, int | float)}
+        raise EvaluationError(f"its own `evaluate` left no {METRICS}", fix=fix)
+    try:
+        logged = _parsed(path.read_bytes(), _OwnMetrics).results.all
+        metrics = {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
+    except (ValueError, OverflowError) as error:
+        raise EvaluationError(f"{METRICS} of its own `evaluate` cannot be read: {error}", fix=fix) from error
+    if not metrics:
+        raise EvaluationError(f"{METRICS} of its own `evaluate` has no number", fix=fix)
+    return {name.removeprefix("eval/"): value for name, value in metrics.items()}
+
+
+def _refused_by_disk(error: OSError) -> EvaluationError:
+    what = f"its files cannot be read or written ({error})"
+    return EvaluationError(what, fix="Make room, or let this user write there.")
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
@@ -305,13 +492,20 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
     sizes = {2**power for power in range(1, fewest.bit_length())} | {fewest}
     for k in sorted(sizes - {1}):
         found[f"pass@{k}"] = fmean(pass_at(k, len(scores[problem]), count) for problem, count in passed.items())
-    found[f"avg@{fewest}"] = fmean(fmean(given) for given in scores.values())
+    means = {problem: fmean(given) for problem, given in scores.items()}
+    found |= _with_interval(f"avg@{fewest}", list(means.values()))
     both = shares.keys() & (first or {}).keys()
     if both:
-        gains = [shares[problem] - fmean(one > passes_above for one in first[problem]) for problem in both]
-        error = CONFIDENCE * _standard_error(gains)
-        found |= {"gain": fmean(gains), "gain_low": fmean(gains) - error, "gain_high": fmean(gains) + error}
+        before = {problem: fmean(one > passes_above for one in first[problem]) for problem in both}
+        found |= _with_interval("gain", [shares[problem] - before[problem] for problem in both])
+        found |= _with_interval("mean_gain", [means[problem] - fmean(first[problem]) for problem in both])
     return found
+
+
+def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean of values, one per problem, as the metric `name`, and its 95 % interval."""
+    mean, error = fmean(values), CONFIDENCE * _standard_error(values)
+    return {name: mean, f"{name}_low": mean - error, f"{name}_high": mean + error}
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:

@@ -175,9 +175,8 @@ class Services(contextlib.AbstractContextManager):
                 fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
                 raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
             if waited - told >= TOLD_EVERY:
-                told, room = waited, (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
-                line = f"{name} is starting, {waited:.0f} s: {_work_of(service)}"
-                logger.info(textwrap.shorten(line, room, placeholder=" …"))
+                told = waited
+                tell_work(service, f"{name} is starting, {waited:.0f} s")
             time.sleep(min(POLL, timeout - waited))
         raise ServiceError(f"{name} was stopped before it was healthy")
 
@@ -390,11 +389,14 @@ def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
-def _work_of(service: Service) -> str:
-    """What a service is doing: its last line in words, of a progress bar where that stands."""
+def tell_work(service: Service, doing: str) -> None:
+    """Says in one line of the terminal's width what a service is doing: `doing`, and the last line in words of its
+    log, of a progress bar where that stands."""
     lines = tail(service.log_path, 10 * TAIL_LINES, service.log_start).splitlines()[1:]
     texts = (VLLM_PREFIX.sub("", line).strip() for line in lines[::-1])
-    return next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
+    work = next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
+    room = (columns() or TAIL_WIDTH) - len("[trl_atropos] ")
+    logger.info(textwrap.shorten(f"{doing}: {work}", room, placeholder=" …"))
 
 
 def _cause_and_end_of(log_path: Path) -> tuple[str, str]:
