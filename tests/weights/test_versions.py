@@ -236,6 +236,41 @@ def test_other_settings_are_warned_about_once_for_each_environment(policy, serve
     assert all(f"{name} {value:g}" in caplog.text for name, value in settings.items())
 
 
+RESHAPING = {
+    "structured_outputs": {"choice": ["ab", "ba"]},
+    "logit_bias": {"65": -5.0},
+    "allowed_token_ids": list(range(60, 90)),
+    "bad_words": ["a"],
+    "min_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("field", RESHAPING)
+def test_fields_that_reshape_the_distribution_are_warned_about(policy, server, caplog, field):
+    """The server's log-probabilities of such tokens are not the policy's."""
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, top_p=0.9)])
+    rows = [row_of(completion) for completion in generate(server, PROMPT, 6, n=4, **{field: RESHAPING[field]})]
+    assert tagged(book, *rows) == [(policy.version,) * 2] * 4
+    book.tag(rows)
+    assert caplog.text.count("Environment 0 sampled some rollouts with top_p 0.9, where the trainer scores") == 1
+    assert caplog.text.count(f"Environment 0 sampled some rollouts with {field}, where the trainer scores") == 1
+
+
+def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog):
+    neutral = {"stop_token_ids": [3], "min_tokens": 0, "ignore_eos": True, "logit_bias": {}, "bad_words": []}
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, **neutral)])
+    assert "sampled some rollouts with" not in caplog.text
+
+
+def test_a_grammar_of_vllms_own_route_is_warned_about(policy, server, caplog):
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    response_format = {"type": "json_schema", "json_schema": {"name": "digit", "schema": {"type": "integer"}}}
+    book.tag([row_of(*openai(server, "chat/completions", 4, response_format=response_format))])
+    assert "Environment 0 sampled some rollouts with structured_outputs" in caplog.text
+
+
 def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog):
     """An environment may mean it, and a run of hours should not end for it."""
     book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)

@@ -265,7 +265,9 @@ class VersionBook:
     def __post_init__(self):
         self._clients = [ServerClient(url, self.timeout, self.token) for url in self.urls]
         self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
-        self._warned: set[str | int | None] = set()  # servers and environments
+        self._warned: set[str] = set()  # servers
+        # Of each environment, the settings that were warned about.
+        self._warned_of: defaultdict[str | int | None, set[str]] = defaultdict(set)
 
     def tag(self, rollouts: list[Rollout]) -> None:
         """Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
@@ -352,16 +354,9 @@ class VersionBook:
     def _check_settings(
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
-        """Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
-        step. Other differences are warned about once per environment."""
-        differences = [
-            {
-                name: value
-                for name, value in settings._asdict().items()
-                if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE
-            }
-            for settings in sorted(sampled)
-        ]
+        """Raises `RolloutError` if no rollout of the environment was sampled at the trainer's temperature, which would
+        spoil every step. Warns about other differences, once for each setting of an environment."""
+        differences = [_difference(settings, trainer) for settings in sorted(sampled)]
         if any("temperature" not in different for different in differences):
             self._agreed.add(environment)
         wrong = [different for different in differences if different]
@@ -376,18 +371,31 @@ class VersionBook:
                 f"the trainer computes log-probabilities at temperature {ours:g}. {remedy} the environment sample at "
                 f"{ours:g}: where its configuration says so, its code may ask for another one in each request."
             )
-        if environment not in self._warned:
-            self._warned.add(environment)
+        warned_of = self._warned_of[environment]
+        new = [different for different in wrong if not different.keys() <= warned_of]
+        if new:
+            warned_of.update(*new)
             message = (
-                "%s sampled some rollouts with %s, where the trainer scores every token at %s. So their "
-                "log-probabilities differ even on the same weights. Leave these settings out of the environment's "
-                "requests, or set them to the trainer's values. This is said once."
+                "%s sampled some rollouts with %s, where the trainer scores every token at %s and masks none. So "
+                "their log-probabilities differ even on the same weights. Leave these settings out of the "
+                "environment's requests, or set them to the trainer's values. This is said once for each setting."
             )
-            logger.warning(message, name, " or ".join(map(_shown, wrong[:3])), _shown(trainer._asdict()))
+            logger.warning(message, name, " or ".join(map(_shown, new[:3])), _shown(trainer.numbers()))
 
 
-def _shown(settings: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
+def _difference(settings: SamplingSettings, trainer: SamplingSettings) -> dict[str, float | None]:
+    """Returns the settings that are not the trainer's, by name: numbers with their values, other fields with None."""
+    different: dict[str, float | None] = {}
+    for name, value in settings.numbers().items():
+        if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE:
+            different[name] = value
+    for name in settings.reshaped_by:
+        different[name] = None
+    return different
+
+
+def _shown(settings: Mapping[str, float | None]) -> str:
+    return ", ".join(name if value is None else f"{name} {value:g}" for name, value in settings.items())
 
 
 def turn_keys(rollout: Rollout) -> list[bytes] | None:
