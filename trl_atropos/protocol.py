@@ -21,7 +21,7 @@ from trl_atropos.errors import AtroposTrainingError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 

@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
+from recipes.own_environment.environment import end_turn
 from tests.rollouts.conftest import Api
 from tests.server_process import Server
 from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
@@ -140,6 +141,35 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
     rows = Intake(512, 1.0, "refuse").admit([read_group(json.loads(json.dumps(group)))])
     assert np.diff(rows[0].mask).sum() == 4, "the first row should have three turns"
     assert tagged(book, *rows) == [(old, old + 2)] + [(old + 2, old + 2)] * 4
+
+
+@pytest.mark.parametrize("helped", [True, False])
+def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
+    """`end_turn` of the template. Without it, Atropos has the token of the model and that of the chat template."""
+    client = VLLMServer(
+        APIServerConfig(
+            model_name="any", tokenizer_name=server.model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+        )
+    )
+    end = client.tokenizer.eos_token_id
+
+    async def converse() -> list[int]:
+        managed = ManagedServer(client, tokenizer=client.tokenizer)
+        messages = [{"role": "user", "content": "say a"}]
+        only_end = {"logit_bias": {str(end): 100.0}}
+        for sampling in (only_end, {}):
+            reply = await managed.chat_completion(messages=messages, max_tokens=3, temperature=1.0, n=1, **sampling)
+            if helped:
+                end_turn(managed, client.tokenizer)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "again"})
+        (node,) = managed.get_state()["nodes"]
+        assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+        return node.tokens
+
+    tokens = asyncio.run(converse())
+    text = client.tokenizer.decode(tokens)
+    assert text.startswith("u:say aa:<|end|>u:againa:" if helped else "u:say aa:<|end|><|end|>u:againa:")
 
 
 def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
