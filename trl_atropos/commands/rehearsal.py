@@ -155,7 +155,8 @@ def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], secon
         group = parse_group(sent)
         rollouts = intake.rollouts_of(group, spec.name)
     except RejectedGroup as error:
-        raise RolloutError(f"A run would drop this group of environment {spec.name!r}: {error}.") from error
+        what = f"A run would drop this group of environment {spec.name!r}: {error}"
+        raise RolloutError(what, fix=error.fix) from error
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=training.trust_remote_code)
     ends = end_tokens(_generation_config(model, config), tokenizer)
     yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s."
