@@ -15,10 +15,16 @@ FLAGS = "--slurm false --env.rollout_server_url {atropos_url} --env.tokenizer_na
 SOURCE = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
+class Config(BaseEnvConfig):
+    weight: float = 1.0
+    max_new_tokens: int | None = None
+
 class Mine(BaseEnv):
+    env_config_cls = Config
+
     @classmethod
     def config_init(cls):
-        return BaseEnvConfig(group_size=8), APIServerConfig()  # of a single server, Atropos ignores the URL
+        return Config(group_size=8), APIServerConfig()  # of a single server, Atropos ignores the URL
 """
 
 

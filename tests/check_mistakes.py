@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.check_desk import Desk
+from tests.check_desk import SOURCE, Desk
 from tests.server_process import free_port
 from trl_atropos.errors import ERROR, WARNING
 
@@ -327,6 +327,21 @@ MISTAKES = {
         "server_type: trl",
         "Set `server_type` to 'vllm'",
     ),
+    "a misspelt setting of an environment": Mistake(
+        lambda desk: desk.configured(grop_size=8),
+        "environment-setting",
+        "grop_size: 8 (`config:`)",
+        "Did you mean `group_size`?",
+    ),
+    "a request that reshapes the distribution": Mistake(
+        lambda desk: with_source(
+            desk, SOURCE + "\nasync def sample(server):\n    await server.completion(top_p=0.9)\n"
+        ),
+        "reshaped",
+        "top_p=0.9 (line 16 of environment.py)",
+        "Leave this out of requests",
+        WARNING,
+    ),
     "made-up tokens": Mistake(
         lambda desk: desk.recipe({"env": {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"}}),
         "dummy-tokens",
@@ -396,6 +411,11 @@ def broken_python(desk: Desk) -> str:
     (desk.folder / "python3").write_text("#!/bin/sh\nexit 3\n")
     (desk.folder / "python3").chmod(0o755)
     return str(desk.folder / "python3")
+
+
+def with_source(desk: Desk, source: str) -> list[str]:
+    (desk.folder / "environment.py").write_text(source)
+    return desk.recipe()
 
 
 def tokenizing(desk: Desk, **versions: str) -> list[str]:

@@ -25,6 +25,7 @@ from trl_atropos.check.memory import checkpoints
 from trl_atropos.errors import ERROR, WARNING, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
+from trl_atropos.services.environments import RUNNER
 
 ROOT = Path(__file__).parents[1]
 
@@ -225,7 +226,7 @@ def test_an_environment_is_called_like_its_script_or_its_folder(entry, name, des
     recipe = parse(desk.recipe(environments=[entry]))
     [spec] = recipe.environments
     file = os.path.abspath(f"run/environments/{name}.yaml")
-    assert recipe.environment_command(spec) == [sys.executable, spec.path, "serve", "--config", file]
+    assert recipe.environment_command(spec) == [sys.executable, RUNNER, spec.path, "serve", "--config", file]
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_the_last_tagged_answer_of_a_task_counts(completion, answer):
 
 def test_the_template_of_an_environment_is_short():
     lines = (ROOT / "recipes/own_environment/environment.py").read_text().splitlines()
-    assert len(lines) <= 80 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
+    assert len(lines) <= 95 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
 
 
 # ------------------------------------------------------------------------------------------------------------ overlays

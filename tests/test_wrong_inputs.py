@@ -765,7 +765,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 # What an environment sends, and what the message has to say.
 ROLLOUTS = {
     "temperature": (
-        [group(8, generation_params={"temperature": 0.7})],
+        [group(8, generation_params={"temperature": 0.7})] * 8,
         r"sampled at temperature 0\.7",
         r"at temperature 1\.0",
         r"Set `temperature: 0\.7` in the recipe",

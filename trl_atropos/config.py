@@ -155,8 +155,9 @@ class AtroposGRPOConfig(GRPOConfig):
             Longest rollout in tokens, prompt included. Longer ones are dropped and counted. Defaults to the server's
             `max_model_len`, or to the model's `max_position_embeddings` when there is no server.
         single_row_groups (`str`, *optional*, defaults to `"refuse"`):
-            What to do with a group of one rollout, which has no group statistics: `"refuse"` stops the run, `"raw"`
-            takes the score as the advantage, `"zero"` sets the advantage to 0.
+            What to do with a group of one rollout, which has no group statistics: `"refuse"` drops it, and stops the
+            run if most groups of an environment are so, `"raw"` takes the score as the advantage, `"zero"` sets the
+            advantage to 0.
         sampling_temperature (`float`, *optional*):
             Temperature of the environments, where you know it, to be compared with `temperature` at the start.
         max_staleness (`int`, *optional*):

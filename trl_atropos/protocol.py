@@ -21,7 +21,7 @@ from trl_atropos.errors import AtroposTrainingError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -147,6 +147,18 @@ class VersionsQuery(Strict):
 Span = tuple[int, int]  # the policy versions at a completion's first and at its last token
 
 
+# Fields of a request that mask or shift logits, beside the numbers in `SamplingSettings`, by vLLM's names.
+RESHAPING_FIELDS = (
+    "structured_outputs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "thinking_token_budget",
+    "watermarking",
+)
+
+
 class SamplingSettings(NamedTuple):
     """What a request's tokens are drawn with; by default, from the distribution that the trainer computes."""
 
@@ -157,6 +169,13 @@ class SamplingSettings(NamedTuple):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    reshaped_by: tuple[str, ...] = ()  # `RESHAPING_FIELDS` that the request set, and logits processors of the server
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the settings by name, without `reshaped_by`."""
+        numbers = self._asdict()
+        del numbers["reshaped_by"]
+        return numbers
 
 
 class Note(NamedTuple):

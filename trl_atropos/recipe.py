@@ -29,6 +29,7 @@ from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import ADAPTER_MODES, environment_token, served_rank, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
+from trl_atropos.services.environment_source import setting_names
 from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
 from trl_atropos.services.evaluations import GROUPS
 
@@ -156,7 +157,12 @@ class Recipe:
             "wandb_name": spec.name,  # under which the environment registers
             "state_file": str(self._file_of(spec, "state")),  # where it may keep what it needs for its next start
         }
-        return {"env": {**known, **spec.config}, "openai": servers, "slurm": False}
+        return {
+            "env": {**known, **spec.config},
+            "openai": servers,
+            "slurm": False,
+            "stated": list(spec.config),  # for `environment_site/run.py`, which refuses unknown ones
+        }
 
     def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
         """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose requests have `key`
@@ -172,7 +178,7 @@ class Recipe:
         content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        python, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
+        python, _, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
         return [python, f"{SITE}/groups.py", script, kind, "--config", str(path)]
 
     def write_environment_file(self, spec: EnvironmentSpec) -> None:
@@ -377,6 +383,8 @@ def _check(recipe: Recipe) -> None:
         _check_environment(recipe, spec)
     for spec in recipe.evaluations:
         _check_program(recipe, spec)
+    for spec in (*recipe.environments, *recipe.evaluations):
+        _check_setting_names(spec)
 
 
 def _schedule(recipe: Recipe) -> None:
@@ -462,6 +470,17 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
             fix = "Change `per_device_train_batch_size` to make the batch a multiple of the group size."
         seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
         raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
+
+
+def _check_setting_names(spec: EnvironmentSpec) -> None:
+    """Raises `RecipeError` for settings that the environment's class does not have, as far as its script tells."""
+    names = setting_names(spec.script) if spec.config else None
+    for setting, value in spec.config.items() if names is not None else ():
+        if setting not in names:
+            close = difflib.get_close_matches(setting, names, n=1)
+            fix = f"Did you mean `{close[0]}`?" if close else f"Its settings are: {', '.join(sorted(names))}."
+            what = f"Environment {spec.name!r} has no setting `{setting}`, and Atropos would ignore it silently"
+            raise RecipeError(what, f"{setting}: {value} (`config:`)", fix, "environment-setting")
 
 
 def number_of(value: Any) -> float | None:

@@ -57,6 +57,7 @@ class OwnEnv(BaseEnv):
                 max_tokens=self.config.max_new_tokens,
                 temperature=self.config.temperature,
             )
+            end_turn(managed, self.tokenizer)  # after each turn: another `chat_completion` could follow here
             nodes = managed.get_state()["nodes"]
         group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
         for choice, node in zip(completions.choices, nodes, strict=True):
@@ -69,6 +70,14 @@ class OwnEnv(BaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         """Never called, with `steps_per_eval=0`; Atropos wants it there."""
+
+
+def end_turn(managed, tokenizer) -> None:
+    """Keeps the end token of a turn from standing twice in the next prompt: Atropos takes it out of the message that
+    the model ended, the chat template puts it back, and Atropos appends that to the sampled tokens, which have it."""
+    for node in managed.get_state()["nodes"]:
+        if node.tokens[-1] == tokenizer.eos_token_id and not node.full_text.endswith(tokenizer.eos_token):
+            node.full_text += tokenizer.eos_token
 
 
 def score(completion: str, item: dict) -> float:

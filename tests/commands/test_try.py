@@ -1,7 +1,9 @@
 """`trl-atropos try`: what is said of one group, before a run."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,34 @@ def test_a_group_is_shown_rollout_by_rollout_at_the_width_of_the_terminal(recipe
     text = " ".join(lines)
     assert "Scores from 0 to 0.5, mean 0.25." in text and lines[-1] == "A run would train on 8 of 8."
     assert "8 are not known to the server" in text
+
+
+def test_completion_that_ends_by_a_second_end_token_is_not_truncated(recipe, tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [config["eos_token_id"], 65]}))
+    line = sent(tiny_model)
+    for last, place in ((65, 1), (66, 2)):
+        for name in ("tokens", "masks"):
+            line["groups"][0][name][place][-1] = last
+    recipe.model.model_name_or_path = str(folder)
+    numbered = [text for text in shown(recipe, line) if re.match(r"\d\. ", text)]
+    assert ["truncated" in text for text in numbered] == [False, False, True, *[False] * 5]
+
+
+def test_end_token_that_stands_twice_between_turns_is_pointed_at(recipe, tiny_model):
+    line = sent(tiny_model)
+    group, end = line["groups"][0], line["groups"][0]["tokens"][0][-1]
+    assert "stands twice" not in " ".join(shown(recipe, line))
+    group["tokens"][0] += [end, 10, 70, 71]
+    group["masks"][0] += [-100, -100, 70, 71]
+    group["inference_logprobs"][0] += [1.0, 1.0, -0.5, -0.5]
+    group["tokens"][1] += [end, end]  # sampled, so that it is what it is
+    group["masks"][1] += [end, end]
+    group["inference_logprobs"][1] += [-0.5, -0.5]
+    text = " ".join(" ".join(shown(recipe, line)).split())
+    assert "In 1 of these rollouts, an end token stands twice in a row between two turns" in text
 
 
 @pytest.mark.parametrize(

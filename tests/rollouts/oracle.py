@@ -17,10 +17,6 @@ class Rejected(Exception):
     """The group must be left out, and the run goes on."""
 
 
-class Stopped(Exception):
-    """The run must stop with a message for the user."""
-
-
 def demand(condition: bool) -> None:
     if not condition:
         raise Rejected
@@ -108,7 +104,7 @@ def overflows(scores: list[float]) -> bool:
 
 
 def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int) -> list[dict[str, Any]]:
-    """The rows. Raises `Rejected` or `Stopped`; where both would be right, `Stopped` has `Rejected` as its cause."""
+    """The rows. Raises `Rejected`."""
     demand(isinstance(group, dict))
     tokens = group.get("tokens")
     demand(isinstance(tokens, list) and len(tokens) > 0)
@@ -141,7 +137,7 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
     rejected = any(differs(value, sampled_at) for value in [of_group, *asked])
     mean = math.fsum(map(to_float32, scores)) / count
     squares = math.fsum((to_float32(score) - mean) ** 2 for score in scores)
-    stopped = (
+    spoilt = (
         shows_something(group.get("images"))
         or (count > 1 and len(tokens[0]) > 1 and all(sequence == list(range(len(tokens[0]))) for sequence in tokens))
         or any(token >= vocabulary for sequence in tokens for token in sequence)
@@ -150,12 +146,8 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
     )
     sft = [bool(of_group.get("sft")) or bool(own.get("sft")) for own in asked]
     alone = count == 1 and advantages[0] is None and not sft[0]
-    stopped = stopped or (alone and single == "refuse")
-    if stopped and rejected:
-        raise Stopped from Rejected()
-    if stopped:
-        raise Stopped
-    demand(not rejected)
+    spoilt = spoilt or (alone and single == "refuse")
+    demand(not spoilt and not rejected)
 
     rows = []
     for i, sequence in enumerate(tokens):

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -142,12 +143,13 @@ def test_a_sequence_whose_only_trained_token_is_its_first_is_dropped():
 
 
 def test_a_group_of_one_is_refused_with_the_settings_that_allow_it():
-    with pytest.raises(RolloutError, match=r"single_row_groups` to 'raw' .* or 'zero'"):
+    with pytest.raises(RejectedGroup, match="a group of 1 rollout") as refusal:
         rows(make_group(1))
+    assert re.search(r"single_row_groups` to 'raw' .* or 'zero'", refusal.value.fix)
 
 
 def test_a_group_of_one_with_an_empty_list_of_token_advantages_is_refused_too():
-    with pytest.raises(RolloutError, match="single_row_groups"):
+    with pytest.raises(RejectedGroup, match="a group of 1 rollout"):
         rows(make_group(1, advantages=[[]]))
 
 
@@ -166,8 +168,9 @@ def test_token_advantages_are_cut_like_the_completion():
 
 
 def test_another_temperature_is_refused_with_both_numbers():
-    with pytest.raises(RolloutError, match=r"temperature 0\.7, .* temperature 1\.0\. Set `temperature: 0\.7`"):
+    with pytest.raises(RejectedGroup, match=r"temperature 0\.7, .* temperature 1\.0$") as refusal:
         rows(make_group(0, 1, generation_params={"temperature": 0.7, "max_tokens": 16}))
+    assert "Set `temperature: 0.7`" in refusal.value.fix
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_the_trainers_own_temperature_is_accepted():
 
 
 def test_images_are_refused():
-    with pytest.raises(RolloutError, match="images"):
+    with pytest.raises(RejectedGroup, match="images"):
         rows(make_group(0, 1, images=[None, ["aGk="]]))
 
 
@@ -195,8 +198,39 @@ def test_a_list_of_no_images_is_accepted():
 def test_placeholder_tokens_are_refused():
     tokens = [list(range(128))] * 2
     masks = [[-100, *range(1, 128)]] * 2
-    with pytest.raises(RolloutError, match=r"placeholder tokens .*--openai\.server_type vllm"):
+    with pytest.raises(RejectedGroup, match="placeholder tokens") as refusal:
         rows(make_group(0, 1, tokens=tokens, masks=masks, inference_logprobs=None), max_sequence_length=128)
+    assert "--openai.server_type vllm" in refusal.value.fix
+
+
+PLACEHOLDERS = {"tokens": [[0, 1, 2, 3]] * 2, "masks": [[-100, 1, 2, 3]] * 2, "inference_logprobs": None}
+SPOILT = {
+    "images": make_group(0, 1, images=["aGk="]),
+    "placeholder tokens": make_group(0, 1, **PLACEHOLDERS),
+    "unknown tokens": make_group(0, 1, tokens=[[7, 8, 11, 99]] * 2, masks=[[-100, -100, 11, 99]] * 2),
+    "temperature": make_group(0, 1, generation_params={"temperature": 0.7}),
+    "one rollout": make_group(1),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_spoilt_group_is_dropped_and_most_of_them_end_the_run(kind, caplog):
+    good, spoilt = parse_group(make_group(0, 1)), parse_group(SPOILT[kind])
+    intake = Intake(64, 1.0, "refuse", vocab_size=50)
+    assert len(intake.admit([spoilt, *[good] * 8, *[spoilt] * 7])) == 16  # half of them are no majority
+    assert intake.total_dropped["rejected"] == 8 * len(SPOILT[kind]["tokens"])
+    assert caplog.text.count("Dropped a group that cannot be trained on") == 1
+    told = r"Of the last 17 groups of environment \S+, 9 cannot be trained on: "
+    with pytest.raises(RolloutError, match=told) as end:
+        intake.admit([spoilt])
+    assert end.value.fix
+    with pytest.raises(RolloutError, match="Of the last 8 groups"):
+        Intake(64, 1.0, "refuse", vocab_size=50).admit([spoilt] * 8)
+
+
+def test_groups_that_are_spoilt_by_accident_never_end_the_run():
+    malformed = RejectedGroup("torn")
+    assert Intake(64, 1.0, "refuse").admit([malformed] * 40) == []
 
 
 @pytest.mark.parametrize("fields", [{"group_overrides": {"sft": True}}, {"overrides": [{"sft": True}] * 2}])

@@ -311,7 +311,7 @@ def test_one_group_with_tokens_that_the_model_does_not_know_is_dropped_and_most_
     assert books(source) == {"trained": 4, "dropped": {"rejected": 2}, "lost_with_api": 0}
     assert "sent token id 50, and the model knows 50 ids (0 to 49)" in caplog.text
     api.deliver(*[unknown] * 8)
-    with pytest.raises(RolloutError, match=r"Of the last \d+ groups of environment 0, \d had tokens .*tokenizer_name"):
+    with pytest.raises(RolloutError, match=r"Of the last \d+ groups of environment 0, \d cannot be .*tokenizer_name"):
         source.poll(4, WAIT)
 
 
@@ -550,7 +550,7 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(n
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):
     source = open_source()
-    api.deliver(make_group(1), make_group(2), make_group(3), make_group(4))
+    api.deliver(*map(make_group, range(8)))
     for _ in range(2):
         with pytest.raises(RolloutError, match="group of 1 rollout"):
             source.poll(4, WAIT)

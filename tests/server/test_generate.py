@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -58,6 +59,22 @@ def test_n_completions_come_back_in_every_list(server):
     assert {len(reply[key]) for key in ("text", "finish_reasons", "logprobs", "token_ids")} == {5}
     assert reply["prompt_token_ids"] == PROMPT
     assert all(int(next(iter(e[0]))) == t for e, t in zip(reply["logprobs"][0], reply["token_ids"][0], strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's engine for the CPU ends by seeds")
+def test_seeded_requests_do_not_end_the_engine(server):
+    """Their prompts are longer together than what the engine computes in one step, so that some are cut."""
+
+    def ask(number: int):
+        prompt = [number, *range(64, 64 + 60)] * 7
+        return server.generate(prompt={"prompt_token_ids": prompt}, max_tokens=2, seed=7, temperature=1.0)
+
+    with ThreadPoolExecutor(64) as pool:
+        replies = list(pool.map(ask, range(64)))
+    assert [reply.status_code for reply in replies] == [200] * 64
+    assert "leaves out the seeds of all requests" in server.log.read_text()
+    same = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=8, seed=7).json()["token_ids"]
+    assert len({tuple(tokens) for tokens in same}) > 1
 
 
 def test_with_more_log_probabilities_than_one_those_of_the_sampled_tokens_are_told(server, reference, tolerance):

@@ -21,8 +21,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 import trl_atropos
+from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 from trl_atropos.server import compat
 from trl_atropos.server.compat import NEW
 
@@ -48,7 +50,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
     "vllm.config:ModelConfig": (
         *("model", "dtype", "max_model_len", "skip_tokenizer_init", "logprobs_mode", "quantization", "use_mla"),
-        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()"),
+        *("enable_sleep_mode", "get_vocab_size()", "get_num_experts()", "logits_processors"),
     ),
     "vllm.config:ParallelConfig": (
         *("data_parallel_size", "data_parallel_index", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
@@ -56,7 +58,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config:LoRAConfig": ("lora_dtype", "max_lora_rank", "max_loras"),
     "vllm.config:CacheConfig": ("block_size",),
     "vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",),
-    "vllm.sampling_params:SamplingParams": ("flat_logprobs",),
+    "vllm.sampling_params:SamplingParams": ("flat_logprobs", "clone()"),
+    "vllm.v1.sample.logits_processor:": ("LOGITSPROCS_GROUP",),
     "vllm.logprobs:FlatLogprobs": ("start_indices", "logprobs"),
     "vllm.v1.core.block_pool:BlockPool": ("blocks", "cached_block_hash_to_block", "reset_prefix_cache()"),
     "vllm.v1.core.block_pool:BlockHashToBlockMap": ("_cache",),
@@ -114,6 +117,35 @@ def has(owner, name: str) -> bool:
     own = [parent for parent in owner.__mro__ if parent.__module__.startswith(("vllm", "uvicorn"))]
     declared = any(name in getattr(parent, "__annotations__", {}) for parent in own)
     return declared or any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(parent)) for parent in own)
+
+
+# Of a request, what changes neither which tokens may come nor how likely they are.
+NOT_RESHAPING = {
+    *("n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "repetition_detection"),
+    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length"),
+    *("skip_reading_prefix_cache", "routed_experts_prompt_start", "trace_decode_token_ids"),
+    "extra_args",  # for logits processors of the server, which are noted by themselves
+}
+
+
+def test_every_field_of_a_request_is_known_to_reshape_what_is_sampled_or_not():
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    reshaping = SamplingSettings().numbers().keys() | set(RESHAPING_FIELDS)
+    assert fields - reshaping - NOT_RESHAPING == set()
+    assert not reshaping & NOT_RESHAPING
+
+
+def test_logits_processors_of_a_server_are_named():
+    stated = SimpleNamespace(model_config=SimpleNamespace(logits_processors=["a.b:Mask", SimpleNamespace]))
+    assert [name.rpartition(" ")[2] for name in compat.logits_processors(stated)] == [
+        "a.b:Mask",
+        "types:SimpleNamespace",
+    ]
+    nothing = SimpleNamespace(model_config=SimpleNamespace(logits_processors=None))
+    assert compat.logits_processors(nothing) == ()
+    assert LOGITSPROCS_GROUP == "vllm.logits_processors"
 
 
 def test_only_blocks_in_the_prefix_cache_are_looked_at_when_it_is_emptied():

@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
+from recipes.own_environment.environment import end_turn
 from tests.rollouts.conftest import Api
 from tests.server_process import Server
 from tests.weights.versions import KEPT, Call, Completion, MovingPolicy, generate, openai, row_of, wait_for
@@ -142,6 +143,35 @@ def test_rows_of_atroposlibs_managed_server_are_known_over_several_turns(policy,
     assert tagged(book, *rows) == [(old, old + 2)] + [(old + 2, old + 2)] * 4
 
 
+@pytest.mark.parametrize("helped", [True, False])
+def test_end_token_of_a_turn_stands_once_in_the_next_prompt(server, helped):
+    """`end_turn` of the template. Without it, Atropos has the token of the model and that of the chat template."""
+    client = VLLMServer(
+        APIServerConfig(
+            model_name="any", tokenizer_name=server.model, base_url=f"{server.url}/v1", api_key="x", server_type="vllm"
+        )
+    )
+    end = client.tokenizer.eos_token_id
+
+    async def converse() -> list[int]:
+        managed = ManagedServer(client, tokenizer=client.tokenizer)
+        messages = [{"role": "user", "content": "say a"}]
+        only_end = {"logit_bias": {str(end): 100.0}}
+        for sampling in (only_end, {}):
+            reply = await managed.chat_completion(messages=messages, max_tokens=3, temperature=1.0, n=1, **sampling)
+            if helped:
+                end_turn(managed, client.tokenizer)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "again"})
+        (node,) = managed.get_state()["nodes"]
+        assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+        return node.tokens
+
+    tokens = asyncio.run(converse())
+    text = client.tokenizer.decode(tokens)
+    assert text.startswith("u:say aa:<|end|>u:againa:" if helped else "u:say aa:<|end|><|end|>u:againa:")
+
+
 def test_equal_completions_count_as_the_oldest_of_them(policy, book, server):
     """Nothing tells them apart, so that a row is never taken for newer than it is."""
     old = policy.version
@@ -234,6 +264,41 @@ def test_other_settings_are_warned_about_once_for_each_environment(policy, serve
     book.tag(rows)
     assert caplog.text.count("Environment 0 sampled some rollouts with") == 1
     assert all(f"{name} {value:g}" in caplog.text for name, value in settings.items())
+
+
+RESHAPING = {
+    "structured_outputs": {"choice": ["ab", "ba"]},
+    "logit_bias": {"65": -5.0},
+    "allowed_token_ids": list(range(60, 90)),
+    "bad_words": ["a"],
+    "min_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("field", RESHAPING)
+def test_fields_that_reshape_the_distribution_are_warned_about(policy, server, caplog, field):
+    """The server's log-probabilities of such tokens are not the policy's."""
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, top_p=0.9)])
+    rows = [row_of(completion) for completion in generate(server, PROMPT, 6, n=4, **{field: RESHAPING[field]})]
+    assert tagged(book, *rows) == [(policy.version,) * 2] * 4
+    book.tag(rows)
+    assert caplog.text.count("Environment 0 sampled some rollouts with top_p 0.9, where the trainer scores") == 1
+    assert caplog.text.count(f"Environment 0 sampled some rollouts with {field}, where the trainer scores") == 1
+
+
+def test_fields_that_reshape_nothing_are_not_warned_about(policy, server, caplog):
+    neutral = {"stop_token_ids": [3], "min_tokens": 0, "ignore_eos": True, "logit_bias": {}, "bad_words": []}
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    book.tag([row_of(completion) for completion in generate(server, PROMPT, 6, **neutral)])
+    assert "sampled some rollouts with" not in caplog.text
+
+
+def test_a_grammar_of_vllms_own_route_is_warned_about(policy, server, caplog):
+    book = VersionBook([server.url], server.token, timeout=10, temperature=1.0)
+    response_format = {"type": "json_schema", "json_schema": {"name": "digit", "schema": {"type": "integer"}}}
+    book.tag([row_of(*openai(server, "chat/completions", 4, response_format=response_format))])
+    assert "Environment 0 sampled some rollouts with structured_outputs" in caplog.text
 
 
 def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog):

@@ -135,10 +135,12 @@ def generate(server: Server, prompt: list[int], num_tokens: int, n: int = 1, **f
     ]
 
 
-def openai(server: Server, route: str, num_tokens: int, n: int = 1, stream: bool = False) -> list[Completion]:
+def openai(
+    server: Server, route: str, num_tokens: int, n: int = 1, stream: bool = False, **fields
+) -> list[Completion]:
     """By `/v1/completions` or `/v1/chat/completions`, whole or in parts."""
     body = {"model": "any", "n": n, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0}
-    body |= {"return_token_ids": True, "stream": stream}
+    body |= {"return_token_ids": True, "stream": stream, **fields}
     if route == "completions":
         body |= {"prompt": "abc=", "logprobs": 0}
     else:

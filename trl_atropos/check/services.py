@@ -21,6 +21,8 @@ from trl_atropos.protocol import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
+from trl_atropos.services.environment_source import parse_script, reshaping_requests
+from trl_atropos.services.environments import RUNNER
 from trl_atropos.services.manager import port_of, require_free_port, require_shared_memory, require_sockets
 from trl_atropos.weights.probe import num_positions
 
@@ -104,11 +106,11 @@ def _longest_completion(recipe: Recipe, spec: EnvironmentSpec) -> float | None:
     """Tokens that an environment samples at most for a rollout, as far as its settings tell: those that the recipe
     states, and the defaults that its script writes as `name: int = 5` or `name: int = Field(default=5)`."""
     settings = {}
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(Path(spec.cwd or "", spec.path or "").read_text("utf-8"))):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                keywords = {word.arg: word.value for word in getattr(node.value, "keywords", ())}
-                settings[node.target.id] = getattr(keywords.get("default", node.value), "value", None)
+    tree = None if spec.path is None else parse_script(spec.script)
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            keywords = {word.arg: word.value for word in getattr(node.value, "keywords", ())}
+            settings[node.target.id] = getattr(keywords.get("default", node.value), "value", None)
     settings |= recipe.stated(spec)
     several = any("turn" in name for name in settings)  # whose tokens add up, and so do the answers to them
     return number_of(settings.get("max_token_length" if several else "max_new_tokens"))
@@ -127,6 +129,7 @@ print(json.dumps([installed, getattr(found, "origin", None)]))
 """
 BROKEN = "tokenize_for_trainer("  # of Atropos, by transformers 5: its masks and token ids are garbage
 WITH_TOKENS = ("vllm", "sglang")  # server types that return token ids and log-probabilities
+REQUESTS_SHOWN = 3
 DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
@@ -139,6 +142,7 @@ def environments(recipe: Recipe) -> Iterator[Finding]:
         own = recipe.stated(spec).get("tokenizer_name")
         yield from _tokenizer(recipe, f"Environment {spec.name!r}", own, "tokenizer_name", "its entry")
         yield from _settings(recipe, spec)
+        yield from _requests(spec)
     yield from _together(recipe)
     flags = server_flags(recipe.vllm_flags()) if recipe.services.start_vllm else {}
     yield from _tokenizer(recipe, "The server", flags.get("--tokenizer"), "--tokenizer", "`vllm_args`")
@@ -157,7 +161,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
     python, env = command[0], {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
     ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    script = next((word for word in command[1:] if word.endswith(".py")), "")
+    script = next((word for word in command[1:] if word.endswith(".py") and word != RUNNER), "")
     try:
         answer = subprocess.run([python, "-", module or "json"], **ask, timeout=PYTHON_DEADLINE, check=True)
         installed, origin = json.loads(answer.stdout.splitlines()[-1])
@@ -259,6 +263,16 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
         what = "its groups have one rollout, which has no statistics of a group, and the run stops at the first"
         fix = "Raise its `group_size`, or set `single_row_groups` to `raw` (the score is the advantage) or `zero`."
         yield _of(spec, what, "group_size: 1, single_row_groups: refuse", fix, "group-of-one")
+
+
+def _requests(spec: EnvironmentSpec) -> Iterator[Finding]:
+    """What the script asks the server for that has it sample from another distribution than the policy's."""
+    found = [] if spec.path is None else reshaping_requests(spec.script)
+    if found:
+        what = "its requests change what is sampled, and the trainer scores every token as the policy has it"
+        seen = ", ".join(f"{request.text} (line {request.line} of {spec.path})" for request in found[:REQUESTS_SHOWN])
+        fix = "Leave this out of requests for rollouts that are trained on."
+        yield _of(spec, what, seen, fix, "reshaped", WARNING)
 
 
 def _together(recipe: Recipe) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from trl_atropos import logging
 from trl_atropos.check import width, wrapped
@@ -24,7 +24,7 @@ from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, 
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.intake import Intake, VersionBook
-from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import SITE, EnvironmentSpec
@@ -100,7 +100,7 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
     spec = spec.model_copy(deep=True)
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
     recipe.write_environment_file(spec)
-    python, script, _, *flags = recipe.environment_command(spec)
+    python, _, script, _, *flags = recipe.environment_command(spec)
     command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
     return services.start(name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd, ends=True)
 
@@ -155,9 +155,10 @@ def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], secon
         group = parse_group(sent)
         rollouts = intake.rollouts_of(group, spec.name)
     except RejectedGroup as error:
-        raise RolloutError(f"A run would drop this group of environment {spec.name!r}: {error}.") from error
+        what = f"A run would drop this group of environment {spec.name!r}: {error}"
+        raise RolloutError(what, fix=error.fix) from error
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=training.trust_remote_code)
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}  # as TRL tells who was cut off
+    ends = end_tokens(_generation_config(model, config), tokenizer)
     yield f"\nEnvironment {spec.name!r} sent a group of {group.size} in {seconds:.0f} s."
     prompt = None
     for number, one in enumerate(rollouts, start=1):
@@ -172,6 +173,27 @@ def _of_group(recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], secon
     yield ""
     for text in _judged(recipe, spec.name, group, rollouts, longest):
         yield from wrapped(text)
+    if (doubled := sum(_ends_twice(rollout, ends) for rollout in rollouts)) > 0:
+        yield from wrapped(
+            f"In {doubled} of these rollouts, an end token stands twice in a row between two turns: the model ended "
+            "its turn, and the chat template ended it once more. Call `end_turn` of the template (`trl-atropos init`) "
+            "after each `chat_completion`."
+        )
+
+
+def _generation_config(model: str, config: Any) -> GenerationConfig:
+    """The generation config that the model will have."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # there is no such file
+        return GenerationConfig.from_model_config(config)
+
+
+def _ends_twice(rollout: Rollout, ends: list[int]) -> bool:
+    """Returns whether a sampled end token is followed by itself where nothing was sampled."""
+    ids, sampled = rollout.completion_ids, rollout.mask
+    repeated = np.isin(ids[:-1], ends) & (ids[1:] == ids[:-1])
+    return bool((repeated & sampled[:-1] & ~sampled[1:]).any())
 
 
 def _text(text: str) -> list[str]:

@@ -18,10 +18,10 @@ Runs in the environment's Python, as `sitecustomize.py`, whose folder is this on
 import asyncio
 import json
 import os
-import runpy
 import sys
 import traceback
 
+from run import carry_fields, refuse_unknown_settings, run_script
 from sitecustomize import describe, place_of
 
 GO = os.environ.get("TRL_ATROPOS_GO")
@@ -92,11 +92,10 @@ async def process_manager(env):
 def main():
     from atroposlib.envs.base import BaseEnv
 
+    carry_fields(BaseEnv)
+    refuse_unknown_settings(BaseEnv)
     BaseEnv.process_manager, BaseEnv._run_evaluate = process_manager, run_evaluate
-    script = os.path.abspath(sys.argv[1])
-    sys.argv[:] = [script, *sys.argv[2:]]
-    sys.path[0] = os.path.dirname(script)  # as if it were started itself
-    runpy.run_path(script, run_name="__main__")
+    run_script(sys.argv[1])
 
 
 if __name__ == "__main__":

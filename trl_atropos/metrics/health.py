@@ -94,8 +94,10 @@ TEXTS = {
     "from an earlier checkpoint, they are left over from the abandoned steps. Else lower the environments' "
     "`max_batches_offpolicy` to 1, and keep `prefetch_batches` at 0.",
     "unknown_version": "For {value:.0%} of the rollouts it is not known which version of the weights sampled them, so "
-    "that their staleness is not limited. Sample from this run's server through a managed server "
-    "(`--openai.server_type vllm`), and send `inference_logprobs`.",
+    "that their staleness is not limited. If the environment has a `collect_trajectory` and leaves the group to "
+    "Atropos' own `collect_trajectories`, that drops `inference_logprobs`: name the script by `path:` in the recipe, "
+    "which keeps them. Otherwise sample from this run's server through a managed server (`--openai.server_type "
+    "vllm`), and send `inference_logprobs`.",
     "dropped": "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the "
     "reasons, and the warnings in this log explain them.",
 }

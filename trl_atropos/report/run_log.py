@@ -32,7 +32,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.run_folder import LOG
-from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.services.evaluations import Result
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class RunLog(TrainerCallback):
         ends = []  # a completion that is not truncated has one of them at its end
         if processing_class is not None:
             processing_class.save_pretrained(self._folder)
-            ends = [processing_class.eos_token_id, processing_class.pad_token_id]
+            tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor, as TRL takes it
+            ends = end_tokens(model.generation_config, tokenizer)
         logging.getLogger("trl_atropos").addHandler(self._warnings)
         self.write(
             begin=state.global_step,

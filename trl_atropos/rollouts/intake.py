@@ -1,9 +1,9 @@
 """From groups to rollouts that the trainer can use, tagged with the policy versions that sampled them: the inference
 servers note every completion, and are asked for it here. What cannot be used is left out and counted.
 
-`AtroposSource` and `ReplaySource` each have one `Intake`. `RejectedGroup` is about one group, which is dropped and
-counted. `RolloutError` is about a setting that makes every group wrong and that only the user can correct; it ends
-the run.
+`AtroposSource` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and counted: one bad group must
+not end a run of days. If most groups of an environment are rejected for a reason that only the user can correct, a
+`RolloutError` ends the run.
 """
 
 import logging
@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 SingleRowGroups = Literal["refuse", "raw", "zero"]
 
 TEMPERATURE_TOLERANCE = 1e-6
-LAST_GROUPS = 32  # of an environment; if most of them have unknown tokens, its tokenizer is not the model's
+LAST_GROUPS = 32  # of an environment; if most of them are rejected for one reason, its settings are wrong
 ENOUGH_GROUPS = 8  # fewer say nothing
-UNKNOWN_TOKENS = "unknown tokens"
 REJECTED, TOO_LONG, UNTRAINED, EVALUATION = REASONS = "rejected", "too_long", "untrained", "evaluation"
 """Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on, or the
 environment marked its group as an evaluation."""
@@ -58,8 +57,8 @@ class Intake:
 
     def __post_init__(self):
         self.next_group = 0  # number of the next group
-        # By environment, whether each of its last groups had tokens that the model does not know.
-        self._unknown: defaultdict[int | None, deque[bool]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
+        # By environment, of each of its last groups, for which of the reasons that end a run it was rejected.
+        self._recent: defaultdict[int | None, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
         self._warned: set[str] = set()
         self._counts: Counter[str] = Counter()  # of the whole run
         self._reported: Counter[str] = Counter()  # what `metrics` has returned of them
@@ -71,11 +70,12 @@ class Intake:
 
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
         """The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
-        Raises `RolloutError` as `rollouts_of` does, and if the model does not know the tokens of most groups."""
+        Raises `RolloutError` if most groups of an environment are bad for one reason that the user has to correct."""
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
-            label, kind, reason = label_of(group.env_id, names), "", ""
+            label = label_of(group.env_id, names)
+            rejection = None
             try:
                 if isinstance(group, RejectedGroup):
                     raise group
@@ -83,21 +83,26 @@ class Intake:
                     self._counts[EVALUATION] += group.size
                     continue
                 rollouts += self._admit_group(group, label, names.get(group.env_id))
-            except RejectedGroup as rejection:
-                kind, reason = rejection.kind, str(rejection)
+            except RejectedGroup as error:
+                rejection = error
                 self._counts.update({"groups": 1, REJECTED: group.size})
                 message = "Dropped a group that cannot be trained on: %s (environment %s)."
-                self._warn_once(kind, message, rejection, label)
-            # One group with unknown tokens is an accident. If most have some, it is another tokenizer.
-            recent = self._unknown[group.env_id]
-            recent.append(kind == UNKNOWN_TOKENS)
-            if recent[-1] and len(recent) >= ENOUGH_GROUPS and 2 * sum(recent) > len(recent):
-                raise RolloutError(
-                    f"Of the last {len(recent)} groups of environment {label}, {sum(recent)} had tokens that the "
-                    f"model does not know ({reason}): the environment's tokenizer is not the model's. Start the "
-                    "environment on the tokenizer of the trained model (`--env.tokenizer_name`)."
-                )
+                self._warn_once(error.kind, message, error, label)
+            self._end_if_most_are_rejected(group.env_id, rejection, label)
         return rollouts
+
+    def _end_if_most_are_rejected(self, env_id: int | None, rejection: RejectedGroup | None, label: str) -> None:
+        """Notes a group that came in, and raises `RolloutError` if most of the environment's last groups were rejected
+        as it was. A single one is an accident."""
+        ends_runs = rejection is not None and bool(rejection.fix)
+        recent = self._recent[env_id]
+        recent.append(rejection.kind if ends_runs else "")
+        if not ends_runs or len(recent) < ENOUGH_GROUPS:
+            return
+        count = recent.count(rejection.kind)
+        if 2 * count > len(recent):
+            what = f"Of the last {len(recent)} groups of environment {label}, {count} cannot be trained on"
+            raise RolloutError(f"{what}: {rejection}", fix=rejection.fix)
 
     def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
         rollouts = self.rollouts_of(group, label)
@@ -125,20 +130,17 @@ class Intake:
         scores still count in the group's mean and standard deviation. Messages call the environment `label`.
 
         Raises:
-            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature in an override, or
-                statistics that are not finite.
-            RolloutError: no group can be: images, placeholder tokens, another temperature in `generation_params`, or a
-                group of one under `"refuse"`.
+            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature, images, placeholder
+                tokens, statistics that are not finite, or a group of one under `"refuse"`.
         """
         _refuse(group, label, self.temperature, self.vocab_size)
         # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
         single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
         if single and self.single_row_groups == "refuse":
-            raise RolloutError(
-                f"Environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
-                f"({group.scores[0]}) with. Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' "
-                "(do not learn from it), or give the environment a `group_size` of at least 2."
-            )
+            reason = f"environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
+            fix = "Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do not learn from it), or "
+            fix += "give the environment a `group_size` of at least 2."
+            raise RejectedGroup(f"{reason}({group.scores[0]}) with", "group of one", fix)
         mean, std = group_statistics(group.scores)
         if not np.isfinite([mean, std]).all():
             extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
@@ -201,26 +203,25 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
 
 
 def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int | None) -> None:
-    """Raises if a well-formed group has something that this trainer cannot train on."""
+    """Raises `RejectedGroup` if a well-formed group has something that this trainer cannot train on."""
     if _has_content(group.images):
-        raise RolloutError(
-            f"Environment {label} sent `images`, and training is text only: the policy would not see them. Use an "
-            "environment that sends no images."
-        )
+        reason = f"environment {label} sent `images`, and training is text only: the policy would not see them"
+        raise RejectedGroup(reason, "images", "Use an environment that sends no images.")
     # Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids.
     length = len(group.tokens[0])
     placeholder = np.arange(length)
     if len(group.tokens) > 1 and length > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
-        raise RolloutError(
-            f"Environment {label} sent placeholder tokens (0 to {length - 1}) in all {len(group.tokens)} rollouts: "
-            "its inference server gives no token ids. Sample through a managed server with `--openai.server_type "
-            "vllm`, and unset ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."
-        )
+        reason = f"environment {label} sent placeholder tokens (0 to {length - 1}) in all its rollouts: "
+        fix = "Sample through a managed server with `--openai.server_type vllm`, and unset "
+        fix += "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."
+        raise RejectedGroup(f"{reason}its inference server gives no token ids", "placeholder tokens", fix)
     of_teachers = [ids for ids in group.distill_ids if ids is not None]
     highest = max(int(ids.max(initial=0)) for ids in [*group.tokens, *of_teachers])
     if vocab_size is not None and highest >= vocab_size:  # beyond the embedding: torch would end the trainer
-        known = f"the model knows {vocab_size} ids (0 to {vocab_size - 1})"
-        raise RejectedGroup(f"environment {label} sent token id {highest}, and {known}", UNKNOWN_TOKENS)
+        reason = f"environment {label} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
+        fix = "The environment's tokenizer is not the model's: start the environment on the tokenizer of the trained "
+        fix += "model (`--env.tokenizer_name`)."
+        raise RejectedGroup(f"{reason}{vocab_size - 1})", "unknown tokens", fix)
     # The ratio between trainer and sampler is only right if both divide their logits by the same temperature.
     trainer = f"and the trainer computes log-probabilities at temperature {temperature}"
     for seen in (asked.temperature for asked in (group.group_overrides, *group.overrides)):
@@ -229,10 +230,9 @@ def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int 
             raise RejectedGroup(reason, "temperature")
     seen = group.generation_params.temperature
     if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:
-        raise RolloutError(
-            f"Environment {label} sampled at temperature {seen}, {trainer}. Set `temperature: {seen}` in the recipe, "
-            f"or sample at {temperature} in the environment."
-        )
+        fix = f"Set `temperature: {seen}` in the recipe, or sample at {temperature} in the environment."
+        reason = f"environment {label} sampled at temperature {seen}, {trainer}"
+        raise RejectedGroup(reason, "temperature in `generation_params`", fix)
 
 
 def _has_content(images: Any) -> bool:
@@ -265,7 +265,9 @@ class VersionBook:
     def __post_init__(self):
         self._clients = [ServerClient(url, self.timeout, self.token) for url in self.urls]
         self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
-        self._warned: set[str | int | None] = set()  # servers and environments
+        self._warned: set[str] = set()  # servers
+        # Of each environment, the settings that were warned about.
+        self._warned_of: defaultdict[str | int | None, set[str]] = defaultdict(set)
 
     def tag(self, rollouts: list[Rollout]) -> None:
         """Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
@@ -352,16 +354,9 @@ class VersionBook:
     def _check_settings(
         self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
     ) -> None:
-        """Another temperature ends the run if no rollout of the environment has had the trainer's: that spoils every
-        step. Other differences are warned about once per environment."""
-        differences = [
-            {
-                name: value
-                for name, value in settings._asdict().items()
-                if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE
-            }
-            for settings in sorted(sampled)
-        ]
+        """Raises `RolloutError` if no rollout of the environment was sampled at the trainer's temperature, which would
+        spoil every step. Warns about other differences, once for each setting of an environment."""
+        differences = [_difference(settings, trainer) for settings in sorted(sampled)]
         if any("temperature" not in different for different in differences):
             self._agreed.add(environment)
         wrong = [different for different in differences if different]
@@ -376,18 +371,31 @@ class VersionBook:
                 f"the trainer computes log-probabilities at temperature {ours:g}. {remedy} the environment sample at "
                 f"{ours:g}: where its configuration says so, its code may ask for another one in each request."
             )
-        if environment not in self._warned:
-            self._warned.add(environment)
+        warned_of = self._warned_of[environment]
+        new = [different for different in wrong if not different.keys() <= warned_of]
+        if new:
+            warned_of.update(*new)
             message = (
-                "%s sampled some rollouts with %s, where the trainer scores every token at %s. So their "
-                "log-probabilities differ even on the same weights. Leave these settings out of the environment's "
-                "requests, or set them to the trainer's values. This is said once."
+                "%s sampled some rollouts with %s, where the trainer scores every token at %s and masks none. So "
+                "their log-probabilities differ even on the same weights. Leave these settings out of the "
+                "environment's requests, or set them to the trainer's values. This is said once for each setting."
             )
-            logger.warning(message, name, " or ".join(map(_shown, wrong[:3])), _shown(trainer._asdict()))
+            logger.warning(message, name, " or ".join(map(_shown, new[:3])), _shown(trainer.numbers()))
 
 
-def _shown(settings: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
+def _difference(settings: SamplingSettings, trainer: SamplingSettings) -> dict[str, float | None]:
+    """Returns the settings that are not the trainer's, by name: numbers with their values, other fields with None."""
+    different: dict[str, float | None] = {}
+    for name, value in settings.numbers().items():
+        if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE:
+            different[name] = value
+    for name in settings.reshaped_by:
+        different[name] = None
+    return different
+
+
+def _shown(settings: Mapping[str, float | None]) -> str:
+    return ", ".join(name if value is None else f"{name} {value:g}" for name, value in settings.items())
 
 
 def turn_keys(rollout: Rollout) -> list[bytes] | None:

@@ -184,3 +184,15 @@ def _array(entry: pa.LargeListScalar) -> np.ndarray | None:
     if pa.types.is_large_list(values.type):  # as many values for each token
         return values.flatten().to_numpy().reshape(len(values), -1)
     return values.to_numpy(zero_copy_only=False)
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """Returns the ids that end a completion which was not cut off, as TRL's trainer has them: all end tokens of the
+    model, and the tokenizer's end and padding tokens."""
+    of_model = generation_config.eos_token_id
+    if of_model is None:
+        of_model = []
+    elif isinstance(of_model, int):
+        of_model = [of_model]
+    ids = [*of_model, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return sorted({token for token in ids if token is not None})

@@ -72,11 +72,18 @@ class BatchReply(Struct):
 
 
 class RejectedGroup(ValueError):
-    """One group cannot be used; the message has the value seen. In a batch, it stands for its group."""
+    """One group cannot be used; the message has the value seen. In a batch, it stands for its group.
 
-    def __init__(self, reason: str, kind: str = "malformed"):
+    Args:
+        reason: what is wrong with it.
+        kind: each kind is warned about once.
+        fix: what to change if most groups of the environment are so, which ends the run. Empty for accidents.
+    """
+
+    def __init__(self, reason: str, kind: str = "malformed", fix: str = ""):
         super().__init__(reason)
-        self.kind = kind  # each kind is warned about once
+        self.kind = kind
+        self.fix = fix
         self.env_id: int | None = None
         self.size = 0  # rollouts
 

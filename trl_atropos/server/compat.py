@@ -6,11 +6,13 @@ import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import entry_points
 
 import torch
 import vllm
 from packaging.version import Version
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 
 from trl_atropos.protocol import LONGEST_QUERY
@@ -88,6 +90,21 @@ def leave_logprobs_without_text() -> None:
         return from_new_request(cls, None if params is not None and params.flat_logprobs else tokenizer, request)
 
     LogprobsProcessor.from_new_request = classmethod(without_text)
+
+
+def logits_processors(config) -> tuple[str, ...]:
+    """Returns the names of logits processors that are not vLLM's own and that this server applies to every request:
+    of `--logits-processors`, and of packages that are installed for vLLM."""
+    stated = config.model_config.logits_processors or ()
+    names = [name if isinstance(name, str) else f"{name.__module__}:{name.__qualname__}" for name in stated]
+    installed = [plugin.value for plugin in entry_points(group="vllm.logits_processors")]
+    return tuple(f"the server's logits processor {name}" for name in [*names, *installed])
+
+
+def dies_of_seeds() -> bool:
+    """Returns whether a seeded prompt that is computed in parts ends the engine: the runner sets the generator back,
+    which torch's generators for the CPU cannot do (vLLM 0.32, `vllm/v1/worker/gpu_model_runner.py`, line 3502)."""
+    return current_platform.is_cpu()
 
 
 def is_batch_invariant() -> bool:

@@ -12,6 +12,7 @@ whatever model it names, and the ledger notes which versions sampled each comple
 """
 
 import dataclasses
+import logging
 import math
 import re
 import uuid
@@ -31,9 +32,11 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from trl_atropos.protocol import Note, SamplingSettings, Span, completion_key
+from trl_atropos.protocol import RESHAPING_FIELDS, Note, SamplingSettings, Span, completion_key
 from trl_atropos.server import compat
 from trl_atropos.server.plane import EVALUATION, ControlPlane, History, Refused, answer, while_connected
+
+logger = logging.getLogger("vllm.trl_atropos")
 
 LOWEST_LOGPROB = -9999.0  # what vLLM's own routes send for minus infinity, which JSON cannot hold
 
@@ -59,6 +62,9 @@ class Sampling:
         self.in_flight: Counter[int] = Counter()  # unfinished requests by adapter, which must not be overwritten
         self.history = History()
         self._versions_in_flight: Counter[int] = Counter()  # unfinished requests by the version they began with
+        self._logits_processors = compat.logits_processors(engine.vllm_config)
+        self._drops_seeds = compat.dies_of_seeds()
+        self._dropped_seed = False  # and said so
         self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
 
     @property
@@ -121,10 +127,13 @@ class Sampling:
     ) -> AsyncIterator[tuple[RequestOutput, list[Span]]]:
         """The engine's outputs, each with the policy versions of the completions that end with it. `lora_request`,
         what a model name stands for, is not used: some of vLLM's routes take any name for the base model."""
+        if self._drops_seeds and sampling_params.seed is not None:
+            sampling_params = self._without_seed(sampling_params)
         await self.plane.until_open()
         version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
         adapter_id = None if adapter is None else adapter.lora_int_id
-        noted, settings = sampling_params.logprobs is not None, _settings(*SETTINGS_OF(sampling_params))
+        noted = sampling_params.logprobs is not None
+        settings = self._settings_of(sampling_params)
         in_parts = sampling_params.output_kind is RequestOutputKind.DELTA
         sampled = defaultdict(lambda: ([], []))  # tokens and log-probabilities so far, by completion
         self._versions_in_flight[version] += 1
@@ -153,6 +162,24 @@ class Sampling:
             self._versions_in_flight[version] -= 1
             self.in_flight[adapter_id] -= 1
 
+    def _without_seed(self, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters without their seed, and warns of the first."""
+        if not self._dropped_seed:
+            self._dropped_seed = True
+            logger.warning(
+                "A request has `seed: %d`. This server leaves out the seeds of all requests, because vLLM's engine "
+                "for the CPU ends when the prompt of a seeded request is computed in parts. Take `seed` out of the "
+                "environment's requests: equal seeds would also make equal rollouts.",
+                params.seed,
+            )
+        params = params.clone()
+        params.seed = None
+        return params
+
+    def _settings_of(self, params: SamplingParams) -> SamplingSettings:
+        fields = (name for name in RESHAPING if _reshapes(name, getattr(params, name)))
+        return _settings(*NUMBERS_OF(params), (*fields, *self._logits_processors))
+
     def _span(self, completion: CompletionOutput, admitted: int, adapter_id: int | None) -> Span | None:
         """
         The versions at the completion's first and last token; None for an adapter that no trainer has published.
@@ -165,7 +192,14 @@ class Sampling:
         return None if first is None or last is None else (first, last)
 
 
-SETTINGS_OF = attrgetter(*SamplingSettings._fields)
+NUMBERS_OF = attrgetter(*SamplingSettings().numbers())
+# Those that the installed vLLM has.
+RESHAPING = tuple(name for name in RESHAPING_FIELDS if name in FIELDS)
+
+
+def _reshapes(name: str, value: Any) -> bool:
+    """Returns whether a field of a request changes the distribution: a budget of 0 thinking tokens does, too."""
+    return value is not None if name == "thinking_token_budget" else bool(value)
 
 
 @lru_cache(maxsize=1024)  # one object for all completions that are sampled alike: the ledger keeps many of them

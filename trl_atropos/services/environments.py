@@ -33,6 +33,7 @@ REQUEST_TIMEOUT = 5.0  # seconds; asked from the thread that watches the service
 LOOK_EVERY = 1.0  # seconds
 HOPELESS = 32  # failed groups of an environment that has collected none: a mistake, not bad luck
 SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
+RUNNER = f"{SITE}/run.py"
 
 # Parts of the lines that Atropos writes, and what each means.
 COLLECT_FAILED, POSTPROCESS_FAILED = "Error in collect_trajectories", "Scoring exception"
@@ -66,7 +67,7 @@ class EnvironmentSpec(BaseModel):
     One entry of `environments`. A text alone is the `path`.
 
     Attributes:
-        path: The environment's script, relative to `cwd`, started as `{python} PATH serve --config FILE`.
+        path: The environment's script, relative to `cwd`, run as `{python} PATH serve --config FILE` would be.
         config: Settings of the environment, which win over those that the run writes to that file.
         command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
         name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
@@ -111,6 +112,11 @@ class EnvironmentSpec(BaseModel):
         return self
 
     @property
+    def script(self) -> Path:
+        """The file of an entry with a `path`, seen from the folder of the run."""
+        return Path(self.cwd or "", self.path)
+
+    @property
     def line(self) -> str:
         """The command as a person would type it, without what the run fills in."""
         if self.path is not None:
@@ -127,7 +133,7 @@ class EnvironmentSpec(BaseModel):
     def words(self) -> list[str]:
         """The command as words, with its placeholders."""
         if self.path is not None:
-            return ["{python}", self.path.replace("{", "{{").replace("}", "}}"), "serve"]
+            return ["{python}", *(word.replace("{", "{{").replace("}", "}}") for word in (RUNNER, self.path)), "serve"]
         try:
             return shlex.split(self.command) if isinstance(self.command, str) else self.command
         except ValueError as error:
