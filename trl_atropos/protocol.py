@@ -21,7 +21,7 @@ from trl_atropos.errors import AtroposTrainingError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 ROUTE_PREFIX = "/trl_atropos"
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 
@@ -136,6 +136,7 @@ class FingerprintsReply(Strict):
 
     policy_version: int
     fingerprints: list[int | None]  # None: of a parameter that was refused, or that two workers keep differently
+    changed: list[str] = []  # the server's own constants that are not what they were when they were first looked at
 
 
 class VersionsQuery(Strict):
