@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from trl_atropos.tensors import fingerprint as fingerprints
 from trl_atropos.tensors.channel import unpack
 from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, joined
 from trl_atropos.weights import colocate, gather
+from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.probe import Probe, Tolerance
+from trl_atropos.weights.transfer import Fingerprinted
 
 NUMBER = 250  # publishes that must be found right, in each of 8 ways
 SHAPES = [(5, 7), (3, 4, 5), (11,), (), (6, 1), (1, 6), (130, 1030)]
@@ -337,7 +340,7 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
     for trainer, original in built:  # the server gets back what it started with
         publisher = trainer.policy_publisher
         transfer = publisher.transfer
-        for name in ("send", "_introduce", "_send_again"):
+        for name in ("send", "resume", "_introduce", "_send_again"):
             vars(transfer).pop(name, None)
         publisher.servers.hold_leases()
         publisher._proof.subjects = []
@@ -441,6 +444,47 @@ def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_u
 
 
 @pytest.mark.server
+@pytest.mark.slow(10)
+def test_a_server_that_names_another_version_is_found(trainer_to):
+    """As one does after a publish was lost, or when another trainer publishes to it."""
+    publisher = trainer_to().policy_publisher
+    resume = publisher.transfer.resume
+    publisher.transfer.resume = lambda version: resume(version + 1)
+    publish(publisher._trainer, lambda: None)
+    with pytest.raises(FingerprintError, match="samples from policy version 9 but the trainer published 8"):
+        publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(10)
+def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(trainer_to, typed_server):
+    trainer = trainer_to(mode="colocate")
+    proof = trainer.policy_publisher._proof
+    for _ in range(3):
+        publish(trainer, lambda: disturb(trainer.model, 1e-3))
+        trainer.policy_publisher.before_backward()
+    assert proof._compared == {"weights": 2} and proof.again()
+    proof.forget()
+    publish(trainer, lambda: disturb(trainer.model, 1e-3))
+    trainer.policy_publisher.before_backward()
+    assert proof._compared == {"weights": 1}
+
+
+@pytest.mark.parametrize("left_out", ["", "the frozen base is quantised in the trainer"])
+def test_a_proof_is_complete_only_if_nothing_was_left_out(left_out):
+    subject = Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64))
+    no_servers = SimpleNamespace(clients=[])
+    assert Proof(no_servers, [subject, subject._replace(left_out=left_out)]).complete == (not left_out)
+    assert not Proof(no_servers, []).complete
+    traced = Proof(SimpleNamespace(clients=[SimpleNamespace(url="one"), SimpleNamespace(url="other")]), [subject])
+    for refused, complete in (({}, True), ({"w": "vLLM keeps it as torch.float32"}, False)):
+        traced._refused = {("one", "weights"): {}, ("other", "weights"): refused}
+        assert traced.complete == complete
+    traced._refused = {("one", "weights"): {}}  # the other one was not asked
+    assert not traced.complete
+
+
+@pytest.mark.server
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("fault", ["a tensor is stale", "half of the scaling"])
 def test_a_fault_in_the_files_of_an_adapter_is_found(trainer_to, fault):
@@ -525,7 +569,7 @@ def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_ser
             with pytest.raises(ProbeError, match="the server and the trainer disagree"):
                 publisher.before_backward()
     assert ("have the same weights bit for bit" in caplog.text) == rounds
-    publisher._proof._refused[typed_server.url, "weights"] = {"one": "of which nothing is known"}
+    publisher._proof._left_out = publisher._proof.subjects  # as if something could not be compared
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     with pytest.raises(ProbeError, match="the server and the trainer disagree"):
         publisher.before_backward()
