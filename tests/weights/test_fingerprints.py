@@ -222,19 +222,19 @@ def by_kernel(prints):
         f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, f.COLUMNS, f.FIELDS)
     return (sums % f.P).tolist()
 
-for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64):
-    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (130, 1030), (3, 2064)]:
+for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
+    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (66, 1030), (3, 2064)]:
         values = torch.randn(shape).to(dtype)
         whole = f.Part.whole(shape)
-        prints = f.Fingerprints([(values, whole, shape, 1), (values, whole, shape, 1), (values, whole, shape, 0)], 2)
+        numbers = [1] if len(values.flatten()) > 10_000 else [1, 1, 0]  # the interpreter is slow
+        prints = f.Fingerprints([(values, whole, shape, number) for number in numbers], 2)
         assert by_kernel(prints) == prints.compute().tolist(), (dtype, shape)
-values, place = torch.randn(200, 100), torch.empty(200, 100, device="meta")
 lowest = torch.full((70, 48), -(2**15), dtype=torch.int16)  # the largest sums that there can be
 for values in (lowest, -1 - lowest):
     prints = f.Fingerprints([(values, f.Part.whole(values.shape), values.shape, 0)], 1)
     assert by_kernel(prints) == prints.compute().tolist()
-values = torch.randn(200, 100)
-transposed = f.Fingerprints([(values.t().contiguous(), f.Part.of(place.t()), (200, 100), 0)], 1)
+values, place = torch.randn(70, 100), torch.empty(70, 100, device="meta")
+transposed = f.Fingerprints([(values.t().contiguous(), f.Part.of(place.t()), (70, 100), 0)], 1)
 assert by_kernel(transposed) == [f.fingerprint(values).tolist()]
 """
 
