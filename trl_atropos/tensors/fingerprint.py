@@ -43,7 +43,7 @@ EXACT_ROWS = 1 << (53 - 15 - 30)
 REMAINDER_AFTER = 1 << 9  # sums below 2**53, which int64 adds exactly
 AT_ONCE = 1 << 17  # entries that the CPU converts to float64
 COLUMNS_AT_ONCE = 1 << 11
-ROWS, COLUMNS = 64, 1024  # of a part that one program of the kernel reads
+ROWS, COLUMNS = 64, 2048  # of a part that one program of the kernel reads
 FIELDS = 9  # of a program's entry in its table
 
 
