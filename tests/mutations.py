@@ -172,8 +172,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/fingerprints.py",
-        "return bool(self._refused) and not any(self._refused.values())",
-        "return bool(self._refused) and not all(self._refused.values())",
+        "all(refused == {} for refused in traced)",
+        "any(refused == {} for refused in traced)",
         "tests/weights/test_fingerprints.py::test_what_cannot_be_compared_is_said_once_and_leaves_the_proof_incomplete",
     ),
     Mutation(
@@ -184,8 +184,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/fingerprints.py",
-        "if subject.moves or (client.url, subject.of) not in self._refused:",
-        "if (client.url, subject.of) not in self._refused:",
+        "if anew or subject.moves or (client.url, subject.of) not in self._refused:",
+        "if anew or (client.url, subject.of) not in self._refused:",
         "tests/weights/test_fingerprints.py::test_weights_that_a_publish_moves_are_found_again_after_each",
     ),
     Mutation(

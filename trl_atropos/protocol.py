@@ -136,6 +136,7 @@ class FingerprintsReply(Strict):
 
     policy_version: int
     fingerprints: list[int | None]  # None: of a parameter that was refused, or that two workers keep differently
+    changed: list[str] = []  # the server's own constants that are not what they were when they were first looked at
 
 
 class VersionsQuery(Strict):

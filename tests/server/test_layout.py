@@ -6,7 +6,18 @@ import torch
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.server import layout
 from trl_atropos.server.extension import WorkerExtension, unloaded
-from trl_atropos.server.layout import ALIGNMENT, CopyTracer, memory_of, move_to_arena, trace, unique_storages
+from trl_atropos.server.layout import (
+    ALIGNMENT,
+    CopyTracer,
+    memory_of,
+    move_to_arena,
+    numbers_of,
+    places_of,
+    trace,
+    unique_storages,
+    unnamed,
+)
+from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.tensors.shared_memory import allocate_arena
 
 CPU = torch.device("cpu")
@@ -257,6 +268,27 @@ def test_a_parameter_is_loaded_under_any_of_its_names():
     model.again = model.one
     assert unloaded(model, {"again.weight", "again.bias", "a_buffer"}) == ["left.weight"]
     assert unloaded(model, {"one.weight", "left.weight"}) == ["again.bias", "one.bias"]
+
+
+def test_a_parameter_that_no_trainer_fills_is_named():
+    model = torch.nn.Module()
+    model.fused = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+    model.own = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    model.empty = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+    parts = [[(model.fused.data[4:], Part.whole([2]))]]
+    assert list(unnamed(model, parts)) == ["the server's own own"]
+
+
+def test_a_parameter_that_replaces_another_has_another_place_and_a_scale_is_a_number_of_its_module():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2, eps=1e-3))
+    before = places_of(model)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert places_of(model) == before
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach().clone())
+    changed = {name for name, place in places_of(model).items() if place != before[name]}
+    assert changed == {"0.weight"}
+    assert numbers_of(model) == {"1.eps": 1e-3}
 
 
 def test_a_worker_whose_weights_cannot_be_compared_says_why_and_has_no_fingerprints(monkeypatch):

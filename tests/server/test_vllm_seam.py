@@ -84,6 +84,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     f"{MODULES}.model_loader.default_loader:DefaultModelLoader": ("load_weights(model, model_config)",),
     f"{MODULES}.layers.linear:UnquantizedLinearMethod": ("process_weights_after_loading(layer)",),
     f"{MODULES}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": ("process_weights_after_loading(layer)",),
+    f"{MODULES}.layers.attention:Attention": ("impl",),
+    f"{MODULES}.layers.rotary_embedding:RotaryEmbedding": ("cos_sin_cache",),
     f"{MODULES}.layers.layernorm:": ("rms_norm_batch_invariant(input, weight, eps, residual)",),
     f"{MODULES}.layers.fused_moe:UnquantizedFusedMoEMethod": ("experts_cls",),
     f"{MODULES}.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),

@@ -112,13 +112,17 @@ class Engine:
         return self._worker("finish_weights")
 
     def trace(self, of: str, specs: list[ParameterSpec]) -> dict[str, str]:
+        self.traced = of, specs
         found = self._worker("trace", of, [spec.model_dump() for spec in specs], None)
         self.assembly = Assembly({spec.name: spec.shape for spec in specs}, [found["parts"]])
         return self.assembly.refused | found["refused"]
 
     def fingerprints(self, of: str) -> FingerprintsReply:
+        seen = self._worker("inspect")
+        if seen["moved"]:
+            self.trace(*self.traced)
         sums = self.assembly.sum([self._worker("fingerprints", of, None)])
-        return FingerprintsReply(policy_version=self.policy_version, fingerprints=sums)
+        return FingerprintsReply(policy_version=self.policy_version, fingerprints=sums, changed=seen["changed"])
 
     def cached_tokens(self, prompt_ids: list[int]) -> int:
         """Prefixes are not cached here."""

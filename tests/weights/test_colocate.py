@@ -15,7 +15,7 @@ from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
-from trl_atropos.weights.probe import Tolerance
+from trl_atropos.weights.probe import LONG_EVERY, Tolerance
 
 pytestmark = pytest.mark.server
 
@@ -277,6 +277,30 @@ def test_the_longest_sequences_are_looked_at_once_before_the_first_step(make_tra
     assert (scored[0], scored[-3:]) == (usual, [longest, usual, usual])
     trainer.train()
     assert scored.count(longest) == 1
+
+
+class After(TrainerCallback):
+    """Calls something at the end of every step."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.call()
+
+
+def test_every_eighth_probe_is_as_long_as_the_longest_rollouts_and_sees_what_begins_there(make_trainer):
+    trainer = make_trainer(max_steps=20)
+    wrong = Wrong(trainer, positions=slice(None), times=0, beyond=300)
+    trainer.add_callback(After(lambda: setattr(wrong, "times", math.inf)))  # in mid-run
+    with pytest.raises(ProbeError, match="the server and the trainer disagree"):
+        trainer.train()
+    longest = trainer.policy_publisher.servers.info.max_model_len
+    usual = len(trainer.policy_publisher._probe.prompt_ids) + 8
+    assert wrong.lengths[0] == usual and longest in wrong.lengths  # all lengths up to it, before the first step
+    later = wrong.lengths[wrong.lengths.index(longest) + 1 :]
+    assert later == [usual] * (LONG_EVERY - 2) + [longest]
+    assert trainer.policy_publisher.policy_version == LONG_EVERY - 1
 
 
 def test_sequences_that_differ_from_a_length_on_are_warned_of_with_that_length(make_trainer, caplog):

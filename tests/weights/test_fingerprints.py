@@ -1,10 +1,12 @@
 """Fingerprints: what they see, that parts add up, and that no fault in a publish to a real server gets past them."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import fingerprint as fingerprints
 from trl_atropos.tensors.channel import unpack
-from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, unsigned
+from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, joined
 from trl_atropos.weights import colocate, gather
 from trl_atropos.weights.fingerprints import OwnFingerprints, Proof
 from trl_atropos.weights.probe import Probe, Tolerance
@@ -28,33 +30,44 @@ from trl_atropos.weights.transfer import Fingerprinted
 
 NUMBER = 250  # publishes that must be found right, in each of 8 ways
 SHAPES = [(5, 7), (3, 4, 5), (11,), (), (6, 1), (1, 6), (130, 1030)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64]
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def sum_of(parts: list[tuple[torch.Tensor, torch.Tensor]], shape: tuple[int, ...]) -> int:
     """Of (values, the view of a parameter on "meta" where they stand)."""
-    return unsigned(Fingerprints([(values, Part.of(place), shape, 0) for values, place in parts], 1).compute())[0]
+    return joined(Fingerprints([(values, Part.of(place), shape, 0) for values, place in parts], 1).compute())[0]
 
 
 def in_python(values: torch.Tensor) -> int:
-    """By the formula of the module's docstring, element by element."""
+    """By the formula of the module's docstring, element by element, in Python's unbounded integers."""
     width = values.shape[-1] if values.dim() else 1
-    bits = values.flatten().view(fingerprints.BITS[values.element_size()]).tolist()
-    rows = fingerprints._weights(0, 1, -(-len(bits) // width), 0).tolist()
-    columns = fingerprints._weights(0, 1, width, fingerprints.COLUMN).tolist()
-    return sum((one + 1) * rows[i // width] * columns[i % width] for i, one in enumerate(bits)) % 2**64
+    size = values.element_size()
+    per_element = max(1, size // 2)  # entries
+    bits = values.flatten().view(INTEGERS[size]).tolist()
+    entries = [(one >> 16 * place) % 2**16 if size > 1 else one % 2**8 for one in bits for place in range(per_element)]
+    half = 2 ** (8 * min(size, 2) - 1)
+    signed = [one - 2 * half if one >= half else one for one in entries]
+    columns = width * per_element
+    found = []
+    for of_row, of_column in zip(fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS):
+        by_row = fingerprints._weights(0, 1, -(-len(signed) // columns), of_row).tolist()
+        by_column = fingerprints._weights(0, 1, columns, of_column).tolist()
+        terms = ((one + 2**15 + 1) * by_row[i // columns] * by_column[i % columns] for i, one in enumerate(signed))
+        found.append(sum(terms) % (2**31 - 1))
+    return found[0] * 2**32 + found[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_fingerprint_is_the_sum_of_its_formula(shape, dtype):
     values = torch.randn(shape).to(dtype)
-    assert unsigned(fingerprint(values)[None]) == [in_python(values)]
+    assert joined(fingerprint(values)[None]) == [in_python(values)]
 
 
 def test_parts_add_up_to_the_whole_however_it_is_cut():
     whole, place = torch.randn(6, 10), torch.empty(6, 10, device="meta")
-    expected = unsigned(fingerprint(whole)[None])[0]
+    expected = joined(fingerprint(whole)[None])[0]
 
     def cut(*views: Callable[[torch.Tensor], torch.Tensor]) -> int:
         return sum_of([(view(whole).clone(), view(place)) for view in views], (6, 10))
@@ -88,12 +101,102 @@ def test_any_change_is_seen(where, new):
     changed = values.clone()
     changed.view(torch.int16)[where] = new(values[where])
     assert not torch.equal(changed.view(torch.int16), values.view(torch.int16))
-    assert fingerprint(changed) != fingerprint(values)
+    assert not torch.equal(fingerprint(changed), fingerprint(values))
+
+
+def integers(dtype: torch.dtype, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Random bits of a matrix in a dtype of floats, as integers of the same width."""
+    size = dtype.itemsize
+    return torch.randint(256, (rows, columns * size), generator=generator).to(torch.uint8).view(INTEGERS[size])
+
+
+def sign(bits: torch.Tensor) -> torch.Tensor:
+    return bits ^ torch.iinfo(bits.dtype).min
+
+
+# What is done to some elements of a matrix, as integers, with a generator of random numbers.
+CHANGES = {
+    "the lowest bit of an element": lambda bits, _: bits[3:4, 5:6].bitwise_xor_(1),
+    "the sign of an element": lambda bits, _: bits[3:4, 5:6].copy_(sign(bits[3:4, 5:6])),
+    "the signs of 2 elements": lambda bits, _: bits[3:4, 5:7].copy_(sign(bits[3:4, 5:7])),
+    "the signs of 2 rows": lambda bits, _: bits[3:5].copy_(sign(bits[3:5])),
+    "all signs": lambda bits, _: bits.copy_(sign(bits)),
+    "signs here and there": lambda bits, g: bits.copy_(
+        torch.where(torch.rand(bits.shape, generator=g) < 0.5, sign(bits), bits)
+    ),
+    "2 elements of a row change places": lambda bits, _: bits[3, 5:7].copy_(bits[3, 5:7].flip(0)),
+    "2 elements of a column change places": lambda bits, _: bits[3:5, 5].copy_(bits[3:5, 5].flip(0)),
+    "4 elements change places crosswise": lambda bits, _: bits[3:5, 5:7].copy_(bits[3:5, 5:7].flip(0, 1)),
+    "2 rows change places": lambda bits, _: bits[3:5].copy_(bits[3:5].flip(0)),
+    "2 columns change places": lambda bits, _: bits[:, 3:5].copy_(bits[:, 3:5].flip(1)),
+    "all rows are in another order": lambda bits, g: bits.copy_(bits[torch.randperm(len(bits), generator=g)]),
+    "all elements are in another order": lambda bits, g: bits.copy_(
+        bits.flatten()[torch.randperm(bits.numel(), generator=g)].view_as(bits)
+    ),
+    "the matrix is transposed": lambda bits, _: bits.copy_(bits.t().clone()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_kind_of_change_is_seen_in_every_width(change, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        bits = integers(dtype, 8, 8, generator)
+        changed = bits.clone()
+        CHANGES[change](changed, generator)
+        same = torch.equal(changed, bits)
+        assert torch.equal(fingerprint(changed.view(dtype)), fingerprint(bits.view(dtype))) == same
+
+
+def weights_of_both_sums(salts: tuple[int, int], count: int) -> list[torch.Tensor]:
+    return [fingerprints._weights(0, 1, count, salt) for salt in salts]
+
+
+@pytest.mark.parametrize("salts", [fingerprints.ROW_SALTS, fingerprints.COLUMN_SALTS], ids=["rows", "columns"])
+def test_no_two_rows_and_no_two_columns_of_a_million_share_a_weight(salts):
+    for weights in weights_of_both_sums(salts, 1 << 20):
+        assert weights.min() >= 1 and weights.max() <= 2**30
+        assert len(weights.unique()) == len(weights)
+
+
+@pytest.mark.parametrize(
+    ("salt", "multipliers"), [(salt, (0x21F0AAAD, 0x135A2D97)) for salt in fingerprints.ROW_SALTS]
+)
+def test_positions_below_2_to_the_30_have_different_weights_because_each_can_be_computed_back(salt, multipliers):
+    modulus = 2**30
+    first, second = (pow(multiplier, -1, modulus) for multiplier in multipliers)
+    positions = torch.randint(modulus, (1 << 16,), generator=torch.Generator().manual_seed(0))
+    weights = torch.cat([fingerprints._weights(one, 1, 1, salt) for one in positions[:2000].tolist()])
+    x = weights - 1
+    x = x ^ x >> 15
+    x = x * second % modulus
+    x = x ^ x >> 14 ^ x >> 28
+    x = x * first % modulus
+    x = x ^ x >> 15
+    assert torch.equal((x - salt) % modulus, positions[:2000])
+
+
+def test_one_element_of_four_bytes_is_seen_in_any_of_a_million_columns():
+    """Its halves change by less than 2**16. Both sums would have to miss that, for which the two ratios of the halves'
+    weights would have to be the same."""
+    first, second = (weights.view(-1, 2) for weights in weights_of_both_sums(fingerprints.COLUMN_SALTS, 1 << 21))
+    determinants = (first[:, 0] * second[:, 1] % fingerprints.P) - (first[:, 1] * second[:, 0] % fingerprints.P)
+    assert (determinants != 0).all()
+
+
+@pytest.mark.parametrize(("one", "other"), [(6001, 56237), (0, 151_935), (12_345, 128_255)])
+def test_rows_of_a_large_vocabulary_in_each_others_place_are_seen(one, other):
+    """The first two had one weight when weights were hashes of 32 bits."""
+    values = torch.randn(151_936, 4).bfloat16()
+    changed = values.clone()
+    changed[[one, other]] = values[[other, one]]
+    assert not torch.equal(fingerprint(changed), fingerprint(values))
 
 
 def test_elements_that_are_missing_or_there_twice_are_seen_even_if_their_bits_are_zero():
     whole, place = torch.zeros(4, 4), torch.empty(4, 4, device="meta")
-    expected = unsigned(fingerprint(whole)[None])[0]
+    expected = joined(fingerprint(whole)[None])[0]
     assert sum_of([(whole[:3], place[:3])], (4, 4)) != expected
     assert sum_of([(whole, place), (whole[:1], place[:1])], (4, 4)) != expected
 
@@ -105,7 +208,7 @@ def test_what_workers_keep_is_put_together_and_what_they_keep_twice_must_be_equa
     both = [[half, [Part.of(place)], [Part.of(place[:2])]] for half in halves]
     assembly = Assembly(shapes, both)
     assert list(assembly.refused) == ["lost"] and "12 of its 24" in assembly.refused["lost"]
-    expected = unsigned(fingerprint(whole)[None])[0]
+    expected = joined(fingerprint(whole)[None])[0]
     left, right = (sum_of([(whole[:, some], place[:, some])], (4, 6)) for some in (slice(3), slice(3, 6)))
     assert assembly.sum([[left, expected, 0], [right, expected, 0]]) == [expected, expected, None]
     assert assembly.sum([[left, expected, 0], [right, expected + 1, 0]]) == [expected, None, None]
@@ -117,20 +220,25 @@ import sys, torch
 from trl_atropos.tensors import fingerprint as f
 
 def by_kernel(prints):
-    sums = torch.zeros(prints.count, dtype=torch.int64)
+    sums = torch.zeros(prints.count, 2, dtype=torch.int64)
     for (itemsize, packed), table in f._tables_of(prints.rectangles).items():
-        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, f.COLUMNS, f.COLUMN, f.FIELDS)
-    return sums.tolist()
+        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, f.COLUMNS, f.FIELDS)
+    return (sums % f.P).tolist()
 
 for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
-    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (130, 1030), (3, 2064)]:
+    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (66, 1030), (3, 2064)]:
         values = torch.randn(shape).to(dtype)
         whole = f.Part.whole(shape)
-        prints = f.Fingerprints([(values, whole, shape, 1), (values, whole, shape, 1), (values, whole, shape, 0)], 2)
+        numbers = [1] if len(values.flatten()) > 10_000 else [1, 1, 0]  # the interpreter is slow
+        prints = f.Fingerprints([(values, whole, shape, number) for number in numbers], 2)
         assert by_kernel(prints) == prints.compute().tolist(), (dtype, shape)
-values, place = torch.randn(200, 100), torch.empty(200, 100, device="meta")
-transposed = f.Fingerprints([(values.t().contiguous(), f.Part.of(place.t()), (200, 100), 0)], 1)
-assert by_kernel(transposed) == [f.fingerprint(values).item()]
+lowest = torch.full((70, 48), -(2**15), dtype=torch.int16)  # the largest sums that there can be
+for values in (lowest, -1 - lowest):
+    prints = f.Fingerprints([(values, f.Part.whole(values.shape), values.shape, 0)], 1)
+    assert by_kernel(prints) == prints.compute().tolist()
+values, place = torch.randn(70, 100), torch.empty(70, 100, device="meta")
+transposed = f.Fingerprints([(values.t().contiguous(), f.Part.of(place.t()), (70, 100), 0)], 1)
+assert by_kernel(transposed) == [f.fingerprint(values).tolist()]
 """
 
 
@@ -140,6 +248,22 @@ def test_the_kernel_of_gpus_computes_the_same():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 1024), (3, 151_936), (151_936, 8)])
+def test_a_gpu_computes_the_same_as_the_cpu(shape, dtype):
+    bits = integers(dtype, 1, max(1, math.prod(shape)), torch.Generator().manual_seed(0)).view(shape)
+    values, place = bits.view(dtype), torch.empty(shape, device="meta")
+    expected = fingerprint(values).tolist()
+    on_gpu = values.cuda()
+    assert fingerprint(on_gpu).tolist() == expected
+    if len(shape) == 2:  # neither contiguous nor whole
+        turned, cut = (torch.cat([on_gpu.t().contiguous()] * 2, dim=1)[:, : shape[0]], shape[1] // 2)
+        pieces = [(turned[:cut], place.t()[:cut]), (turned[cut:], place.t()[cut:])]
+        assert sum_of(pieces, shape) == joined(torch.tensor([expected]))[0]
 
 
 # ------------------------------------------------------------------------------------------- what the trainer compares
@@ -159,7 +283,7 @@ class Small(torch.nn.Module):
 
 def one_by_one(model: torch.nn.Module, *dtypes: torch.dtype) -> list[int]:
     values = [parameter.detach().to(dtype) for parameter, dtype in zip(model.parameters(), dtypes, strict=True)]
-    return unsigned(torch.stack([fingerprint(value) for value in values]))
+    return joined(torch.stack([fingerprint(value) for value in values]))
 
 
 @pytest.mark.parametrize(
@@ -171,24 +295,27 @@ def test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_
     model, accelerator = Small(), Accelerator(cpu=True)
     named = dict(model.named_parameters())
     own = OwnFingerprints(
-        lambda: [gather.Entry(name, named[name], dtype) for name, dtype in zip(NAMES, dtypes)], accelerator, here=True
+        lambda: [gather.Entry(name, named[name], dtype) for name, dtype in zip(NAMES, dtypes)],
+        lambda: [],
+        accelerator,
+        here=True,
     )
-    assert unsigned(own()) == one_by_one(model, *dtypes)
+    assert joined(own()) == one_by_one(model, *dtypes)
     model.second.data[4, 5] += 1  # as a step does
-    assert unsigned(own()) == one_by_one(model, *dtypes)
+    assert joined(own()) == one_by_one(model, *dtypes)
     moved = model.first.data  # which something else may still have
     model.first.data = moved + 1
     moved.zero_()
-    assert unsigned(own()) == one_by_one(model, *dtypes)
+    assert joined(own()) == one_by_one(model, *dtypes)
     named["third"].data = torch.randn(70)  # larger than what there was memory for
-    assert unsigned(own()) == one_by_one(model, *dtypes)
+    assert joined(own()) == one_by_one(model, *dtypes)
 
 
 def test_a_rank_without_servers_computes_no_fingerprints():
     def entries() -> list[gather.Entry]:
         raise AssertionError("nobody needs them")
 
-    assert OwnFingerprints(entries, Accelerator(cpu=True), here=False)().numel() == 0
+    assert OwnFingerprints(entries, lambda: [], Accelerator(cpu=True), here=False)().numel() == 0
 
 
 class Memory(ServerClient):
@@ -321,7 +448,7 @@ def one_unit(served: Served, _before: Served) -> None:
     """One element changes by one unit in the last place."""
     for name, value in served.items():
         if "layers.0.mlp.up_proj" in name:
-            value.view(fingerprints.BITS[value.element_size()])[3, 5] += 1
+            value.view(INTEGERS[value.element_size()])[3, 5] += 1
 
 
 FAULTS = {
@@ -368,7 +495,7 @@ def trainer_to(typed_server, recording, tmp_path) -> Iterator[Callable[..., Atro
     for trainer, original in built:  # the server gets back what it started with
         publisher = trainer.policy_publisher
         transfer = publisher.transfer
-        for name in ("send", "_introduce", "_send_again"):
+        for name in ("send", "resume", "_introduce", "_send_again"):
             vars(transfer).pop(name, None)
         publisher.servers.hold_leases()
         publisher._proof.subjects = []
@@ -466,9 +593,50 @@ def test_a_publish_that_is_lost_is_found_though_one_element_has_changed_by_one_u
     publisher.transfer.send = lambda version: 0
     name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if "layers.1.mlp.gate_proj" in n)
     step = 1 << (16 * (parameter.dtype is torch.float32 and publisher.servers.info.dtype == "bfloat16"))
-    publish(trainer, lambda: parameter.data.view(fingerprints.BITS[parameter.element_size()])[1, 1].add_(step))
+    publish(trainer, lambda: parameter.data.view(INTEGERS[parameter.element_size()])[1, 1].add_(step))
     with pytest.raises(FingerprintError, match=f"version 8, 1 of .*{name}"):
         publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(10)
+def test_a_server_that_names_another_version_is_found(trainer_to):
+    """As one does after a publish was lost, or when another trainer publishes to it."""
+    publisher = trainer_to().policy_publisher
+    resume = publisher.transfer.resume
+    publisher.transfer.resume = lambda version: resume(version + 1)
+    publish(publisher._trainer, lambda: None)
+    with pytest.raises(FingerprintError, match="samples from policy version 9 but the trainer published 8"):
+        publisher.before_backward()
+
+
+@pytest.mark.server
+@pytest.mark.slow(10)
+def test_shared_memory_is_compared_twice_in_every_training_and_again_when_asked(trainer_to, typed_server):
+    trainer = trainer_to(mode="colocate")
+    proof = trainer.policy_publisher._proof
+    for _ in range(3):
+        publish(trainer, lambda: disturb(trainer.model, 1e-3))
+        trainer.policy_publisher.before_backward()
+    assert proof._compared == {"weights": 2} and proof.again()
+    proof.forget()
+    publish(trainer, lambda: disturb(trainer.model, 1e-3))
+    trainer.policy_publisher.before_backward()
+    assert proof._compared == {"weights": 1}
+
+
+@pytest.mark.parametrize("left_out", ["", "the frozen base is quantised in the trainer"])
+def test_a_proof_is_complete_only_if_nothing_was_left_out(left_out):
+    subject = Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64))
+    no_servers = SimpleNamespace(clients=[])
+    assert Proof(no_servers, [subject, subject._replace(left_out=left_out)]).complete == (not left_out)
+    assert not Proof(no_servers, []).complete
+    traced = Proof(SimpleNamespace(clients=[SimpleNamespace(url="one"), SimpleNamespace(url="other")]), [subject])
+    for refused, complete in (({}, True), ({"w": "vLLM keeps it as torch.float32"}, False)):
+        traced._refused = {("one", "weights"): {}, ("other", "weights"): refused}
+        assert traced.complete == complete
+    traced._refused = {("one", "weights"): {}}  # the other one was not asked
+    assert not traced.complete
 
 
 @pytest.mark.server
@@ -544,7 +712,7 @@ def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_ser
     trainer = trainer_to()
     publisher = trainer.policy_publisher
     rounds = CUDA or publisher.servers.info.dtype == "bfloat16"
-    publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False, proven=lambda: publisher._proof.complete)
+    publisher._probe = Probe(publisher.servers, trainer, 1, one_memory=False, prove=publisher._proof.again)
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     publisher._probe.tolerance = Tolerance(1e-9, 1e-9)  # which no probe can meet
     for _ in range(2):
@@ -556,7 +724,7 @@ def test_rounding_in_16_bits_is_warned_of_and_stops_no_run(trainer_to, typed_ser
             with pytest.raises(ProbeError, match="the server and the trainer disagree"):
                 publisher.before_backward()
     assert ("have the same weights bit for bit" in caplog.text) == rounds
-    publisher._proof._refused[typed_server.url, "weights"] = {"one": "of which nothing is known"}
+    publisher._proof._left_out = publisher._proof.subjects  # as if something could not be compared
     publish(trainer, lambda: disturb(trainer.model, 0.01))
     with pytest.raises(ProbeError, match="the server and the trainer disagree"):
         publisher.before_backward()

@@ -7,7 +7,17 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from trl_atropos.weights.probe import LEAST_APART, MAX_SHARE, ProbeResult, Schedule, Tolerance, num_positions
+from trl_atropos.weights.probe import (
+    LEAST_APART,
+    LONG_EVERY,
+    MAX_SHARE,
+    ProbeResult,
+    RoundingWarnings,
+    Schedule,
+    Tolerance,
+    num_positions,
+    rounding_limit,
+)
 
 
 def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[list[int], float]:
@@ -91,3 +101,64 @@ def test_the_first_publish_of_another_training_is_probed_again():
     schedule.publishes = schedule.probed = 0  # as when a training begins
     assert schedule.due(1.5, last=False)
     assert not schedule.due(2.0, last=False)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "first_mean", "limit"),
+    [
+        # Twice what was seen of each healthy run, at least. First probe -> later, in nats in the mean:
+        ({BF16}, 0.002, 0.1),  # the quickstart on a GPU: 0.005 after 120 steps
+        ({BF16}, 0.006, 0.1),  # the arithmetic recipe on the CPU: 0.013 after 150 steps
+        ({BF16}, 0.02, 0.2),  # random weights of the 0.6B shape
+        ({BF16}, 0.06, 0.3),  # random weights of the 8B shape
+        ({BF16}, 0.149, 0.3),  # the most that a first probe may show on a GPU
+        ({FP16, FP32}, 0.001, 0.1),
+        ({FP32, BF16}, 0.02, 0.2),
+        ({FP32}, 1e-5, 5e-3),  # a GPU that multiplies in TF32
+        ({FP32}, 1e-3, 1e-2),
+        ({FP32}, 2e-3, 2e-2),  # the most that a first probe may show
+    ],
+)
+def test_the_limit_of_rounding_is_ten_times_the_first_probe_within_bounds(dtypes, first_mean, limit):
+    assert rounding_limit(dtypes, first_mean) == pytest.approx(limit, rel=1e-12)
+
+
+def test_a_difference_of_half_a_nat_in_the_mean_is_beyond_every_limit_of_rounding():
+    assert max(rounding_limit({BF16}, first / 1000) for first in range(151)) < 0.45
+
+
+@pytest.mark.parametrize(
+    ("means", "mentioned"),
+    [
+        ([0.04, 0.05, 0.06], [0.04]),
+        ([0.04, 0.05, 0.09, 0.2], [0.04, 0.09, 0.2]),
+        ([0.25, 0.24, 0.05, 0.06, 0.2], [0.25, 0.05, 0.2]),  # a large one hides no smaller one
+        ([0.25, None, 0.2], [0.25, 0.2]),  # None: a probe within the tolerance
+        ([0.04, None, None, 0.04], [0.04, 0.04]),
+    ],
+)
+def test_unusual_differences_are_mentioned_again_once_they_change(means, mentioned):
+    warnings, found = RoundingWarnings(), []
+    for mean in means:
+        if mean is None:
+            warnings.agreed()
+        elif warnings.is_new(mean):
+            found.append(mean)
+    assert found == mentioned
+
+
+def test_every_eighth_probe_is_a_long_one_and_all_of_them_keep_their_share_of_the_time():
+    schedule, now, kinds, spent = Schedule(None), 0.0, [], 0.0
+    for publish in range(4000):
+        now += 1.0
+        if schedule.due(now, last=False):
+            kinds.append(schedule.long)
+            seconds = 5.0 if schedule.long else 0.1
+            spent += seconds if publish else 0.0
+            now += seconds
+            schedule.ran(seconds, now)
+    assert kinds[:16] == ([False] * (LONG_EVERY - 1) + [True]) * 2
+    assert spent / now <= MAX_SHARE * 1.05

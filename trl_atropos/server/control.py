@@ -60,6 +60,7 @@ class Control(ControlPlane):
         self.next_adapter: int | None = None  # the id of the adapter that is loaded and waits for `resume`
         self.adapters_loaded = 0
         self.assemblies: dict[str, Assembly] = {}  # of "weights" and of "adapter"
+        self.traced: dict[str, dict] = {}  # the queries that they answer
         self.asked: tuple[float, asyncio.Task] | None = None  # what `/health` last asked the engine, and when
         self.questions = {
             ("GET", "/info"): self.info,
@@ -262,17 +263,32 @@ class Control(ControlPlane):
         workers = await self._workers("trace", query.of, body["parameters"], self._served_adapter(query.of))
         shapes = {spec.name: spec.shape for spec in query.parameters}
         self.assemblies[query.of] = assembly = Assembly(shapes, [worker["parts"] for worker in workers])
-        return {"refused": assembly.refused | workers[0]["refused"]}
+        self.traced[query.of] = body
+        refused = dict(assembly.refused)
+        for worker in workers:
+            refused |= worker["refused"]
+        replicas = self.engine.vllm_config.parallel_config.data_parallel_size
+        if replicas > 1:
+            refused[f"copies 2 to {replicas} of the model"] = "only the first of --data-parallel-size is looked into"
+        return {"refused": refused}
 
     async def fingerprints(self, body: dict) -> dict:
         of = body["of"]
         if of not in self.assemblies:
             raise Refused("fingerprints of what was not traced")
+        changed: set[str] = set()
+        if of == "weights":
+            workers = await self._workers("inspect")
+            changed = changed.union(*(worker["changed"] for worker in workers))
+            if any(worker["moved"] for worker in workers):  # what was traced is no longer what is computed with
+                await self.trace(self.traced[of])
         assembly = self.assemblies[of]
         found = [None] * len(assembly.names)
         if of != "adapter" or self.sampling.adapter is not None:
             found = assembly.sum(await self._workers("fingerprints", of, self._served_adapter(of)))
-        return protocol.FingerprintsReply(policy_version=self.sampling.policy_version, fingerprints=found).model_dump()
+        version = self.sampling.policy_version
+        reply = protocol.FingerprintsReply(policy_version=version, fingerprints=found, changed=sorted(changed))
+        return reply.model_dump()
 
     def _served_adapter(self, of: str) -> list | None:
         if of != "adapter":

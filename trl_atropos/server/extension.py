@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
 from trl_atropos.tensors.channel import Channel, Copies, message_layout, open_receiver, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints, Part, unsigned
+from trl_atropos.tensors.fingerprint import Fingerprints, Part, joined
 from trl_atropos.tensors.shared_memory import export_storage
 
 compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
@@ -67,15 +67,28 @@ class WorkerExtension:
             model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
                 parts, refused = layout.parts_of(model, specs)
+                refused |= layout.unnamed(model, parts)
+                self._trl_atropos_places = layout.places_of(model)
+                if not hasattr(self, "_trl_atropos_constants"):
+                    self._trl_atropos_constants = Constants(model, self.device)
         if of == "weights":
             self._trl_atropos_fingerprints = fingerprints_of(parts, specs)
         return {"parts": [[part for _, part in some] for some in parts], "refused": refused}
 
+    def trl_atropos_inspect(self) -> dict:
+        """Whether the model's parameters are no longer where they were traced, and names of constants that changed."""
+        if not hasattr(self, "_trl_atropos_constants"):  # nothing of this model can be compared
+            return {"moved": False, "changed": []}
+        model = self.model_runner.get_model()
+        with compat.without_adapters(model):
+            moved = layout.places_of(model) != self._trl_atropos_places
+            return {"moved": moved, "changed": self._trl_atropos_constants.changed(model)}
+
     def trl_atropos_fingerprints(self, of: str, adapter: list | None) -> list[int]:
         """Of each part that was found, in that order."""
         if of == "adapter":
-            return unsigned(self._trl_atropos_adapter.fingerprints(LoRARequest(*adapter)).compute())
-        return unsigned(self._trl_atropos_fingerprints.compute())
+            return joined(self._trl_atropos_adapter.fingerprints(LoRARequest(*adapter)).compute())
+        return joined(self._trl_atropos_fingerprints.compute())
 
     def trl_atropos_open_channel(self, specification: dict) -> None:
         """Joins the trainer's channel, in place of an earlier one."""
@@ -141,6 +154,30 @@ def fingerprints_of(parts: list[list[tuple[torch.Tensor, Part]]], specs: list[Pa
     """One fingerprint for each part, parameter by parameter."""
     flat = [(values, part, spec.shape) for some, spec in zip(parts, specs, strict=True) for values, part in some]
     return Fingerprints([(*one, number) for number, one in enumerate(flat)], len(flat))
+
+
+class Constants:
+    """What a config determines and no publish changes: numbers of a model's modules, and its rotary tables."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device):
+        self.device = device
+        self.numbers = layout.numbers_of(model)
+        self._addresses: list[int] = []
+        self.fingerprints = self._fingerprints_of(layout.tables_of(model, device))
+
+    def changed(self, model: torch.nn.Module) -> list[str]:
+        """Names of those that are not what they were at first."""
+        numbers = layout.numbers_of(model)
+        fingerprints = self._fingerprints_of(layout.tables_of(model, self.device))
+        found = [name for name, value in self.numbers.items() if numbers.get(name) != value]
+        return found + [name for name, value in self.fingerprints.items() if fingerprints.get(name) != value]
+
+    def _fingerprints_of(self, tables: dict[str, torch.Tensor]) -> dict[str, int]:
+        addresses = [table.data_ptr() for table in tables.values()]
+        if addresses != self._addresses:
+            parts = [(one, Part.whole(one.shape), one.shape, number) for number, one in enumerate(tables.values())]
+            self._addresses, self._of_tables = addresses, Fingerprints(parts, len(parts))
+        return dict(zip(tables, joined(self._of_tables.compute()), strict=True)) if tables else {}
 
 
 def _synchronize(device: torch.device) -> None:

@@ -9,6 +9,7 @@ tensor per parameter, cut as the checkpoint cuts it, while a dispatch mode swall
 and notes where a copy of the probe would have gone. That works for any architecture, without a table of names.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -21,6 +22,7 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -34,6 +36,7 @@ from trl_atropos.server import compat
 from trl_atropos.tensors.fingerprint import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage
 
+ROTARY = "vllm.model_executor.layers.rotary_embedding"  # of the modules whose buffers are tables of cosines and sines
 LOAD_FORMAT = "trl_atropos_shared"
 ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
 HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # writes into the padding of a vocabulary
@@ -235,6 +238,47 @@ def parts_of(
             found, refused[spec.name] = [], str(error)
         parts.append(found)
     return parts, refused
+
+
+def places_of(model: torch.nn.Module) -> dict[str, tuple]:
+    """Address, shape and strides of each parameter by its names: other ones once another parameter has replaced it."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (one.data_ptr(), tuple(one.shape), one.stride()) for name, one in named}
+
+
+def unnamed(model: torch.nn.Module, parts: list[list[tuple[torch.Tensor, Part]]]) -> dict[str, str]:
+    """The parameters of the server's model in which no part of a trainer's parameter is kept, each with the reason."""
+    begins = sorted(target.data_ptr() for some in parts for target, _ in some)
+    found = {}
+    for name, parameter in model.named_parameters():
+        begin = parameter.data_ptr()
+        last = bisect.bisect_left(begins, begin + parameter.nbytes)
+        if parameter.numel() and bisect.bisect_left(begins, begin) == last:
+            found[f"the server's own {name}"] = "nothing of it is compared with a parameter of the trainer"
+    return found
+
+
+def numbers_of(model: torch.nn.Module) -> dict[str, float]:
+    """What modules and the implementations of attention compute with besides tensors (scales, caps, epsilons)."""
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        owners: dict[str, Any] = {path: module}
+        if isinstance(module, AttentionLayerBase) and hasattr(module, "impl"):  # layers with a state have none
+            owners[f"{path}.impl"] = module.impl
+        for owner, values in owners.items():
+            found.update({f"{owner}.{name}": one for name, one in vars(values).items() if isinstance(one, float)})
+    return found
+
+
+def tables_of(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tables of rotary embeddings, which a config determines."""
+    return {
+        f"{path}.{name}": buffer
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith(ROTARY)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.device.type == device.type
+    }
 
 
 def _traced(

@@ -1,14 +1,19 @@
 """Fingerprints of weights: trainer and server compute them, each from its own memory, and compare.
 
-A parameter is a matrix here: the trainer's last dimension counts the columns, all others together count the rows. Its
-fingerprint is the sum, modulo 2**64, of
+A parameter is a matrix here: the trainer's last dimension counts the columns, all others together count the rows. An
+element of four or eight bytes is two or four columns, so that every entry is a signed integer of 8 or 16 bits. A
+fingerprint is a pair of sums, each modulo the prime P = 2**31 - 1, with weights of its own, of
 
-    (bits of the element + 1) * weight of its row * weight of its column
+    (entry + 2**15 + 1) * weight of its row * weight of its column
 
-over all elements; weights are odd numbers of 32 bits, hashed from their position. So an element that changed, moved,
-is missing or is there twice changes the sum, and the parts of a parameter (shards, pieces of a fused tensor) add up to
-the whole one's. Two tensors that differ have the same fingerprint once in about 2**31 cases, and never if it is one
-element that differs.
+over all entries. So an element that changed, moved, is missing or is there twice changes the sums, and the parts of a
+parameter (shards, pieces of a fused tensor) add up to the whole one's.
+
+Modulo a prime, no product of factors other than 0 is 0: no bit of an element counts for less than another, as the
+highest would modulo a power of two, where an even number of changed signs cancels. The weights are from 1 to 2**30 and
+differ between any two rows, and any two columns, below 2**30. Hence one element of up to four bytes that differs is
+always seen, and so are two entries of one row or of one column in each other's place. Any other two tensors have the
+same fingerprint once in about 2**62 cases. docs/exactness.md says the same for users.
 
 On a GPU, one kernel reads all parts at the speed of the memory. On the CPU, torch computes the same.
 """
@@ -26,10 +31,19 @@ try:
 except ImportError:  # builds of torch for the CPU do without
     triton = None
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-COLUMN = 0x9E3779B9  # what the positions of columns are hashed with; those of rows: 0
-AT_ONCE = 1 << 16  # elements that the CPU widens to 64 bits
-ROWS, COLUMNS = 64, 1024  # of a part that one program of the kernel reads
+P = (1 << 31) - 1
+INTEGERS = {1: torch.int8, 2: torch.int16}  # entries, by bytes of an element
+OFFSET = (1 << 15) + 1  # makes every entry positive, so that entries that are missing are seen
+POSITIONS = (1 << 30) - 1  # the mask of the positions that have weights of their own
+# Added to the positions of rows and of columns before they are hashed, for the first and the second sum.
+ROW_SALTS = (0x00000000, 0x25A19C35)
+COLUMN_SALTS = (0x1E3779B9, 0x0F39CC06)
+# On the CPU, float64 multiplies and adds exactly up to 2**53: that many rows of 15 bits and a sign, times 30 bits.
+EXACT_ROWS = 1 << (53 - 15 - 30)
+REMAINDER_AFTER = 1 << 9  # sums below 2**53, which int64 adds exactly
+AT_ONCE = 1 << 17  # entries that the CPU converts to float64
+COLUMNS_AT_ONCE = 1 << 11
+ROWS, COLUMNS = 64, 2048  # of a part that one program of the kernel reads
 FIELDS = 9  # of a program's entry in its table
 
 
@@ -53,7 +67,7 @@ class Part(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Elements of a parameter, two-dimensional, and the rows and columns at which they stand in it."""
+    """Entries of a parameter, two-dimensional, and the rows and columns at which they stand in it."""
 
     values: torch.Tensor
     row: int
@@ -64,26 +78,42 @@ class Rectangle(NamedTuple):
 
 def rectangles(values: torch.Tensor, part: Part, shape: Sequence[int]) -> Iterator[Rectangle]:
     """
+    Yields the entries of elements, as views of their memory.
+
     Args:
         values: elements of a parameter, of any strides.
         part: where they stand in the parameter, dimension by dimension.
         shape: of the whole parameter.
     """
     width = shape[-1] if len(shape) else 1
+    if values.element_size() <= 2:
+        yield from _rectangles(values.view(INTEGERS[values.element_size()]), part, width)
+        return
+    # An element is a row of entries, which lie next to each other in memory and in the parameter.
+    per_element = values.element_size() // 2
+    entries = values.unsqueeze(-1).view(torch.int16)
+    stride = [step * per_element for step in part.stride]
+    split = Part(part.offset * per_element, [*part.size, per_element], [*stride, 1])
+    yield from _rectangles(entries, split, width * per_element)
+
+
+def _rectangles(values: torch.Tensor, part: Part, width: int) -> Iterator[Rectangle]:
+    """The same of entries, in a parameter whose rows are `width` entries long."""
     row, column = divmod(part.offset, width)
     if not values.numel():
         return
     dims = [dim for dim in zip(part.size, part.stride, values.stride(), strict=True) if dim[0] != 1]
-    crossing = [dim for dim in dims if dim[1] % width and column + (dim[0] - 1) * dim[1] >= width]
-    if crossing:  # a run of elements over several rows: the end of a row, whole rows, and the beginning of another
-        if len(dims) > 1 or crossing[0][1] != 1:
-            raise ValueError(f"elements at {part} cross the rows of a parameter of the shape {tuple(shape)}")
+    if any(step % width and column + (size - 1) * step >= width for size, step, _ in dims):
+        # A run of entries over several rows: the end of a row, whole rows, and the beginning of another.
+        run = _merged(dims)
+        if len(run) > 1 or run[0][1:] != (1, 1):
+            raise ValueError(f"elements at {part} cross the rows of a parameter, which are {width} entries long")
         flat = values.flatten()
         head = -column % width
         whole_rows = (len(flat) - head) // width
         pieces = flat.split([head, whole_rows * width, len(flat) - head - whole_rows * width])
         for begin, piece in zip((0, head, head + len(pieces[1])), (pieces[0], pieces[1].view(-1, width), pieces[2])):
-            yield from rectangles(piece, Part.whole(piece.shape).moved(part.offset + begin), shape)
+            yield from _rectangles(piece, Part.whole(piece.shape).moved(part.offset + begin), width)
         return
     rows = _merged([(size, step // width, stride) for size, step, stride in dims if step % width == 0])
     columns = _merged([dim for dim in dims if dim[1] % width])
@@ -134,15 +164,15 @@ class Fingerprints:
 
     @torch.no_grad()
     def compute(self) -> torch.Tensor:
-        """Int64 (count,), on the device of the parameters, which it is only queued on."""
-        sums = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        """Int64 (count, 2), on the device of the parameters, which it is only queued on."""
+        sums = torch.zeros(self.count, 2, dtype=torch.int64, device=self.device)
         if self.device.type == "cuda":
             for (itemsize, packed), table in self._tables.items():
-                _add_parts[(len(table),)](table, sums, 8 * itemsize, packed, COLUMNS, COLUMN, FIELDS)
-            return sums
+                _add_parts[(len(table),)](table, sums, 8 * itemsize, packed, COLUMNS, FIELDS)
+            return sums % P
         for number, rectangle in self.rectangles:
-            sums[number] += _sum(rectangle)
-        return sums
+            sums[number] += _sums(rectangle)
+        return sums % P
 
 
 class Assembly:
@@ -182,42 +212,60 @@ class Assembly:
         for name, places in zip(self.names, self._places, strict=True):
             found = [{fingerprints[worker][number] for worker, number in same} for same in places]
             known = name not in self.refused and all(len(values) == 1 for values in found)
-            sums.append(sum(value for values in found for value in values) % 2**64 if known else None)
+            sums.append(added(value for values in found for value in values) if known else None)
         return sums
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Of a whole parameter."""
+    """Int64 (2,): of a whole parameter."""
     return Fingerprints([(values, Part.whole(values.shape), values.shape, 0)], 1).compute()[0]
 
 
-def unsigned(sums: torch.Tensor) -> list[int]:
-    """Fingerprints as numbers from 0 to 2**64 - 1, as they are sent."""
-    return [one % 2**64 for one in sums.tolist()]
+def joined(sums: torch.Tensor) -> list[int]:
+    """Fingerprints, int64 (count, 2), as one number each, as they are sent. The sums may be those of several parts,
+    added up without heed to the modulus."""
+    return [first << 32 | second for first, second in (sums % P).tolist()]
 
 
-def _sum(rectangle: Rectangle) -> torch.Tensor:
+def added(fingerprints: Iterable[int]) -> int:
+    """The fingerprint of what consists of parts with these fingerprints, each as one number."""
+    first, second = 0, 0
+    for number in fingerprints:
+        first += number >> 32
+        second += number & 0xFFFFFFFF
+    return first % P << 32 | second % P
+
+
+def _sums(rectangle: Rectangle) -> torch.Tensor:
+    """Int64 (2,): both sums of a rectangle on the CPU."""
     values, row, row_step, column, column_step = rectangle
-    of_rows = _weights(row, row_step, values.shape[0], 0)
-    of_columns = _weights(column, column_step, values.shape[1], COLUMN)
-    total = of_rows.sum() * of_columns.sum()
-    rows_at_once = max(1, AT_ONCE // values.shape[1])
-    bits = values.view(BITS[values.element_size()])
-    for begin in range(0, values.shape[0], rows_at_once):
-        some = slice(begin, begin + rows_at_once)
-        total += (bits[some].long() @ of_columns * of_rows[some]).sum()
-    return total
+    rows, columns = values.shape
+    of_rows = torch.stack([_weights(row, row_step, rows, salt) for salt in ROW_SALTS])
+    of_columns = torch.stack([_weights(column, column_step, columns, salt) for salt in COLUMN_SALTS])
+    factors = of_rows.double()
+    all_rows = of_rows.sum(1, keepdim=True) % P
+    sums = torch.zeros(2, dtype=torch.int64)
+    for left in range(0, columns, COLUMNS_AT_ONCE):
+        band = values[:, left : left + COLUMNS_AT_ONCE]
+        rows_at_once = min(EXACT_ROWS, max(1, AT_ONCE // band.shape[1]))
+        by_column = (all_rows * OFFSET).repeat(1, band.shape[1])
+        for count, top in enumerate(range(0, rows, rows_at_once), start=1):
+            some = slice(top, top + rows_at_once)
+            by_column += (factors[:, some] @ band[some].double()).long()
+            if count % REMAINDER_AFTER == 0:
+                by_column %= P
+        sums += (by_column % P * of_columns[:, left : left + COLUMNS_AT_ONCE] % P).sum(1)
+    return sums % P
 
 
 def _weights(first: int, step: int, count: int, salt: int) -> torch.Tensor:
-    """Odd numbers of 32 bits, with a sign, by position: `lowbias32` of github.com/skeeto/hash-prospector (public
-    domain), computed in 64 bits."""
-    mask = 0xFFFFFFFF
-    x = (torch.arange(count) * step + first + salt) & mask
-    x = (x ^ x >> 16) * 0x21F0AAAD & mask
-    x = (x ^ x >> 15) * 0xD35A2D97 & mask
-    x = (x ^ x >> 15) | 1
-    return x - (x >> 31 << 32)
+    """Int64 (count,), from 1 to 2**30: a hash of each position. No two positions below 2**30 share one, because each
+    step (xor with a shifted copy, product with an odd number) can be undone. The multipliers are those of `lowbias32`
+    of github.com/skeeto/hash-prospector (public domain), in 30 bits."""
+    x = torch.arange(count) * step + first + salt & POSITIONS
+    x = (x ^ x >> 15) * 0x21F0AAAD & POSITIONS
+    x = (x ^ x >> 14) * 0x135A2D97 & POSITIONS
+    return (x ^ x >> 15) + 1
 
 
 def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool], torch.Tensor]:
@@ -237,24 +285,25 @@ def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool], tor
 
 
 if triton is not None:
+    _P, _OFFSET, _POSITIONS = tl.constexpr(P), tl.constexpr(OFFSET), tl.constexpr(POSITIONS)
+    _ROW_SALT, _ROW_SALT_2 = (tl.constexpr(salt) for salt in ROW_SALTS)
+    _COLUMN_SALT, _COLUMN_SALT_2 = (tl.constexpr(salt) for salt in COLUMN_SALTS)
 
     @triton.jit
     def _weight(position, salt: tl.constexpr):
-        x = (position + salt).to(tl.uint32)
-        x = (x ^ (x >> 16)) * 0x21F0AAAD
-        x = (x ^ (x >> 15)) * 0xD35A2D97
-        return ((x ^ (x >> 15)) | 1).to(tl.int32, bitcast=True)
+        """`_weights` of int64 positions, as int64."""
+        x = (position + salt).to(tl.uint32) & _POSITIONS
+        x = ((x ^ (x >> 15)) * 0x21F0AAAD) & _POSITIONS
+        x = ((x ^ (x >> 14)) * 0x135A2D97) & _POSITIONS
+        return ((x ^ (x >> 15)) + 1).to(tl.int32).to(tl.int64)
 
     @triton.jit
-    def _add_parts(
-        table,
-        sums,
-        BITS: tl.constexpr,
-        PACKED: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        COLUMN: tl.constexpr,
-        FIELDS: tl.constexpr,
-    ):
+    def _folded(x):
+        """Less than 2**31 + 2**(n - 31), and equal to `x`, from 0 to 2**n - 1, modulo 2**31 - 1."""
+        return (x & _P) + (x >> 31)
+
+    @triton.jit
+    def _add_parts(table, sums, BITS: tl.constexpr, PACKED: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr):
         entry = table + tl.program_id(0).to(tl.int64) * FIELDS
         address = tl.load(entry)
         counts = tl.load(entry + 1)
@@ -263,26 +312,30 @@ if triton is not None:
         row, row_step = tl.load(entry + 4), tl.load(entry + 5)
         column, column_step = tl.load(entry + 6), tl.load(entry + 7)
         number = tl.load(entry + 8)
-        if BITS == 8:
-            start = address.to(tl.pointer_type(tl.int8))
-        elif BITS == 16:
-            start = address.to(tl.pointer_type(tl.int16))
-        elif BITS == 32:
-            start = address.to(tl.pointer_type(tl.int32))
-        else:
-            start = address.to(tl.pointer_type(tl.int64))
+        start = address.to(tl.pointer_type(tl.int8) if BITS == 8 else tl.pointer_type(tl.int16))
         if PACKED:  # which lets the compiler read 16 bytes at a time
             start = tl.multiple_of(start, 16)
             columns = tl.multiple_of(columns, 128 // BITS)
             row_stride, column_stride = tl.multiple_of(row_stride, 128 // BITS), 1
         j = tl.arange(0, COLUMNS)
         inside = j < columns
+        # Of each column over all rows: at most ROWS * 2**16 * 2**30, so that no remainder is due before the end.
         total = tl.zeros([COLUMNS], dtype=tl.int64)
+        total_2 = tl.zeros([COLUMNS], dtype=tl.int64)
         ones = tl.zeros([1], dtype=tl.int64)
+        ones_2 = tl.zeros([1], dtype=tl.int64)
         for i in range(rows):
-            bits = tl.load(start + i * row_stride + j * column_stride, mask=inside, other=0)
-            of_row = _weight(row + i * row_step, 0)
-            total += bits.to(tl.int64) * of_row.to(tl.int64)
-            ones += of_row.to(tl.int64)
-        of_columns = tl.where(inside, _weight(column + j * column_step, COLUMN).to(tl.int64), 0)
-        tl.atomic_add(sums + number, tl.sum((total + ones) * of_columns), sem="relaxed")
+            bits = tl.load(start + i * row_stride + j * column_stride, mask=inside, other=0).to(tl.int64)
+            of_row = _weight(row + i * row_step, _ROW_SALT)
+            of_row_2 = _weight(row + i * row_step, _ROW_SALT_2)
+            total += bits * of_row
+            total_2 += bits * of_row_2
+            ones += of_row
+            ones_2 += of_row_2
+        position = column + j * column_step
+        of_columns = tl.where(inside, _weight(position, _COLUMN_SALT), 0)
+        of_columns_2 = tl.where(inside, _weight(position, _COLUMN_SALT_2), 0)
+        products = _folded(_folded(total + ones * _OFFSET) * of_columns)
+        products_2 = _folded(_folded(total_2 + ones_2 * _OFFSET) * of_columns_2)
+        tl.atomic_add(sums + 2 * number, _folded(tl.sum(products)), sem="relaxed")
+        tl.atomic_add(sums + 2 * number + 1, _folded(tl.sum(products_2)), sem="relaxed")

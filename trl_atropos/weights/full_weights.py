@@ -27,7 +27,7 @@ from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
 from trl_atropos.weights import gather
-from trl_atropos.weights.fingerprints import Fingerprinted, checkpoint_specs, fingerprinted_weights
+from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FullWeights(Transfer):
         self.servers.on_connected_ranks(lambda: self._connect(transport, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        return [fingerprinted_weights(self._trainer, self.servers, self._specs)]
+        return [fingerprinted_weights(self._trainer, self.servers)]
 
     def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
@@ -264,8 +264,7 @@ class Restart(Transfer):
         self._published: list[Path] = []
 
     def fingerprinted(self) -> list[Fingerprinted]:
-        specs = checkpoint_specs(self._trainer, self.servers)
-        return [fingerprinted_weights(self._trainer, self.servers, specs)._replace(moves=True)]
+        return [fingerprinted_weights(self._trainer, self.servers)._replace(moves=True)]
 
     def pause(self) -> Future:
         """Takes as long as the requests in flight need to end."""

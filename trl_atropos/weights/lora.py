@@ -99,7 +99,7 @@ class MemoryLora(Transfer):
         """Of the adapter as it is now, in memory that no publish uses."""
         values = self._gathered()
         if not self.servers.clients:
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros(0, 2, dtype=torch.int64)
         if self._copy is None:
             slots = unpack(torch.empty_like(self._message), self._tensors)
             parts = [(slot, Part.whole(slot.shape), slot.shape, number) for number, slot in enumerate(slots)]
@@ -186,8 +186,8 @@ def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
 def _base_of(trainer: Any, servers: Servers) -> list[Fingerprinted]:
     """The frozen model below the adapter, which the server has loaded by itself."""
     if getattr(base_model(trainer.model), "is_quantized", False):
-        logger.warning("The frozen base is quantised here, so it cannot be compared bit for bit with the servers'.")
-        return []
+        reason = "the frozen base is quantised in the trainer"
+        return [Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64), left_out=reason)]
     return [fingerprinted_base(trainer, servers)]
 
 

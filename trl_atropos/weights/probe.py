@@ -10,8 +10,9 @@ is normalised, one token in many thousands differs a thousand times more than th
 tokens alone are beyond the tolerance, the server samples once more, and only a second breach counts.
 
 Before the first step, a difference is one of how vLLM and Transformers compute the model. It may begin at some length
-only, so the run's longest rollouts are compared once (`Probe.run_longest`). All differences are in nats: natural
-logarithms of probabilities.
+only, so the run's longest rollouts are compared (`Probe.run_longest`), and again by every eighth probe.
+
+All differences are in nats: natural logarithms of probabilities.
 """
 
 import logging
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl import GRPOTrainer
 
@@ -41,6 +43,7 @@ LONG_SAMPLED = 16  # tokens that continue a long prompt, once: four samples of i
 LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
 # Of a run's time on a GPU that probes may take, and publishes between two, where the configuration does not say.
 MAX_SHARE, LEAST_APART = 0.02, 4
+LONG_EVERY = 8  # of so many probes, one is near the run's longest rollouts
 NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
@@ -84,6 +87,61 @@ class Tolerance(NamedTuple):
         )
 
 
+def rounding_limit(dtypes: set[torch.dtype], first_mean: float) -> float:
+    """
+    Returns by how many nats in the mean equal weights may make server and trainer differ after the first probe, whose
+    mean was `first_mean`. Beyond it is no rounding.
+
+    Rounding is a share of the logits, so it grows as a policy becomes sure of itself, from a spread of a few nats to
+    tens: by a factor of 2.5 in 120 steps of the quickstart on a GPU, to 0.013 nats in 150 steps of the arithmetic
+    recipe. Ten times the first probe, and 0.1 nats in any case, is beyond what was seen. It cannot grow for ever:
+    where a token is certain, its log-probability hardly depends on the logits. From 0.3 nats on, a ratio of
+    probabilities is off by a third on the usual token, so that such rollouts are of no use even if it were rounding.
+
+    The mean decides and not the largest difference: of a sound model, one token in thousands may differ by nats, where
+    a sum that nearly cancels is normalised, while other weights, scales or positions move nearly all tokens.
+    """
+    rounds_in_16_bits = not dtypes <= {torch.float32, torch.float64}
+    # In TF32, 2e-3 is what the first probe may differ by.
+    least, most = (0.1, 0.3) if rounds_in_16_bits else (5e-3, 2e-2)
+    return min(most, max(least, 10 * first_mean))
+
+
+class RoundingWarnings:
+    """Decides which differences between equal weights the log mentions: one after a probe within the tolerance, and
+    one that is twice or half of the last that was mentioned. A large one must not hide smaller ones for ever."""
+
+    def __init__(self):
+        self._last: float | None = None  # mean difference that was mentioned, unless a probe has agreed since
+
+    def agreed(self) -> None:
+        self._last = None
+
+    def is_new(self, mean: float) -> bool:
+        new = self._last is None or not self._last / 2 <= mean <= 2 * self._last
+        if new:
+            self._last = mean
+        return new
+
+
+class Plan(NamedTuple):
+    """What one probe samples, and by how much it may differ."""
+
+    prompt_ids: list[int]
+    num_tokens: int
+    num_samples: int
+    tolerance: Tolerance
+
+
+def _worst(result: ProbeResult) -> ProbeResult:
+    """The largest differences of all ranks, whose servers may be different ones."""
+    results = gather_object([result])
+    return ProbeResult(*(max(values) for values in zip(*results, strict=True)))
+
+
+NO_TOLERANCE = Tolerance(math.inf, math.inf)  # what allows any difference
+
+
 class Outlier(ProbeError):
     """Single tokens are beyond the tolerance, and the mean is not."""
 
@@ -95,6 +153,7 @@ class Schedule:
     every: int | None  # publishes; 0: no probe at all; None: as `MAX_SHARE` allows
     publishes: int = 0
     probed: int = 0  # of these, the last that was probed
+    probes: int = 0
     seconds: float = 0.0  # of the trainer's time that its probe took
     ended: float = -math.inf  # when it ended, in seconds
 
@@ -111,6 +170,12 @@ class Schedule:
     def ran(self, seconds: float, ended: float) -> None:
         """The probe that was due has taken some seconds of the trainer's time."""
         self.probed, self.seconds, self.ended = self.publishes, seconds, ended
+        self.probes += 1
+
+    @property
+    def long(self) -> bool:
+        """Whether a probe that is due now is one of a long prompt. What that takes, the next one waits for."""
+        return self.probes % LONG_EVERY == LONG_EVERY - 1
 
 
 def num_positions(config: PreTrainedConfig) -> float:
@@ -123,8 +188,9 @@ def num_positions(config: PreTrainedConfig) -> float:
 
 class Probe:
     """`one_memory`: server and trainer compute from the same memory, so that weights cannot differ at the start.
-    `proven` says, on every rank alike, whether all weights of this version were found equal bit for bit: then a
-    difference on a GPU or in 16 bits is rounding, of which the log warns while the run goes on."""
+    `prove` compares the weights anew, wherever the servers keep them now, and returns on every rank alike whether all
+    of them are equal bit for bit: then a difference on a GPU or in 16 bits is rounding up to `rounding_limit`, and the
+    log warns of it while the run goes on."""
 
     def __init__(
         self,
@@ -132,11 +198,11 @@ class Probe:
         trainer: Any,
         every: int | None,
         one_memory: bool,
-        proven: Callable[[], bool] = lambda: False,
+        prove: Callable[[], bool] = lambda: False,
     ):
         info, model, args = servers.info, base_model(trainer.model), trainer.args
         self.servers = servers
-        self.one_memory, self.proven = one_memory, proven
+        self.one_memory, self.prove = one_memory, prove
         self.schedule = Schedule(every)
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
@@ -146,30 +212,39 @@ class Probe:
         limits = (args.max_sequence_length or math.inf, info.max_model_len, num_positions(model.config))
         self._longest = int(min(limits))
         self._rounds = not exact and (info.device != "cpu" or not set(dtypes) <= {torch.float32, torch.float64})
-        self._warned = 0.0  # of a mean difference of so much
+        self._dtypes = set(dtypes)
+        self._roundings = RoundingWarnings()
+        self.limit = math.inf  # nats: of rounding, in the mean. Set by the first probe
         self.first: ProbeResult | None = None  # before training, or of what it resumes from
         self.policy_version: int | None = None  # that was probed last
         self._runs = self._outliers = 0  # probes, and probes with outliers
         self._compared_longest = False
+        self._long_plan: Plan | None = None  # of the longest prompt on which both sides agreed before training
         self._samples: Future | None = None  # of the probe that has begun
         length = min(info.block_size + TAIL, info.max_model_len - NUM_SAMPLED)
         self.prompt_ids = self._prompt(max(length, 1), seed=0)
+        self._plan = self._short_plan()  # of the probe that has begun
 
     def _prompt(self, length: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    def begin(self, policy_version: int) -> None:
-        """Lets the servers sample from this version. Returns at once."""
+    def begin(self, policy_version: int, long: bool = False) -> None:
+        """Lets the servers sample from this version, after a `long` prompt near the run's longest rollouts if both
+        sides agreed on one. Returns at once."""
         is_new, self.policy_version = policy_version != self.policy_version, policy_version
+        self._plan = plan = self._long_plan if long and self._long_plan is not None else self._short_plan()
 
         def sample(client: ServerClient) -> list[tuple[list[int], list[float]]]:
             self._check_version(client)
             if is_new:
-                self._check_cache(client)
-            return self._sample(client, self.prompt_ids)
+                self._check_cache(client, plan.prompt_ids)
+            return self._sample(client, plan.prompt_ids, plan.num_tokens, plan.num_samples)
 
         self._samples = self.servers.each_in_background(sample)
+
+    def _short_plan(self) -> "Plan":
+        return Plan(self.prompt_ids, NUM_SAMPLED, NUM_SAMPLES, self.tolerance)
 
     @property
     def begun(self) -> bool:
@@ -184,21 +259,65 @@ class Probe:
         beyond the tolerance (with single tokens: twice in a row) or samples from another policy version."""
         samples, self._samples = self._samples, None
         self._runs += 1
+        plan = self._plan
+        sizes = plan.num_samples, plan.num_tokens
         try:
-            outlier, result = self._compare_twice(self.prompt_ids, self.tolerance, samples=samples.result)
-        except ProbeError as error:
-            outlier, result = None, error.result
-            known = self.first is not None and result is not None and math.isfinite(result.mean_abs_diff)
-            if not (known and self._rounds and self.proven()):
+            outlier, result = self._compare_twice(plan.prompt_ids, plan.tolerance, *sizes, samples=samples.result)
+            self._roundings.agreed()
+        except torch.OutOfMemoryError:
+            if plan is not self._long_plan:
                 raise
-            self._warn_of_rounding(result)
+            self._long_plan = None  # since training began, there is no room for one
+            self.begin(self.policy_version)
+            return self.judge()
+        except ProbeError as error:
+            outlier, result = None, self._rounding_in(error)
         if outlier is not None:
             self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
         if self.first is None:
-            self.first = result
-            self.tolerance = self.tolerance.after(result)
+            self._set_bounds(result)
         return result
+
+    def _set_bounds(self, first: ProbeResult) -> None:
+        """From the first probe, which shows the model's own rounding."""
+        self.first = first
+        self.tolerance = self.tolerance.after(first)
+        if self._rounds:
+            self.limit = rounding_limit(self._dtypes, _worst(first).mean_abs_diff)
+            logger.info(
+                "In the first probe, server and trainer differ by %.2e nats (mean %.2e). The run stops if they ever "
+                "differ by more than %.2g in the mean, even with equal weights: so much is no rounding.",
+                *(*first[:2], self.limit),
+            )
+
+    def _rounding_in(self, error: ProbeError) -> ProbeResult:
+        """What `error` says, if that is rounding. Raises it otherwise, or `FingerprintError` if the weights differ."""
+        first, result = self.first, error.result
+        known = first is not None and result is not None and math.isfinite(result.mean_abs_diff)
+        if not (known and self._rounds and self.prove()):
+            raise error
+        if result.mean_abs_diff > self.limit:  # one token may be nats apart, but hardly in two samples
+            plan = self._plan
+            sample = self._sampler(plan.prompt_ids, plan.num_tokens, plan.num_samples)
+            again = _worst(self._compare(plan.prompt_ids, NO_TOLERANCE, sample))
+            if not again.mean_abs_diff <= self.limit:  # true for NaN
+                raise self._no_rounding(result, again) from error
+            result = again
+        self._warn_of_rounding(result)
+        return result
+
+    def _no_rounding(self, result: ProbeResult, again: ProbeResult) -> ProbeError:
+        error = ProbeError(
+            f"After publishing policy version {self.policy_version}, server and trainer have the same weights bit for "
+            f"bit, but compute log-probabilities that differ by {result.mean_abs_diff:.2e} nats in the mean, and by "
+            f"{again.mean_abs_diff:.2e} in a second sample; in the first probe by {self.first.mean_abs_diff:.2e}. "
+            f"More than {self.limit:.2g} is no rounding: the server computes another model from these weights "
+            "(another scale, table or kernel). Do not trust rollouts since the last good probe: start the server "
+            "again, and resume from a checkpoint before it."
+        )
+        error.result = again
+        return error
 
     def _check_version(self, client: ServerClient) -> None:
         version = client.info().policy_version
@@ -208,9 +327,9 @@ class Probe:
                 f"{self.policy_version}: a publish was lost, or another trainer writes to this server."
             )
 
-    def _check_cache(self, client: ServerClient) -> None:
-        """The last version has computed the same prompt: nothing of that may be used again."""
-        if (cached := client.cached_tokens(self.prompt_ids)) > 0:
+    def _check_cache(self, client: ServerClient, prompt_ids: list[int]) -> None:
+        """An earlier version has computed the same prompt: nothing of that may be used again."""
+        if (cached := client.cached_tokens(prompt_ids)) > 0:
             raise ProbeError(
                 f"After publishing policy version {self.policy_version}, the server at {client.url} took {cached} "
                 "tokens of a prompt from its cache, which weights of another version have computed: its rollouts are "
@@ -218,15 +337,14 @@ class Probe:
             )
 
     def _warn_of_rounding(self, result: ProbeResult) -> None:
-        """Warns of a difference between equal weights, and again once it has doubled."""
-        if result.mean_abs_diff > 2 * self._warned:
-            self._warned = result.mean_abs_diff
+        """Warns of a difference between equal weights."""
+        if self._roundings.is_new(result.mean_abs_diff):
             logger.warning(
                 "Server and trainer have the same weights bit for bit, but compute log-probabilities that differ by "
                 "%.2e nats (mean %.2e) in the probe of policy version %d; in the first probe by %.2e (mean %.2e). "
                 "Rounding in 16 bits grows with the logits, as a policy becomes sure of itself. The loss corrects for "
-                "it; a lower `learning_rate` slows it down.",
-                *(*result[:2], self.policy_version, *self.first[:2]),
+                "it; a lower `learning_rate` slows it down. From a mean of %.2g on, the run stops.",
+                *(*result[:2], self.policy_version, *self.first[:2], self.limit),
             )
 
     def _warn_of_outlier(self, outlier: ProbeResult, again: ProbeResult) -> None:
@@ -261,6 +379,9 @@ class Probe:
             else:
                 differs, problem = length, found
         self._compared_longest = True
+        if agreed > len(self.prompt_ids) + NUM_SAMPLED:
+            prompt_ids = self._prompt(agreed - LONG_SAMPLED, seed=1)
+            self._long_plan = Plan(prompt_ids, LONG_SAMPLED, 1, self._first_tolerance)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # no step may need as much, and the server is on the same device
         if problem is None:
@@ -306,13 +427,17 @@ class Probe:
         """Compares `samples`, or new ones, and once more after an outlier. Returns (the outlier if there was one, the
         last result)."""
 
-        def sample() -> list:
-            return self.servers.each_here(lambda client: self._sample(client, prompt_ids, num_tokens, num_samples))
-
+        sample = self._sampler(prompt_ids, num_tokens, num_samples)
         try:
             return None, self._compare(prompt_ids, tolerance, samples or sample)
         except Outlier as outlier:  # on every rank, where it is raised on any
             return outlier.result, self._compare(prompt_ids, tolerance, sample)
+
+    def _sampler(
+        self, prompt_ids: list[int], num_tokens: int = NUM_SAMPLED, num_samples: int = NUM_SAMPLES
+    ) -> Callable[[], list]:
+        """A call that has all servers of this rank sample."""
+        return lambda: self.servers.each_here(lambda client: self._sample(client, prompt_ids, num_tokens, num_samples))
 
     def _sample(
         self,

@@ -231,9 +231,8 @@ class ServerPublisher(PolicyPublisher):
         self._trainer = trainer
         self._proof = Proof(self.servers, self.transfer.fingerprinted())
         if self.probe_every_n_steps != 0:
-            proven = lambda: on_main(lambda: self._proof.complete)  # noqa: E731
             one_memory = self.transfer.steps_in_place
-            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, proven)
+            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, self._proof.again)
         if self.transfer.steps_in_place and trainer.accelerator.device.type == "cuda":
             self._backward_ends = _end_of_backward(trainer.model)
 
@@ -383,9 +382,11 @@ class ServerPublisher(PolicyPublisher):
             return
         schedule, last = self._probe.schedule, self._is_last()
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
-        due, at_once = on_main(lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1))
+        due, at_once, long = on_main(
+            lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1, schedule.long)
+        )
         if due:
-            self._probe.begin(self.policy_version)
+            self._probe.begin(self.policy_version, long)
             if at_once:
                 self._judge_probe()
 

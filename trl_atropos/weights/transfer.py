@@ -26,9 +26,10 @@ class Fingerprinted(NamedTuple):
 
     of: str  # "weights" or "adapter"
     specs: list[ParameterSpec]
-    compute: Callable[[], torch.Tensor]  # Int64 (len(specs),): the trainer's. Called on every rank
+    compute: Callable[[], torch.Tensor]  # Int64 (len(specs), 2): the trainer's. Called on every rank
     times: int | None = None  # in how many publishes it is compared; None: in all
     moves: bool = False  # to other memory of the servers with every publish
+    left_out: str = ""  # why nothing of it can be compared
 
 
 class Transfer(ABC):

@@ -1,0 +1,54 @@
+"""Faults inside a server are not taken for rounding, and a healthy run beside them goes on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import ROOT
+from tests.weights.planted import BIAS, REPLACED
+
+pytestmark = pytest.mark.slow(60)
+
+STOPPED = {
+    ("server", "a parameter is replaced"): ("FingerprintError", REPLACED),
+    ("server", "an attention scale is doubled"): ("FingerprintError", "model.layers.1.self_attn.attn.impl.scale"),
+    ("server", "a rotary table is off by one"): ("FingerprintError", "self_attn.rotary_emb.cos_sin_cache"),
+    ("server", "a kernel computes something else"): ("ProbeError", "More than 0.1 is no rounding"),
+    ("colocate", "a parameter is replaced"): ("FingerprintError", REPLACED),
+}
+
+
+def plant(*arguments: str) -> dict[str, dict[str, str]]:
+    command = [sys.executable, "-m", "tests.weights.planted", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    return json.loads(line.removeprefix("found "))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, str]]:
+    return plant("Qwen3", "bfloat16")
+
+
+@pytest.mark.parametrize(("mode", "fault"), STOPPED)
+def test_a_fault_inside_the_server_stops_the_run_and_is_named(found, mode, fault):
+    kind, name = STOPPED[mode, fault]
+    assert found[mode][fault].startswith(kind) and name in found[mode][fault]
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_a_healthy_run_in_bfloat16_goes_on_before_and_after_every_fault(found, mode):
+    healthy = {name: told for name, told in found[mode].items() if name.startswith("nothing")}
+    assert len(healthy) > 6 and set(healthy.values()) == {""}, healthy
+    assert found[mode]["limit"] == "0.1" and found[mode]["complete"] == "True"
+
+
+def test_a_buffer_of_the_checkpoint_is_compared_like_a_parameter():
+    found = plant("GLM-4-MoE", "float32")["server"]
+    healthy = {name: told for name, told in found.items() if name.startswith("nothing")}
+    assert set(healthy.values()) == {""} and found["complete"] == "True"
+    assert found["a router's bias is another"].startswith("FingerprintError")
+    assert BIAS in found["a router's bias is another"]
