@@ -125,8 +125,7 @@ class Intake:
         scores still count in the group's mean and standard deviation. Messages call the environment `label`.
 
         Raises:
-            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature in an override, or
-                statistics that are not finite.
+            RejectedGroup: this group cannot be trained on: unknown token ids, or another temperature in an override.
             RolloutError: no group can be: images, placeholder tokens, another temperature in `generation_params`, or a
                 group of one under `"refuse"`.
         """
@@ -140,9 +139,6 @@ class Intake:
                 "(do not learn from it), or give the environment a `group_size` of at least 2."
             )
         mean, std = group_statistics(group.scores)
-        if not np.isfinite([mean, std]).all():
-            extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
-            raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
         fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length]
         rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
         for rollout in rollouts if single else []:
