@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ def test_a_step_that_would_destroy_the_weights_is_not_taken(name, tiny_model, tm
     if dtype := settings.pop("dtype", None):
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
     trainer = make(model, tmp_path, advantage, save_strategy="steps", save_steps=1, **settings)
-    with pytest.raises(GradientError, match=rf"^Step 2: the gradient is not finite \(norm .*{seen}") as refused:
+    with pytest.raises(GradientError, match=rf"^Step 2: the .*gradient is not finite.* \(norm .*{seen}") as refused:
         trainer.train()
     assert "warning_thresholds: {gradient_not_finite: N}" in refused.value.fix
     assert isinstance(trainer.optimizer.optimizer, MasterOptimizer) == (dtype is not None)
@@ -198,6 +199,7 @@ def test_all_processes_stop_at_the_same_step_however_parameters_are_divided(kind
     launch(kind, 2, "tests.test_gradients", kind, str(tiny_model), str(tmp_path))
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0]["step"] == 1
-    assert told[0]["error"].startswith("Step 2: the gradient is not finite (norm ")
+    assert re.search(r"^Step 2: the .*gradient is not finite.* \(norm ", told[0]["error"])
     assert "advantage 3.3e+38" in told[0]["error"]
-    assert "DeepSpeed has taken" not in told[0]["error"]  # it leaves the step out by itself
+    # DeepSpeed leaves a step out by itself if its norm is not finite. In stage 3, that is computed in float64.
+    assert ("DeepSpeed has taken" in told[0]["error"]) == (kind == "zero3")

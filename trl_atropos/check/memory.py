@@ -194,7 +194,10 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
     tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
-    scratch = 0 if on_gpu else int(4 * 7.25 * tile)
+    folded = int(4 * 7.25 * tile)
+    # A GPU multiplies 16 bits into float32; elsewhere, tile and weights are made float32 first (`_addmm_fp32`).
+    widened = 4 * (tile + width * weight.shape[1]) if dtype != torch.float32 else 0
+    scratch = 0 if on_gpu else max(folded, widened)
     scratch += (weight.dtype != dtype) * width * weight.shape[1] * dtype.itemsize
     gradients = tokens * hidden.shape[-1] + weight.requires_grad * weight.numel()
     rounded = gradients * hidden.dtype.itemsize if hidden.dtype != torch.float32 else 0

@@ -88,7 +88,8 @@ class GradientCheck:
             return
         self.left_out += 1
         damaged = any(found["damaged"] for found in of_ranks)
-        what = f"Step {step}: the gradient is not finite (norm {norm:.3g}, loss {loss:.3g})"
+        overflows = "square of the gradient is not finite in float32" if norm < math.inf else "gradient is not finite"
+        what = f"Step {step}: the {overflows} (norm {norm:.3g}, loss {loss:.3g})"
         named = [text.format(causes[name]) for name, text in CAUSES.items() if name in causes]
         seen = f"in what the loss is made of, at most {', '.join(named)}"
         if damaged:

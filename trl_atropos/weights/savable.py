@@ -50,15 +50,12 @@ def require_savable_generation(model: ModelConfig) -> None:
     except OSError:  # it has none: one is made of the model's config
         return
     with tempfile.TemporaryDirectory() as folder:
-        _save_generation(generation, folder, name)
+        save_generation(generation, folder, name)
 
 
 def require_savable(trainer: Any) -> None:
-    """
-    Saves what is small of a checkpoint, and looks whether the rest has room. Called on every rank.
-
-    Raises `RecipeError` if some part refuses to be saved, or if there is too little room on the disk.
-    """
+    """Saves what is small of a checkpoint, and looks whether the rest has room. Called on every rank. Raises
+    `RecipeError` if some part refuses to be saved, or if there is too little room on the disk."""
     together(lambda: _try_to_save(trainer) if trainer.args.should_save else None)
 
 
@@ -83,7 +80,7 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
         yield "The model's config", lambda: policy.config.save_pretrained(folder), fix
         if policy.can_generate():
             name = policy.config.name_or_path
-            yield "", lambda: _save_generation(policy.generation_config, folder, name), ""
+            yield "", lambda: save_generation(policy.generation_config, folder, name), ""
         if not trainer.is_sharded:
             fix = "Give each parameter memory of its own, or name those that are one in `model._tied_weights_keys`."
             check = remove_tied_weights_from_state_dict
@@ -100,7 +97,7 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
             yield what, lambda one=callback: json.dumps(one.state()), fix
 
 
-def _save_generation(generation: GenerationConfig, folder: str, name: str) -> None:
+def save_generation(generation: GenerationConfig, folder: str, name: str) -> None:
     """Raises `RecipeError` if Transformers refuses to save the generation config of the model `name`."""
     sampling = '`"do_sample": true`, or remove the entries that it names'
     place = str(Path(name, GENERATION_CONFIG_NAME))
