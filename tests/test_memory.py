@@ -326,13 +326,15 @@ def test_a_teacher_costs_logits_over_the_whole_vocabulary(large, tmp_path):
     assert taught.trainer.items["activations"] - usual.trainer.items["activations"] > logits
 
 
-@pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 4), ("adamw_torch_fused", 0), ("sgd", 0)])
-def test_a_step_takes_the_roots_of_all_second_moments_at_once_on_a_gpu(optim, bytes_each, large, tmp_path):
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_a_step_takes_the_roots_of_all_second_moments_at_once_on_a_gpu(optim, large, tmp_path):
     settings = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_sequence_length": 64}
     found = on_gpus(tmp_path, large, 80, **settings, optim=optim)
-    assert found.trainer.when == "the optimizer's step"
-    assert found.trainer.items.get("temporaries", 0) == bytes_each * PARAMETERS
-    assert found.trainer.items["gradients"] == 4 * PARAMETERS
+    if optim == "adamw_torch":
+        assert found.trainer.when == "the optimizer's step"
+        assert found.trainer.items["temporaries"] == found.trainer.items["gradients"] == 4 * PARAMETERS
+    else:
+        assert "temporaries" not in found.trainer.items
 
 
 def test_a_paged_optimizer_keeps_its_state_in_host_memory(large, tmp_path):

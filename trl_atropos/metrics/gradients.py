@@ -91,7 +91,7 @@ class GradientCheck:
         overflows = "square of the gradient is not finite in float32" if norm < math.inf else "gradient is not finite"
         what = f"Step {step}: the {overflows} (norm {norm:.3g}, loss {loss:.3g})"
         named = [text.format(causes[name]) for name, text in CAUSES.items() if name in causes]
-        seen = f"in what the loss is made of, at most {', '.join(named)}"
+        seen = f"the largest in its loss: {', '.join(named)}"
         if damaged:
             seen = "log-probabilities of the policy that are not finite"
         # DeepSpeed steps within the backward pass, and leaves such a step out by itself.
