@@ -456,11 +456,12 @@ def test_what_a_run_saves_is_counted_by_hand(name, large, tmp_path, monkeypatch)
     assert f"({number} checkpoints of {of_one * PARAMETERS / GIB:.1f}" in finding.seen
 
 
-HEADS = {  # dtype of the weights, what is computed in, tokens: another part of the estimate is the largest in each
-    "float32": (torch.float32, None, 64),
-    "bfloat16": (torch.bfloat16, None, 64),
-    "bfloat16, of few tokens": (torch.bfloat16, None, 8),
-    "autocast": (torch.float32, torch.bfloat16, 64),
+HEADS = {  # dtype of the weights, what is computed in, tokens, vocabulary: another part is the largest in each
+    "float32": (torch.float32, None, 64, 40000),
+    "bfloat16": (torch.bfloat16, None, 64, 40000),
+    "bfloat16, of few tokens": (torch.bfloat16, None, 8, 40000),
+    "bfloat16, of a large vocabulary": (torch.bfloat16, None, 8, 100000),
+    "autocast": (torch.float32, torch.bfloat16, 64, 40000),
 }
 
 
@@ -468,10 +469,10 @@ HEADS = {  # dtype of the weights, what is computed in, tokens: another part of 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_heads_memory_is_what_the_profiler_sees_of_trls_own(name, frozen, tmp_path):
     """On the CPU, where there is no Triton."""
-    dtype, autocast, tokens = HEADS[name]
+    dtype, autocast, tokens, vocabulary = HEADS[name]
     hidden = torch.randn(1, tokens + 1, 256).to(dtype).requires_grad_()
-    weight = torch.randn(40000, 256).to(dtype).requires_grad_(not frozen)
-    targets = torch.randint(40000, (tokens,))
+    weight = torch.randn(vocabulary, 256).to(dtype).requires_grad_(not frozen)
+    targets = torch.randint(vocabulary, (tokens,))
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         logprobs, *_ = ChunkedLogProbFunction.apply(hidden[0, :-1], weight, None, targets, 1.0, 32768, None, 1.0, ())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
