@@ -182,7 +182,7 @@ MISTAKES = {
         lambda desk: desk.recipe(model_name_or_path=desk.unsavable()),
         "unsavable",
         "temperature",
-        'In {folder}/unsavable/generation_config.json, set `"do_sample": true`',
+        'unsavable/generation_config.json, set `"do_sample": true`',
     ),
     "checkpoints in the middle of a batch": Mistake(
         lambda desk: desk.recipe(save_strategy="steps", save_steps=10, steps_per_generation=4),
@@ -193,7 +193,11 @@ MISTAKES = {
     ),
     "checkpoints in the middle of a batch that several processes share": Mistake(
         lambda desk: desk.recipe(
-            save_strategy="steps", save_steps=3, num_iterations=2, options=("--num_processes", "2")
+            save_strategy="steps",
+            save_steps=3,
+            num_iterations=2,
+            vllm_mode="server",
+            options=("--num_processes", "2"),
         ),
         "save-steps",
         "save_steps: 3",
