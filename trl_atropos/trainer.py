@@ -190,12 +190,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
             self._refuse_what_cannot_be_trained()
-            for computed in (self.model, self.ref_model):
-                if computed is not None:
-                    keep_soft_cap(base_model(computed))
-                    packing.use_packed_attention(base_model(computed))
-                    numerics.use(args, computed, self.accelerator.device, self.is_sharded)
-            prepare_model(self.model, warn=self.accelerator.is_main_process)
+            self._prepare_models()
             self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
@@ -223,6 +218,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
+
+    def _prepare_models(self) -> None:
+        """Sets how the policy and the reference model compute."""
+        for computed in (self.model, self.ref_model):
+            if computed is not None:
+                keep_soft_cap(base_model(computed))
+                packing.use_packed_attention(base_model(computed))
+                numerics.use(self.args, computed, self.accelerator.device, self.is_sharded)
+        prepare_model(self.model, warn=self.accelerator.is_main_process)
 
     def _refuse_what_cannot_be_trained(self) -> None:
         if self.is_model_parallel:
