@@ -86,6 +86,13 @@ class Desk:
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
         return str(copy)
 
+    def unsavable(self) -> str:
+        """A copy of the model with a generation config that Transformers loads, and refuses to save."""
+        copy = self.folder / "unsavable"
+        shutil.copytree(self.model, copy)
+        (copy / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+        return str(copy)
+
     def python(self, **versions: str | None) -> str:
         """
         A Python in which distributions are installed in other versions, or not at all (`None`), as in another virtual

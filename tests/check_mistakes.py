@@ -178,6 +178,32 @@ MISTAKES = {
         " of 1.00 GiB",
         "Change, what costs least first: `--kv-cache-memory-bytes ",
     ),
+    "a generation config that cannot be saved": Mistake(
+        lambda desk: desk.recipe(model_name_or_path=desk.unsavable()),
+        "unsavable",
+        "temperature",
+        'unsavable/generation_config.json, set `"do_sample": true`',
+    ),
+    "checkpoints in the middle of a batch": Mistake(
+        lambda desk: desk.recipe(save_strategy="steps", save_steps=10, steps_per_generation=4),
+        "save-steps",
+        "save_steps: 10",
+        "`save_steps: 8` or `save_steps: 12`",
+        WARNING,
+    ),
+    "checkpoints in the middle of a batch that several processes share": Mistake(
+        lambda desk: desk.recipe(
+            save_strategy="steps",
+            save_steps=3,
+            num_iterations=2,
+            vllm_mode="server",
+            options=("--num_processes", "2"),
+        ),
+        "save-steps",
+        "save_steps: 3",
+        "`save_steps: 2` or `save_steps: 4`",
+        WARNING,
+    ),
     "too little disk": Mistake(
         lambda desk: desk.recipe(max_steps=10**9, save_steps=1, save_strategy="steps"),
         "disk",

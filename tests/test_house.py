@@ -21,7 +21,7 @@ EVERYBODYS = {"trl_atropos", "errors", "logging", "protocol"}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {"check", "recipe", "rollouts", "server_client", "services", "train", "weights"},
-    "check": {"batches", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
+    "check": {"batches", "config", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
     "train": {"recipe", "rollouts", "services", "trainer", "config", "distributed", "report", "weights"},
     "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},
     "recipe": {"config", "distributed", "rollouts", "services", "weights"},

@@ -4,18 +4,22 @@ Measured on the CPU, from the kernel's accounts of the processes. There is no fi
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from transformers import AutoConfig, Trainer, TrainingArguments
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from benchmarks.models import config_fields
 from recipes.quickstart.make_model import make_model
@@ -27,7 +31,7 @@ from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
 from trl_atropos.check.fit import Estimate, estimate, findings
 from trl_atropos.check.launch import GIB, Launch, case_of, plan_of
-from trl_atropos.check.memory import state_bytes
+from trl_atropos.check.memory import _head_bytes, disk, smallest_cache, state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -291,6 +295,192 @@ def test_a_server_on_a_gpu_serves_a_float32_checkpoint_in_16_bits(large, tmp_pat
     (tmp_path / "float32").mkdir()
     (tmp_path / "float32/config.json").write_text(json.dumps(fields | {"dtype": "float32"}))
     assert on_gpus(tmp_path, tmp_path / "float32", vllm_mode="server").server.items["weights"] == 2 * PARAMETERS
+
+
+# Of the model `large`, by hand: two matrices of the attention's heads and two of 8 groups, the MLP's three, and norms.
+LAYER = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * (4096 + 128)
+ENDS = 2 * EMBEDDINGS + 4096  # what is outside of the layers
+SENDS = {"vllm_mode": "server", "dtype": "bfloat16"}
+EIGHT = "configs/accelerate/{}.yaml"  # for eight GPUs
+
+
+def test_a_reference_model_is_one_more_copy_unless_there_is_an_adapter(large, tmp_path):
+    assert "reference model" not in on_gpus(tmp_path, large).trainer.items
+    assert on_gpus(tmp_path, large, beta=0.1).trainer.items["reference model"] == 2 * PARAMETERS
+    assert "reference model" not in on_gpus(tmp_path, large, beta=0.1, **ADAPTER).trainer.items
+
+
+def test_gradients_of_earlier_micro_batches_are_there_during_a_backward_pass(large, tmp_path):
+    settings = {"offload_master_weights": True, "per_device_train_batch_size": 4}
+    two = on_gpus(tmp_path, large, **settings, gradient_accumulation_steps=2, group_by_length=False)
+    assert two.trainer.when == "forward and backward"
+    assert two.trainer.items["gradients"] == 4 * PARAMETERS
+    divided = on_gpus(tmp_path, large, **settings, max_tokens_per_micro_batch=4096)  # 4 micro-batches of a rollout
+    assert divided.trainer.items["gradients"] == 4 * PARAMETERS
+
+
+def test_a_teacher_costs_logits_over_the_whole_vocabulary(large, tmp_path):
+    settings = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "group_by_length": False, **ADAPTER}
+    usual, taught = (on_gpus(tmp_path, large, **settings, distillation_coef=coef) for coef in (0.0, 0.5))
+    logits = 2 * 2 * 4095 * 151936  # bytes: bfloat16 x rollouts x predicting tokens x vocabulary
+    assert taught.trainer.items["activations"] - usual.trainer.items["activations"] > logits
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_a_step_takes_the_roots_of_all_second_moments_at_once_on_a_gpu(optim, large, tmp_path):
+    settings = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "max_sequence_length": 64}
+    found = on_gpus(tmp_path, large, 80, **settings, optim=optim)
+    if optim == "adamw_torch":
+        assert found.trainer.when == "the optimizer's step"
+        assert found.trainer.items["temporaries"] == found.trainer.items["gradients"] == 4 * PARAMETERS
+    else:
+        assert "temporaries" not in found.trainer.items
+
+
+def test_a_paged_optimizer_keeps_its_state_in_host_memory(large, tmp_path):
+    found = on_gpus(tmp_path, large, optim="paged_adamw_32bit")
+    assert "optimizer state" not in found.trainer.items
+    assert found.trainer.host == {"optimizer state": 8 * PARAMETERS}
+
+
+def test_buckets_of_ddp_are_those_of_torchs_own(large, tmp_path):
+    """Each holds the gradients of its parameters once more."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        layers = torch.nn.Sequential(torch.nn.Linear(600, 700), torch.nn.Linear(700, 900)).to(torch.bfloat16)
+        parallel = torch.nn.parallel.DistributedDataParallel(layers)
+        sizes = parallel._get_ddp_logging_data()["bucket_sizes"].split(",")
+    finally:
+        torch.distributed.destroy_process_group()
+    values = 600 * 700 + 700 + 700 * 900 + 900
+    assert sum(map(int, sizes)) == 2 * values
+    launch = str(ROOT / EIGHT.format("ddp"))
+    found = on_gpus(tmp_path, large, **SENDS, start_vllm=False, launch=launch)
+    assert found.trainer.items["buckets of DDP"] == 2 * PARAMETERS
+    assert "buckets of DDP" not in on_gpus(tmp_path, large).trainer.items
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
+def test_sharded_trainers_have_their_part_of_gradients_and_whole_what_is_gathered(name, large, tmp_path):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    launch = str(ROOT / EIGHT.format(name))
+    items = on_gpus(tmp_path, large, **SENDS, start_vllm=False, launch=launch).trainer.items
+    assert items["gradients"] <= 2 * PARAMETERS // 8
+    if name != "zero2":  # all but the layers, the layer that computes, and the one that is fetched
+        assert items["gathered weights"] == 2 * (ENDS + 2 * LAYER)
+    buckets = 2 * DeepSpeedZeroConfig().reduce_bucket_size * 2  # two, in bfloat16
+    assert items.get("buckets of DeepSpeed", 0) == (0 if name == "fsdp2" else buckets)
+    masters = {"zero2": 4 * PARAMETERS // 8, "zero3": 4 * PARAMETERS // 8}
+    assert items.get("master weights", 0) == masters.get(name, 0)
+
+
+SERVED = ["--max-num-batched-tokens", "1024", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.9"]
+
+
+def served(folder: Path, model: str | Path, *flags: str, gib: float = 40, **settings) -> Estimate:
+    return on_gpus(folder, model, gib, vllm_args=["--max-model-len", "4096", *SERVED, *flags], **settings)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_servers_memory_is_counted_by_hand(parts, large, tmp_path):
+    found = served(tmp_path, large, "--tensor-parallel-size", str(parts), vllm_mode="server", dtype="bfloat16")
+    items = found.server.items
+    in_mlp = 1024 * (2 * 4096 + 3 * 12288) * 2  # tokens x (hidden states and their sum, gate, up, product) x bfloat16
+    sampled = 16 * 151936 * 2 * 4  # sequences x vocabulary x (logits and their log-probabilities) in float32
+    assert items["activations"] == in_mlp // parts + sampled
+    assert items["weights"] == 2 * PARAMETERS // parts
+    assert items["runtime"] == 1.5 * GIB
+    cache = int(0.9 * 40 * GIB) - 2 * PARAMETERS // parts - in_mlp // parts - sampled - int(1.5 * GIB)
+    assert items["KV cache"] == cache
+    # One rollout of 4,096 tokens: keys and values of 8 groups of 128 in each of the layers, in bfloat16.
+    assert smallest_cache(found.case) == 2 * LAYERS * 8 * 128 * 2 * 4096 // parts
+
+
+@pytest.mark.parametrize(("gib", "tokens", "sequences"), [(40, 2048, 256), (80, 8192, 1024), (180, 16384, 1024)])
+def test_a_servers_batch_is_vllms_default_for_the_device(gib, tokens, sequences, large, tmp_path):
+    items = on_gpus(tmp_path, large, gib).server.items
+    expected = tokens * (2 * 4096 + 3 * 12288) * 2 + sequences * 151936 * 2 * 4
+    assert items["activations"] == expected
+
+
+def test_a_server_pads_the_vocabulary_to_a_multiple_of_64(large, tmp_path):
+    fields = json.loads((Path(large) / "config.json").read_text())
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text(json.dumps(fields | {"vocab_size": 151937}))
+    served_odd = on_gpus(tmp_path, tmp_path / "odd", vllm_mode="server").server.items["weights"]
+    assert served_odd == 2 * (PARAMETERS + 2 * 64 * 4096)  # both ends up to 152,000 rows
+
+
+def test_a_servers_cache_may_have_a_stated_size_and_its_places_for_adapters_a_stated_number(large, tmp_path):
+    flags = ["--kv-cache-memory-bytes", "3G", "--enable-lora", "--max-loras", "3", "--max-cpu-loras", "5"]
+    found = served(tmp_path, large, *flags, "--max-lora-rank", "32", **ADAPTER)
+    assert found.server.items["KV cache"] == 3 * GIB
+    adapter = LAYERS * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) * 2
+    assert found.server.items["places for adapters"] == 3 * adapter
+    assert found.server.host["adapters"] == 5 * adapter
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_sleeps_lightly_keeps_its_weights_in_host_memory(level, large, tmp_path):
+    settings = {"vllm_enable_sleep_mode": True, "vllm_sleep_level": level}
+    found = served(tmp_path, large, "--enable-sleep-mode", **SENDS, **settings)
+    assert found.server.host.get("weights, asleep", 0) == (2 * PARAMETERS if level == 1 else 0)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 4, "max_steps": 10}
+ON_DISK: dict[str, tuple[dict, int, int, int]] = {  # settings; checkpoints, bytes a parameter of one, and besides
+    "steps 4, 8 and 10": ({}, 3, 14, 2),
+    "a limit": ({"save_total_limit": 1}, 2, 14, 2),
+    "a limit that is not reached": ({"save_total_limit": 5}, 3, 14, 2),
+    "a share of the run": ({"save_steps": 0.25}, 4, 14, 2),
+    "the model only": ({"save_only_model": True}, 3, 2, 2),
+    "nothing on the way": ({"save_strategy": "no"}, 0, 14, 2),
+    "SGD": ({"optim": "sgd"}, 3, 6, 2),
+    "without masters": ({"master_weights": False, "vllm_mode": "server", "dtype": "bfloat16"}, 3, 6, 2),
+    "restarts of the server": ({"vllm_mode": "restart", "dtype": "bfloat16"}, 3, 14, 2 + 3 * 2),
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_what_a_run_saves_is_counted_by_hand(name, large, tmp_path, monkeypatch):
+    settings, number, of_one, besides = ON_DISK[name]
+    needed = (number * of_one + besides) * PARAMETERS
+    case = on_gpus(tmp_path, large, **SAVES | settings).case
+    free = lambda size: lambda _: shutil._ntuple_diskusage(0, 0, size)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", free(needed))
+    assert list(disk(case, False)) == []
+    monkeypatch.setattr(shutil, "disk_usage", free(needed - 1))
+    [finding] = disk(case, False)
+    assert f"({number} checkpoints of {of_one * PARAMETERS / GIB:.1f}" in finding.seen
+
+
+HEADS = {  # dtype of the weights, what is computed in, tokens, vocabulary: another part is the largest in each
+    "float32": (torch.float32, None, 64, 40000),
+    "bfloat16": (torch.bfloat16, None, 64, 40000),
+    "bfloat16, of few tokens": (torch.bfloat16, None, 8, 40000),
+    "bfloat16, of a large vocabulary": (torch.bfloat16, None, 8, 100000),
+    "autocast": (torch.float32, torch.bfloat16, 64, 40000),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_heads_memory_is_what_the_profiler_sees_of_trls_own(name, frozen, tmp_path):
+    """On the CPU, where there is no Triton."""
+    dtype, autocast, tokens, vocabulary = HEADS[name]
+    hidden = torch.randn(1, tokens + 1, 256).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 256).to(dtype).requires_grad_(not frozen)
+    targets = torch.randint(vocabulary, (tokens,))
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        logprobs, *_ = ChunkedLogProbFunction.apply(hidden[0, :-1], weight, None, targets, 1.0, 32768, None, 1.0, ())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logprobs.sum().backward()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    totals = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    case = SimpleNamespace(autocast=autocast, plan=SimpleNamespace(device="cpu"))
+    assert _head_bytes(hidden, weight, case) == pytest.approx(max(totals), rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------- the recipes

@@ -4,6 +4,8 @@ Run as a module, this file is one of two processes of a trainer (`main` below).
 """
 
 import json
+import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,43 @@ def test_what_fails_while_it_is_written_leaves_nothing(trainer, tmp_path, error)
     with pytest.raises((error, SaveError), match="while saving"):
         run.train()
     assert not (tmp_path / "run/checkpoint-2").exists()
+
+
+# ------------------------------------------------------------------------------------------- in the middle of a batch
+
+IN_THE_MIDDLE: list[tuple[dict[str, Any], str | None]] = [
+    ({"save_steps": 1}, None),
+    ({"steps_per_generation": 4, "save_steps": 4}, None),
+    ({"steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_steps": 1}, None),
+    ({"steps_per_generation": 4, "save_steps": 2}, "step 2 .* 8 of its 16 rollouts. .* a multiple of 4"),
+    ({"steps_per_generation": 4, "save_steps": 3}, "step 3 .* 4 of its 16 rollouts. .* a multiple of 4"),
+    ({"num_iterations": 2, "save_steps": 1}, "step 1 .* the last 1 of its 2 passes .* a multiple of 2"),
+    (
+        {"num_iterations": 2, "steps_per_generation": 2, "save_steps": 1},
+        "step 1 .* 4 of its 8 rollouts and the last 1.5 of its 2 passes .* a multiple of 4",
+    ),
+    (
+        {"num_iterations": 2, "steps_per_generation": 2, "save_steps": 3},
+        "step 3 .* train the last 0.5 of its 2 passes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), IN_THE_MIDDLE)
+def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(trainer, caplog, settings, said):
+    caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
+    trainer(max_steps=4, **{"per_device_train_batch_size": 4} | settings).train()
+    told = [entry.getMessage() for entry in caplog.records if "middle of a generation batch" in entry.getMessage()]
+    assert len(told) == (said is not None)
+    assert said is None or re.search(said, told[0]), told
+
+
+def test_resume_in_the_middle_of_a_batch_says_what_it_leaves_out(trainer, tmp_path, caplog):
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "save_steps": 1}
+    trainer(max_steps=1, **settings).train()
+    caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
+    trainer(max_steps=2, **settings).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert "middle of a generation batch: 4 rollouts of it are not trained" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

@@ -103,6 +103,8 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "torch.utils._python_dispatch:": ("TorchDispatchMode",),
     "transformers:Trainer": ("_get_output_dir(trial)", "optimizer_cls_and_kwargs", "get_optimizer_cls_and_kwargs"),
     "transformers:TrainingArguments": ("_setup_devices",),
+    "transformers.modeling_utils:": ("remove_tied_weights_from_state_dict(state_dict, model)",),
+    "transformers.trainer_callback:": ("ExportableState",),
     "transformers:PreTrainedModel": ("all_tied_weights_keys",),
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers.core_model_loading:": ("revert_weight_conversion(model, state_dict)",),
@@ -146,7 +148,7 @@ def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
 OVERRIDDEN = [
     "train", "compute_loss", "create_model_card", "get_train_dataloader", "push_to_hub", "_prepare_inputs",
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "create_scheduler", "init_hf_repo",
+    "create_scheduler", "init_hf_repo", "_clip_grad_norm", "_get_grad_norm",
 ]  # fmt: skip
 
 
@@ -162,7 +164,8 @@ PRIVATE = {
     GRPOTrainer: ["_generate_and_score_completions", "_prepare_inputs", "_get_per_token_logps_and_entropies", "_name",
                   "_tag_names", "_save_checkpoint"],
     Trainer: ["_get_output_dir", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-              "_push_from_checkpoint"],
+              "_push_from_checkpoint", "_clip_grad_norm", "_get_grad_norm",
+              "_maybe_log_save_evaluate"],
     TrainerState: ["compute_steps"],
     PreTrainedModel: ["should_save_on_this_rank"],
     GRPOConfig: ["_VALID_DICT_FIELDS"],

@@ -45,8 +45,14 @@ LEAST = {
     "prefetch_batches": (0, "0 or more"),
     "max_staleness": (0, "0 or more"),
     "sync_every_n_steps": (1, "1 or more"),
+    "learning_rate": (0, "0 or more"),
+    "weight_decay": (0, "0 or more"),
+    "max_grad_norm": (0, "0 (no clipping) or more"),
+    "adam_epsilon": (math.ulp(0), "a number above 0, such as 1e-8: where a gradient is 0, Adam would divide 0 by 0"),
+    "beta": (0, "0 (no reference policy) or more"),
     "max_sequence_length": (2, "the longest prompt plus completion in tokens, or leave it out for the server's limit"),
 }
+FINITE = ("distillation_coef", "learning_rate", "weight_decay", "adam_epsilon", "beta")  # else all weights become NaN
 REMOVED = {  # settings of earlier versions, and what replaces each
     "record_rollouts": "Leave it out: a run keeps its rollouts in `output_dir/rollouts`, which `replay_paths` reads.",
     "save_in_background": "Leave it out: a checkpoint is written while the training waits, as in Transformers.",
@@ -228,7 +234,11 @@ class AtroposGRPOConfig(GRPOConfig):
             Values above which a warning about the health of the run is given, by name, for those that differ from the
             default (docs/reference.md lists them), such as `{"truncated": 0.5}`. A share never warns with `1`.
         stop_on_warnings (`list[str]`, *optional*):
-            Names of warnings about the health of the run that end it, such as `["zero_variance"]`.
+            Names of warnings about the health of the run that end it, such as `["zero_variance"]`. A gradient that is
+            not finite always ends it; `warning_thresholds: {"gradient_not_finite": 3}` leaves out up to 3 such steps.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
+            Whether the log leaves out losses that are not finite and shows 0.0 in their place, as Transformers does by
+            default.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["warning_thresholds"]
@@ -268,6 +278,7 @@ class AtroposGRPOConfig(GRPOConfig):
     eval_timeout: float = 3600.0
     warning_thresholds: dict | str | None = None
     stop_on_warnings: list[str] | None = None
+    logging_nan_inf_filter: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any):
         for name in REMOVED.keys() & kwargs.keys():
@@ -329,7 +340,7 @@ class AtroposGRPOConfig(GRPOConfig):
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to one of: {', '.join(map(str, allowed))}.")
         for name, (least, text) in LEAST.items():
             value = getattr(self, name)
-            fits = value is not None and value >= least and (value < math.inf or name != "distillation_coef")
+            fits = value is not None and value >= least and (value < math.inf or name not in FINITE)
             if value != self.__dataclass_fields__[name].default and not fits:
                 raise self._wrong(f"`{name}` is {value!r}", f"Set it to {text}.")
         if self.hold_requests and self.prefetch_batches:
@@ -476,6 +487,11 @@ class AtroposGRPOConfig(GRPOConfig):
         return self.max_tokens_per_micro_batch is None and self.gradient_accumulation_steps == 1 and divisible
 
     @property
+    def steps_between_batches(self) -> int:
+        """Of which a checkpoint's step is a multiple if it falls between two generation batches, and not into one."""
+        return steps_between(self.steps_per_generation, self.num_iterations, self.gradient_accumulation_steps)
+
+    @property
     def unused_settings(self) -> list[str]:
         """Settings that differ from their defaults and have no effect, because the environments generate."""
         return [name for name in UNUSED_FIELDS if getattr(self, name) != self.__dataclass_fields__[name].default]
@@ -484,6 +500,12 @@ class AtroposGRPOConfig(GRPOConfig):
     def vllm_server_urls(self) -> list[str]:
         """Base URL of every vLLM server."""
         return self.vllm_server_base_url.split(",")
+
+
+def steps_between(steps_per_generation: int, num_iterations: int, accumulated: int) -> int:
+    """Returns after how many optimizer steps, of `accumulated` training steps each, a generation batch is done."""
+    of_batch = steps_per_generation * num_iterations  # training steps
+    return of_batch // math.gcd(of_batch, accumulated)
 
 
 def _plain_url(name: str, url: str) -> str:

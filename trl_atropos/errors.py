@@ -67,6 +67,10 @@ class GatherError(AtroposTrainingError):
     """The trainer's weights cannot be put together for a server."""
 
 
+class GradientError(AtroposTrainingError):
+    """The gradient of an optimizer step is not finite, so that the step would destroy the weights."""
+
+
 class EvaluationError(AtroposTrainingError):
     """An evaluation failed, or is wrongly set up."""
 

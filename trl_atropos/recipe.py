@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -495,25 +494,19 @@ def check_files(recipe: Recipe) -> None:
     """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder, or to `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
+    from trl_atropos.weights.savable import require_savable_generation, require_writable
 
     training, model = recipe.training, recipe.model
     environment_token()  # raises if no header can carry it
-    together(lambda: _check_folder(training.output_dir))
+    together(lambda: require_writable(training.output_dir))
     together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
+    if not model.use_peft or training.vllm_mode == "restart":  # otherwise, an adapter alone is saved
+        together(lambda: require_savable_generation(model))
     folder = checkpoints.checkpoint_of(training.resume_from_checkpoint, training.output_dir)
     training.resume_from_checkpoint = folder
     if folder is not None:
         together(lambda: checkpoints.require_whole(folder))
         together(lambda: checkpoints.require_same_weights(folder, model.use_peft))
-
-
-def _check_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        what = f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})"
-        raise RecipeError(what, f"output_dir: {folder}", "Set it to another folder.", "output-dir") from error
 
 
 def check_reports(training: AtroposGRPOConfig) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -34,6 +35,7 @@ from trl_atropos.batches import micro_batches, numerics, packing
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError, RolloutError
+from trl_atropos.metrics.gradients import SIGNAL, GradientCheck
 from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped, trl_metrics
 from trl_atropos.metrics.timing import (
     COMPUTE,
@@ -63,6 +65,7 @@ from trl_atropos.weights import masters
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
+from trl_atropos.weights.savable import require_savable, require_writable
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +157,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
         if args.eval_strategy != "no" and evaluator is None:
             raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+        ranks.together(lambda: require_writable(args.output_dir))
         self.evaluator = evaluator
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
@@ -170,9 +174,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._trained: Batch | None = None  # the micro-batch that is trained on
         self._budget: micro_batches.TokenBudget | None = None  # None where the configuration says how large they are
         self._source_started = False
+        self._said_what_is_lost = False  # by checkpoints in the middle of a batch
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
+        self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
+        self._gradient_norm: Any = None  # of this optimizer step, before clipping: a number or a tensor of one
         try:
             super().__init__(
                 self.policy_publisher.load(model, args, kwargs.get("peft_config")),
@@ -183,12 +190,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
             self._refuse_what_cannot_be_trained()
-            for computed in (self.model, self.ref_model):
-                if computed is not None:
-                    keep_soft_cap(base_model(computed))
-                    packing.use_packed_attention(base_model(computed))
-                    numerics.use(args, computed, self.accelerator.device, self.is_sharded)
-            prepare_model(self.model, warn=self.accelerator.is_main_process)
+            self._prepare_models()
             self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
@@ -201,6 +203,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self.policy_publisher.attach(self)
             if has_masters:
                 masters.use_masters(self, offload=args.offload_master_weights)
+            require_savable(self)
         except BaseException:  # also on Ctrl-C: a lease that stayed open would keep others from the server
             self.policy_publisher.close()
             raise
@@ -215,6 +218,15 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
+
+    def _prepare_models(self) -> None:
+        """Sets how the policy and the reference model compute."""
+        for computed in (self.model, self.ref_model):
+            if computed is not None:
+                keep_soft_cap(base_model(computed))
+                packing.use_packed_attention(base_model(computed))
+                numerics.use(self.args, computed, self.accelerator.device, self.is_sharded)
+        prepare_model(self.model, warn=self.accelerator.is_main_process)
 
     def _refuse_what_cannot_be_trained(self) -> None:
         if self.is_model_parallel:
@@ -255,6 +267,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if peak is not None and flops is not None:
             self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
         source, unfinished_rows = source_state(self.state.stateful_callbacks)
+        if unfinished_rows and self.accelerator.is_main_process:
+            message = "The checkpoint falls into the middle of a generation batch: %d rollouts of it are not trained."
+            logger.warning(message, unfinished_rows)
         if not self.state.global_step:  # nothing is resumed, or a checkpoint from before the first step
             source = {} if self.args.resume_from_checkpoint else None
         model = self.accelerator.unwrap_model(self.model)
@@ -344,30 +359,81 @@ class AtroposGRPOTrainer(GRPOTrainer):
         left = max(0, self.args.steps_per_generation - taken)
         return left * self.args.generation_batch_size // self.args.steps_per_generation
 
+    def _say_what_a_resume_loses(self) -> None:
+        """Warns of the run's first checkpoint in the middle of a generation batch, which a resume does not finish."""
+        taken = self._step % self._steps_per_batch
+        if not taken or self._said_what_is_lost or not self.accelerator.is_main_process:
+            return
+        self._said_what_is_lost = True
+        rollouts, size = self._unfinished(), self.args.generation_batch_size
+        lost = [f"{rollouts} of its {size} rollouts"] if rollouts else []
+        if self.args.num_iterations > 1:
+            passes = (self._steps_per_batch - taken) / self.args.steps_per_generation
+            lost.append(f"the last {passes:.3g} of its {self.args.num_iterations} passes (`num_iterations`)")
+        logger.warning(
+            "The checkpoint of step %d falls into the middle of a generation batch: a run that resumes from it does "
+            "not train %s. Nothing is lost between two batches: set `save_steps` to a multiple of %d. "
+            "Later checkpoints do not say this again.",
+            self.state.global_step,
+            " and ".join(lost),
+            self.args.steps_between_batches,
+        )
+
     def _consumed(self) -> int:
         """Rollouts that the steps so far took. A batch that a checkpoint fell into the middle of counts as a whole."""
         steps = self.state.global_step * self.args.gradient_accumulation_steps
         return math.ceil(steps / self._steps_per_batch) * self.args.generation_batch_size
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.stopwatch.part(COMPUTE), masters.exact_gradients(self, model):
-            try:
-                loss = super().training_step(model, *args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                error.add_note(OUT_OF_MEMORY)
-                raise
-            if self.accelerator.sync_gradients:
-                self.policy_publisher.before_step()
-            # Transformers looks at the loss next, which waits for the device, unless it is told not to.
-            if self.accelerator.sync_gradients or self.args.logging_nan_inf_filter:
+        ends_step = self.accelerator.sync_gradients
+        with self.stopwatch.part(COMPUTE):
+            with masters.exact_gradients(self, model):
+                try:
+                    loss = super().training_step(model, *args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    error.add_note(OUT_OF_MEMORY)
+                    raise
+                if ends_step:
+                    self.policy_publisher.before_step()
+            if ends_step:  # queued now, so that the norm is known as soon as the backward pass is over
+                clipped = super()._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+                norm = super()._get_grad_norm(model, clipped)
+                self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            # Transformers looks at the loss next, which waits for the device, if it is told to.
+            if ends_step or self.args.logging_nan_inf_filter:
                 settle(self.accelerator.device)
-        if self.accelerator.sync_gradients:
+        if ends_step:
+            self._require_finite_gradient()
             self.stopwatch.rest_is(OPTIMIZER)
         return loss
+
+    def _require_finite_gradient(self) -> None:
+        """Ends the training before a step on a gradient that is not finite, or leaves the step out."""
+        norm = self._gradient_norm
+        norm = None if norm is None else float(norm)
+        if not self._gradients.takes(norm, self.state.global_step + 1, self.accelerator):
+            self.optimizer.zero_grad()  # optimizers pass over parameters without a gradient
+        if self.accelerator.is_main_process:
+            self._log({f"health/{SIGNAL}": float(self._gradients.left_out)})
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """Returns the norm that `training_step` has found, and clipped by."""
+        return self._gradient_norm
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        return self._gradient_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers, whose reset of the logged loss, by subtraction, would keep what is not finite."""
+        logs = self.control.should_log
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if logs:
+            tr_loss.zero_()
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
         self._await_evaluations(before=self.state.global_step)  # a run that resumes here cannot make them any more
+        self._say_what_a_resume_loses()
         with self.stopwatch.part(SAVE):
             checkpoints.save_whole(self, lambda: write(model, trial))
 
@@ -514,6 +580,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _corrected(self, scored: micro_batches.Scores) -> micro_batches.Scores:
         """Keeps what a training pass has found, of which the ratio to the sampler goes into the loss."""
+        if self._trained is not None:
+            self._gradients.note_logprobs(self._trained, scored[0])
         if self._trained is not None and self._found is not None:
             logprobs, rows = scored[0].detach().float(), self._trained["row_index"]
             self._found["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
@@ -656,7 +724,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 values, weights = zip(*means)
                 self._log({name: float(np.average(values, weights=weights))})
             self._token_means.clear()
-        return loss + sum(losses)
+        total = loss + sum(losses)
+        self._gradients.note_loss(total)
+        return total
 
     def _micro_batch_loss(self, model: torch.nn.Module, inputs: Batch) -> tuple[torch.Tensor, float | None]:
         """The loss, and the divergence from the teacher if there is one."""

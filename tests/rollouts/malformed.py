@@ -17,6 +17,7 @@ PER_TOKEN = ("tokens", "masks", "inference_logprobs", "advantages", "distill_tok
 FIELDS = (*PER_TOKEN, "scores", "overrides", "group_overrides", "generation_params", "images", "env_id", "messages")
 NUMBERS = [0, 1, -1, 7, -100, 255, 256, 2**31 - 1, 2**31, 2**32 + 7, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30]
 NUMBERS += [10**400, -(10**400), 5.0, 7.0, -100.0, -0.0, 0.5, 1e-320, -1e-320, 1e38, 3.5e38, -3.5e38, 1e39, 1e308]
+NUMBERS += [1e12, -1e12, 1.2e12, 1e15, -9999.0, -10001.0, -1e9]
 JUNK = [
     *NUMBERS,
     math.nan,

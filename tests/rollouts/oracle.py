@@ -10,7 +10,8 @@ import struct
 import sys
 from typing import Any
 
-LARGEST = (2.0 - 2.0**-23) * 2.0**127
+LARGEST = 1099511627776  # of scores and advantages, whose squares float32 must be able to add up
+LOWEST = -10000  # nats of a log-probability that is known
 
 
 class Rejected(Exception):
@@ -38,7 +39,7 @@ def is_number(value: Any) -> bool:
     return is_integer(value) or isinstance(value, float)
 
 
-def is_finite32(value: Any) -> bool:
+def is_bounded(value: Any) -> bool:
     return is_number(value) and -LARGEST <= value <= LARGEST  # false for NaN
 
 
@@ -48,7 +49,7 @@ def is_token(value: Any) -> bool:
 
 def logprob(value: Any) -> float:
     demand(value is None or is_number(value))
-    known = value is not None and -LARGEST <= value <= 0
+    known = value is not None and LOWEST <= value <= 0
     return to_float32(value) if known else math.nan
 
 
@@ -98,11 +99,6 @@ def teacher(ids: Any, logprobs: Any, length: int) -> list[list[tuple[int, float]
     return positions
 
 
-def overflows(scores: list[float]) -> bool:
-    """Whether float32 may not hold the squares that the standard deviation needs."""
-    return max(map(abs, scores)) > 1e18
-
-
 def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabulary: int) -> list[dict[str, Any]]:
     """The rows. Raises `Rejected`."""
     demand(isinstance(group, dict))
@@ -116,12 +112,12 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
         demand(isinstance(mask, list) and len(mask) == len(sequence))
         for entry, token in zip(mask, sequence):
             demand(is_integer(entry) and (entry == -100 or entry == token))
-    demand(all(map(is_finite32, scores)))
+    demand(all(map(is_bounded, scores)))
     known = [per_token(v, len(t)) for v, t in zip(optional(group, "inference_logprobs", count), tokens)]
     known = [None if values is None else [logprob(value) for value in values] for values in known]
     advantages = [per_token(v, len(t)) for v, t in zip(optional(group, "advantages", count), tokens)]
     for values in advantages:
-        demand(values is None or all(map(is_finite32, values)))
+        demand(values is None or all(map(is_bounded, values)))
     ids, given = group.get("distill_token_ids"), group.get("distill_logprobs")
     demand(absent(ids) == absent(given))
     pairs = zip(optional(group, "distill_token_ids", count), optional(group, "distill_logprobs", count), tokens)
@@ -171,7 +167,6 @@ def judge(group: Any, *, longest: int, sampled_at: float, single: str, vocabular
                 "score": float(scores[i]),
                 "group_mean": 0.0 if alone and single == "raw" else mean,
                 "group_std": math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
-                "overflows": overflows(scores),
                 "token_advantages": (
                     None if advantages[i] is None or sft[i] else [to_float32(advantages[i][at]) for at in places]
                 ),

@@ -109,7 +109,8 @@ def test_unknown_keys_are_ignored():
         ({"advantages": [[0.0, 0.0, 1.0, 1.0], [0.0]]}, r"advantages\[1\] has 1 entries for 4"),
         ({"advantages": [[0.0, 0.0, 1.0, math.nan], [0.0] * 4]}, r"advantages\[0\]\[3\] is nan, not a finite number"),
         ({"scores": [0.0, math.nan]}, r"scores\[1\] is nan, not a finite number"),
-        ({"scores": [3e38, -3e38]}, "overflow float32"),
+        ({"scores": [0.0, 3e38]}, r"scores\[1\] is 3e\+38, not a finite number of at most 1\.1e\+12, .* overflow"),
+        ({"advantages": [[0.0, 0.0, -1e13, 1.0], [0.0] * 4]}, r"advantages\[0\]\[2\] is -10+\.0, not a finite number"),
         ({"scores": [0.0]}, "scores has 1 entries for 2"),
         ({"tokens": [[7, 8, -1, 9], [7, 8, 11, 9]]}, r"tokens\[0\]\[2\] is -1: expected `int` >= 0"),
         (

@@ -128,7 +128,7 @@ def examine(argv: list[str]) -> Report:
 
 def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], dict[str, Any]]:
     from trl_atropos.check.fit import estimate, findings
-    from trl_atropos.check.launch import Plan, case_of, dead, layout, plan_of, refused
+    from trl_atropos.check.launch import Plan, case_of, dead, layout, plan_of, refused, saves
     from trl_atropos.check.memory import disk
     from trl_atropos.check.services import environments, lengths, services
     from trl_atropos.recipe import check_files, check_reports
@@ -139,6 +139,7 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)
     found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
+    found += saves(recipe, launch, stated)
     if any(one.code == "model" for one in found):  # to ask for it again would take as long
         return found, {"table": ["Memory: no estimate, because the model cannot be loaded or trained."]}
     try:

@@ -2,6 +2,7 @@
 processes, devices and packages that `check` is told of or finds. And whether these fit each other."""
 
 import importlib.metadata
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, Trainer
 from trl import get_peft_config
 
 from trl_atropos.batches.micro_batches import FIRST
+from trl_atropos.config import steps_between
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.protocol import parallel, server_flags
@@ -365,6 +367,25 @@ def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
             seen, them = ", ".join(f"{name}: {stated[name]}" for name in found), "it" if len(found) == 1 else "them"
             fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
             yield Finding(f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING)
+
+
+def saves(recipe: Recipe, launch: Launch, stated: dict[str, Any]) -> Iterator[Finding]:
+    """If checkpoints fall into the middle of a generation batch, which a run that resumes there does not finish."""
+    training = recipe.training
+    if training.save_strategy != "steps":
+        return
+    # Where this process stands for all of them, it has the steps of all.
+    stands_for = launch.processes if _for_processes(stated, launch.processes) else 1
+    steps = training.steps_per_generation // stands_for
+    between = steps_between(steps, training.num_iterations, training.gradient_accumulation_steps)
+    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * training.max_steps)
+    every = int(every)
+    if every % between:
+        below = every // between * between
+        values = [f"`save_steps: {value}`" for value in (below, below + between) if value]
+        what = f"Checkpoints fall into the middle of a generation batch, which has {between} optimizer steps"
+        fix = f"Set {' or '.join(values)}: a run that resumes in the middle does not train the rest of the batch."
+        yield Finding(what, f"save_steps: {training.save_steps}", fix, "save-steps", WARNING)
 
 
 # ------------------------------------------------------------------------------------------------ what is installed

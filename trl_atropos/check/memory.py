@@ -29,7 +29,7 @@ from trl_atropos.check.launch import GIB, UTILIZATION, Case
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import HALF, round_adapter, values_on_their_way
+from trl_atropos.weights.masters import HALF, TORCHS_OWN, round_adapter, state_bytes, values_on_their_way
 from trl_atropos.weights.probe import prepare_model
 
 PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
@@ -44,11 +44,6 @@ PADDING = 64  # vLLM pads a vocabulary to a multiple of it (vllm `vocab_parallel
 TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}
 SERVER_RUNTIME = {"cuda": int(1.5 * GIB), "cpu": GIB}
 BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `overlap_comm` has two
-# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
-BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
-BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
-TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,10 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
     tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
-    scratch = 0 if on_gpu else int(4 * 7.25 * tile)
+    folded = int(4 * 7.25 * tile)
+    # A GPU multiplies 16 bits into float32; elsewhere, tile and weights are made float32 first (`_addmm_fp32`).
+    widened = 4 * (tile + width * weight.shape[1]) if dtype != torch.float32 else 0
+    scratch = 0 if on_gpu else max(folded, widened)
     scratch += (weight.dtype != dtype) * width * weight.shape[1] * dtype.itemsize
     gradients = tokens * hidden.shape[-1] + weight.requires_grad * weight.numel()
     rounded = gradients * hidden.dtype.itemsize if hidden.dtype != torch.float32 else 0
@@ -269,23 +267,6 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
     if "paged" in args.optim:  # the driver moves it to the host when the device is full
         host["optimizer state"] = of_optimizer.pop("optimizer state")
     return items | of_optimizer, host
-
-
-def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
-    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
-    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
-    buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
-    total = 0.0
-    for parameter in parameters:
-        if "adafactor" in optim:  # one value per row and one per column
-            total += 4 * sum(parameter.shape[-2:]) * math.prod(parameter.shape[:-2])
-        elif "8bit" in optim and parameter.numel() >= SMALLEST and id(parameter) not in embeddings:
-            total += buffers * parameter.numel() * (1 + 4 / BLOCK)
-        else:
-            # torch's are of the parameter's dtype, bitsandbytes' always 4 bytes.
-            wide = masters or "bit" in optim or "bnb" in optim
-            total += buffers * parameter.numel() * (4 if wide else parameter.itemsize)
-    return int(total)
 
 
 def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:

@@ -52,6 +52,7 @@ THRESHOLDS = {  # a signal warns above a value, after that many batches in a row
     "stale": (2.0, 3),
     "unknown_version": (0.5, 3),
     "dropped": (0.5, 3),
+    "gradient_not_finite": (0, 1),  # of steps, and always stops the run (`metrics/gradients.py`)
 }
 TEXTS = {
     "zero_variance": "{value:.0%} of the rollouts are in groups whose scores are all alike, which teach nothing. "
@@ -100,6 +101,7 @@ TEXTS = {
     "vllm`), and send `inference_logprobs`.",
     "dropped": "{value:.0%} of the rollouts that arrived were dropped. The metrics `rollouts/dropped_*` count the "
     "reasons, and the warnings in this log explain them.",
+    "gradient_not_finite": "{value:.0f} optimizer steps had a gradient that is not finite, and were left out.",
 }
 SIGNALS = {name: Signal(*numbers, TEXTS[name]) for name, numbers in THRESHOLDS.items()}
 

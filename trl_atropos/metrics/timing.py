@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
-COMPUTE = "forward_backward"  # also of the reference policy, and of the old one where it is scored
-OPTIMIZER = "optimizer"  # clipping included
+COMPUTE = "forward_backward"  # clipping included; also of the reference policy, and of the old one if it is scored
+OPTIMIZER = "optimizer"
 PUBLISH = "publish"  # pause, transfer, resume, probe
 SAVE = "save"  # of a checkpoint; this and the next are parts of `other`, and logged by themselves
 EVALUATE = "evaluate"  # begin an evaluation, and wait for it

@@ -131,7 +131,7 @@ class Intake:
 
         Raises:
             RejectedGroup: this group cannot be trained on: unknown token ids, another temperature, images, placeholder
-                tokens, statistics that are not finite, or a group of one under `"refuse"`.
+                tokens, or a group of one under `"refuse"`.
         """
         _refuse(group, label, self.temperature, self.vocab_size)
         # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
@@ -142,9 +142,6 @@ class Intake:
             fix += "give the environment a `group_size` of at least 2."
             raise RejectedGroup(f"{reason}({group.scores[0]}) with", "group of one", fix)
         mean, std = group_statistics(group.scores)
-        if not np.isfinite([mean, std]).all():
-            extremes = f"scores between {min(group.scores)} and {max(group.scores)}"
-            raise RejectedGroup(f"{extremes} overflow float32: mean {mean}, standard deviation {std}")
         fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length]
         rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
         for rollout in rollouts if single else []:

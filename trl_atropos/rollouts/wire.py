@@ -23,6 +23,10 @@ from msgspec import Meta, Struct
 MASKED = -100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+# Of scores and advantages. Norms, standard deviations and Adam add up squares: float32 holds 2**48 squares of this.
+LARGEST = 2.0**40
+# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the others add.
+LOWEST_LOGPROB = -1e4
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -94,7 +98,7 @@ class ScoredGroup:
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
-    scores: list[float]  # n, which float32 can hold
+    scores: list[float]  # n, at most `LARGEST`
     logprobs: list[np.ndarray | None]  # n of (length,) float32, NaN = unknown
     advantages: list[np.ndarray | None]  # n of (length,) float64
     distill_ids: list[np.ndarray | None]  # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
@@ -268,19 +272,20 @@ def _floats(entries: list) -> np.ndarray:
 
 
 def _finite(name: str, entries: list) -> np.ndarray:
-    """`(length,)` float64. Rejects what float32 cannot hold."""
+    """`(length,)` float64. Rejects what float32 cannot hold the squares of."""
     values = _floats(entries)
-    good = np.abs(values) <= FLOAT32_MAX
+    good = np.abs(values) <= LARGEST
     if not good.all():
         wrong = int(np.argmin(good))
-        raise RejectedGroup(f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number that float32 can hold")
+        reason = f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most {LARGEST:.3g}"
+        raise RejectedGroup(f"{reason}, beyond which sums of squares overflow float32")
     return values
 
 
 def _logprobs(name: str, entries: list) -> np.ndarray:
-    """`(length,)` float32, NaN where there is none: null, infinite, or above 0, as Atropos pads with 1.0."""
+    """`(length,)` float32, NaN where there is none: null, below the lowest, or above 0, as Atropos pads with 1.0."""
     values = _floats(entries)
-    return np.where((values <= 0.0) & (values >= -FLOAT32_MAX), values, np.nan).astype(np.float32)
+    return np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan).astype(np.float32)
 
 
 def _teachers(group: Group, lengths: list[int]) -> list[tuple[np.ndarray, np.ndarray] | tuple[None, None]]:

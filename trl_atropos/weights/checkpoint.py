@@ -33,6 +33,7 @@ from trl import ModelConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, RecipeError, SaveError
 from trl_atropos.weights.masters import MasterOptimizer
+from trl_atropos.weights.savable import save_generation
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def merged_model(model: str, folder: str) -> str:
     if not Path(model, ADAPTER_CONFIG_NAME).exists():
         return model
     merged = AutoPeftModelForCausalLM.from_pretrained(model, dtype="auto").merge_and_unload()
+    save_generation(merged.generation_config, folder, merged.config.name_or_path)
     merged.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder

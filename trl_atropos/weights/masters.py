@@ -6,6 +6,7 @@ the parameters are set to the rounded masters, in their own memory. DeepSpeed an
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 PART = 1 << 28  # values that are stepped at a time where masters are offloaded, or one parameter's
 THREADS = 16  # for that, at most: it is memory that it waits for
+# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
+BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
+BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
+TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -309,6 +315,23 @@ def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> It
             yield lambda loss: accelerator.backward(loss, **options)
     finally:
         state._set_sync_gradients(synchronizes)
+
+
+def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
+    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
+    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
+    buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
+    total = 0.0
+    for parameter in parameters:
+        if "adafactor" in optim:  # one value per row and one per column
+            total += 4 * sum(parameter.shape[-2:]) * math.prod(parameter.shape[:-2])
+        elif "8bit" in optim and parameter.numel() >= SMALLEST and id(parameter) not in embeddings:
+            total += buffers * parameter.numel() * (1 + 4 / BLOCK)
+        else:
+            # torch's are of the parameter's dtype, bitsandbytes' always 4 bytes.
+            wide = masters or "bit" in optim or "bnb" in optim
+            total += buffers * parameter.numel() * (4 if wide else parameter.itemsize)
+    return int(total)
 
 
 @contextmanager
