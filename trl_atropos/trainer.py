@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -34,7 +34,15 @@ from trl_atropos.batches import micro_batches, numerics, packing
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError, RolloutError
-from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped, trl_metrics
+from trl_atropos.metrics.health import (
+    Health,
+    History,
+    Movement,
+    rollout_measures,
+    sampling_measures,
+    share_dropped,
+    trl_metrics,
+)
 from trl_atropos.metrics.timing import (
     COMPUTE,
     EVALUATE,
@@ -58,9 +66,9 @@ from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSour
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
+from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
-from trl_atropos.weights import masters
-from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.gather import base_model, local_parts
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
@@ -157,6 +165,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.evaluator = evaluator
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
+        self._refuse_adapters(model, args, kwargs.get("peft_config"))
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
@@ -172,6 +181,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._source_started = False
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
+        self._movement = Movement()
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         try:
             super().__init__(
@@ -183,6 +193,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
             self._refuse_what_cannot_be_trained()
+            if isinstance(self.model, PeftModel) and adapters.REFERENCE in self.model.peft_config and args.beta:
+                adapters.complete_reference(self.model)
             for computed in (self.model, self.ref_model):
                 if computed is not None:
                     keep_soft_cap(base_model(computed))
@@ -216,7 +228,23 @@ class AtroposGRPOTrainer(GRPOTrainer):
         for callback in (self.run_log, _rollout_state(self), self._times):
             self.add_callback(callback)
 
+    def _refuse_adapters(self, model: Any, args: AtroposGRPOConfig, new: PeftConfig | None) -> None:
+        """Raises `RecipeError` for an adapter that cannot be trained, or not be published in this mode."""
+        adapters.require_trainable(model, args.beta)
+        way = self.policy_publisher.adapter_way
+        if new is not None:
+            adapters.require_supported(new, way)
+            adapters.require_reference(new, args.beta)
+        elif isinstance(model, PeftModel):
+            adapters.require_supported(model.peft_config[adapters.trained_adapter(model)], way)
+
     def _refuse_what_cannot_be_trained(self) -> None:
+        if isinstance(self.model, PeftModel):
+            adapters.require_served(self.model, self.policy_publisher.adapter_way)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            what = f"None of the {self.model.num_parameters():,} parameters of the model is trainable"
+            fix = "Call `model.requires_grad_(True)`, or train an adapter (`peft_config`)."
+            raise RecipeError(what, "requires_grad: False", fix, "model")
         if self.is_model_parallel:
             raise ValueError(
                 "The model is divided among several GPUs, as TRL does it where a process sees more than one: set "
@@ -242,6 +270,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
         self.policy_publisher.begin(optimizer, self.state.global_step)
+        self._movement = Movement()
         self._packs = self._how_packed()
         device, trained = self.accelerator.device, [p for p in self.model.parameters() if p.requires_grad]
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
@@ -272,7 +301,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             run_name=self.args.run_name or "trl_atropos",
             rows_consumed=self._consumed(),
             distils=self.args.distillation_coef > 0,
-            vocab_size=model.get_input_embeddings().num_embeddings,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
             policy_version=lambda: self.policy_publisher.trainer_version,
             when_wanted_soon=self._when_wanted_soon,
             state=source,
@@ -385,13 +414,24 @@ class AtroposGRPOTrainer(GRPOTrainer):
         checkpoints.require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
         if isinstance(policy, PreTrainedModel):
             return checkpoints.load_weights(policy, resume_from_checkpoint)
-        with checkpoints.weight_errors(resume_from_checkpoint), masters.parameters_kept(policy):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoints.load_adapters(policy, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """As a run that resumes loads it: Transformers would pass over what some families save under other names."""
+        """As a run that resumes loads it: Transformers would pass over what some families save under other names, and
+        over one of several adapters."""
         load = partial(self._load_from_checkpoint, self.state.best_model_checkpoint)
         self.policy_publisher.replace(super()._load_best_model if self.is_sharded else load)
+        self._require_adapter_loaded(self.state.best_model_checkpoint)
+
+    def _require_adapter_loaded(self, checkpoint: str) -> None:
+        if self.is_sharded and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            checkpoints.require_adapter_loaded(self.model, self.accelerator, checkpoint)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        if not masters.steps_in_backward(self):
+            adapters.require_all_optimized(optimizer, self.model if model is None else model)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -404,6 +444,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
+        self._require_adapter_loaded(checkpoint)  # of DeepSpeed and FSDP, which have loaded it before
 
     def get_train_dataloader(self) -> DataLoader:
         """One empty item per micro-batch: the rollouts come from `rollout_source`. Not prepared by accelerate, whose
@@ -589,7 +630,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         }
 
     def _check_rollouts(self, rollouts: list[Rollout], own: dict[str, float]) -> None:
-        measures: dict[str, float] = {}
+        measures = self._weight_measures()
         if self.accelerator.is_main_process:
             measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rollouts)
@@ -599,6 +640,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
         self._check_health(measures)
+
+    def _weight_measures(self) -> dict[str, float]:
+        """Whether the weights move. Every rank looks at its own part; the health is that of rank 0."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parts = [values for one in trained for values, _ in local_parts(one, self.accelerator)]
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        return self._movement.measure(parts, self.policy_publisher.trainer_version, rate) if parts else {}
 
     def _compare_with_sampler(self, batch: Batch) -> None:
         """Measures and keeps how likely this rank's rollouts are under the policy; `batch` has that by TRL's names."""
