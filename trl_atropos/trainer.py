@@ -68,7 +68,7 @@ from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
-from trl_atropos.weights.gather import base_model, local_parts
+from trl_atropos.weights.gather import base_model, local_parts, shape_of
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
@@ -239,8 +239,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             adapters.require_supported(model.peft_config[adapters.trained_adapter(model)], way)
 
     def _refuse_what_cannot_be_trained(self) -> None:
-        if isinstance(self.model, PeftModel):
-            adapters.require_served(self.model, self.policy_publisher.adapter_way)
+        adapters.require_served(self.model, self.policy_publisher.adapter_way)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             what = f"None of the {self.model.num_parameters():,} parameters of the model is trainable"
             fix = "Call `model.requires_grad_(True)`, or train an adapter (`peft_config`)."
@@ -301,7 +300,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             run_name=self.args.run_name or "trl_atropos",
             rows_consumed=self._consumed(),
             distils=self.args.distillation_coef > 0,
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            vocab_size=shape_of(model.get_input_embeddings().weight)[0],
             policy_version=lambda: self.policy_publisher.trainer_version,
             when_wanted_soon=self._when_wanted_soon,
             state=source,

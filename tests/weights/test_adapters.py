@@ -256,6 +256,12 @@ NOT_READY = {
     ),
     "a reference of its own": (with_reference, 0.1, "`ref`, and the model has another one", "delete_adapter"),
     "added by Transformers": (injected, 0.0, "has layers of an adapter, but is no `PeftModel`", "`peft_config`"),
+    "a name of its folder": (
+        lambda m, a: a,
+        0.0,
+        "has layers of an adapter, but is no `PeftModel`",
+        "is_trainable=Tr",
+    ),
     "mixed": (
         lambda m, a: PeftMixedModel(base_of(m), LoraConfig(**QV)),
         0.0,

@@ -176,10 +176,6 @@ def require_trainable(model: Any, beta: float) -> None:
         what = "The model is a `PeftMixedModel`, whose adapters of several types are not one policy to publish"
         raise RecipeError(what, "PeftMixedModel", "Make it by `get_peft_model` without `mixed=True`.", "adapter")
     if not isinstance(model, PeftModel):
-        if isinstance(model, torch.nn.Module) and any(isinstance(one, BaseTunerLayer) for one in model.modules()):
-            what = f"The model, a {type(model).__name__}, has layers of an adapter, but is no `PeftModel`"
-            fix = "Pass the model without it and its config as `peft_config`, or wrap it by `get_peft_model`."
-            raise RecipeError(what, type(model).__name__, fix, "adapter")
         return
     active = model.active_adapters
     if len(active) != 1:
@@ -234,9 +230,14 @@ def _require_referenced(model: PeftModel, name: str, beta: float) -> None:
         raise RecipeError(what, f"{seen}, bias: {config.bias}", "Set `beta=0.0`.", "adapter")
 
 
-def require_served(model: PeftModel, way: Way) -> None:
-    """Raises `RecipeError` for layers below an adapter from which a server cannot get it."""
+def require_served(model: torch.nn.Module, way: Way) -> None:
+    """Raises `RecipeError` for layers with an adapter of which a server or a checkpoint would not get all."""
     for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(model, PeftModel):
+            what = f"The model, a {type(model).__name__}, has layers of an adapter, but is no `PeftModel`"
+            fix = "Pass the plain model and a `peft_config`, or load it by `PeftModel.from_pretrained(base, folder, "
+            fix += "is_trainable=True)`."
+            raise RecipeError(what, type(model).__name__, fix, "adapter")
         has_bias = isinstance(module, LoraLayer) and any(module.lora_bias.values())
         if way == "merged" and has_bias and module.get_base_layer().bias is None:
             layer = path.rpartition(".")[2]
