@@ -121,6 +121,18 @@ def source_of(args: AtroposGRPOConfig, environments: Environments | None = None)
     )
 
 
+def _refuse_arguments(args: AtroposGRPOConfig, evaluator: Evaluator | None, kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for arguments that this trainer does not take, and drops those that are `None`."""
+    for name, reason in NOT_SUPPORTED.items():
+        if kwargs.pop(name, None) is not None:
+            raise ValueError(f"`{name}` was given, but {reason}.")
+    if not isinstance(args, AtroposGRPOConfig):
+        right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
+        raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
+    if args.eval_strategy != "no" and evaluator is None:
+        raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+
+
 class AtroposGRPOTrainer(GRPOTrainer):
     """
     GRPO on rollouts from Atropos environments.
@@ -154,14 +166,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         evaluator: Evaluator | None = None,
         **kwargs: Any,
     ):
-        for name, reason in NOT_SUPPORTED.items():
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(f"`{name}` was given, but {reason}.")
-        if not isinstance(args, AtroposGRPOConfig):
-            right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
-            raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
-        if args.eval_strategy != "no" and evaluator is None:
-            raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+        _refuse_arguments(args, evaluator, kwargs)
         self.evaluator = evaluator
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
@@ -629,7 +634,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         }
 
     def _check_rollouts(self, rollouts: list[Rollout], own: dict[str, float]) -> None:
-        measures = self._weight_measures()
+        measures = self._weight_measures(rollouts)
         if self.accelerator.is_main_process:
             measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rollouts)
@@ -640,12 +645,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
         self._check_health(measures)
 
-    def _weight_measures(self) -> dict[str, float]:
+    def _weight_measures(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Whether the weights move. Every rank looks at its own part; the health is that of rank 0."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parts = [values for one in trained for values, _ in local_parts(one, self.accelerator)]
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        return self._movement.measure(parts, self.policy_publisher.trainer_version, rate) if parts else {}
+        teaches = not all(rollout.teaches_nothing(self.args.distillation_coef > 0) for rollout in rollouts)
+        steps = self.policy_publisher.trainer_version
+        return self._movement.measure(parts, steps, teaches and rate > 0) if parts else {}
 
     def _compare_with_sampler(self, batch: Batch) -> None:
         """Measures and keeps how likely this rank's rollouts are under the policy; `batch` has that by TRL's names."""

@@ -190,6 +190,13 @@ def trainable(tiny_model, adapter, dtype=torch.float32, **options) -> PeftModel:
     return PeftModel.from_pretrained(base_of(tiny_model, dtype), adapter, is_trainable=True, **options)
 
 
+def untied_of(tiny_model: Path) -> Qwen3ForCausalLM:
+    model = base_of(tiny_model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    return model
+
+
 def two_active(tiny_model, adapter) -> PeftModel:
     model = trainable(tiny_model, adapter)
     model.load_adapter(adapter, "second")
@@ -251,16 +258,22 @@ NOT_READY = {
     "more than the adapter": (
         with_embeddings,
         0.0,
-        r"1 parameters outside of the adapter are trainable, .* \(seen: first: .*embed_tokens\.weight\)",
+        r"1 parameters outside of the adapter are trainable \(first: '.*embed_tokens\.weight'\), and PEFT does not",
         "`modules_to_save`",
     ),
     "a reference of its own": (with_reference, 0.1, "`ref`, and the model has another one", "delete_adapter"),
     "added by Transformers": (injected, 0.0, "has layers of an adapter, but is no `PeftModel`", "`peft_config`"),
-    "a name of its folder": (
+    "the name of its folder": (
         lambda m, a: a,
         0.0,
-        "has layers of an adapter, but is no `PeftModel`",
+        "is the folder of an adapter, without the model",
         "is_trainable=Tr",
+    ),
+    "single tokens of a head": (
+        lambda m, a: get_peft_model(base_of(m), LoraConfig(**QV, trainable_token_indices=[1, 65])),
+        0.0,
+        "single tokens of an embedding that is also the head",
+        "`modules_to_save`",
     ),
     "mixed": (
         lambda m, a: PeftMixedModel(base_of(m), LoraConfig(**QV)),
@@ -320,7 +333,7 @@ COMES = {
     "another name": lambda m, a: (trainable(m, a, adapter_name="policy"), None),
     "a second one, frozen": lambda m, a: (with_reference(m, a), None),
     "on the embedding": lambda m, a: (str(m), LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])),
-    "on single tokens": lambda m, a: (str(m), LoraConfig(**QV, trainable_token_indices=[1, 65])),
+    "on single tokens": lambda m, a: (untied_of(m), LoraConfig(**QV, trainable_token_indices=[1, 65])),
     "IA3": lambda m, a: (str(m), CONFIGS["IA3"][0]()),
 }
 
@@ -395,9 +408,9 @@ def test_resumed_run_with_a_reference_ends_as_the_run_that_went_on(referenced, t
 def test_best_model_of_a_run_with_a_reference_is_the_one_in_the_file(referenced, tiny_model, adapter, run, tmp_path):
     folder, dtype = referenced
     trainer = run(trainable(tiny_model, adapter, dtype), tmp_path, beta=0.1, max_steps=3)
-    trainer.state.best_model_checkpoint = str(folder / "checkpoint-1")
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert is_in(trainer.model, policy_in(tmp_path / "checkpoint-3"))
+    trainer.state.best_model_checkpoint = str(folder / "checkpoint-1")
     trainer._load_best_model()
     assert is_in(trainer.model, policy_in(folder / "checkpoint-1"))
 

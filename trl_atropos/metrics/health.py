@@ -77,9 +77,9 @@ TEXTS = {
     "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001: noise gets "
     "full advantages. Round the scores in the environment, or set `scale_rewards: batch` or `none`.",
     "unmoved_weights": "For {value:.0f} batches the weights have not moved, though the learning rate was above 0, and "
-    "the same policy was published again: up to 1,024 values of every trained tensor are what they were. Unless no "
-    "rollout has an advantage (`zero_variance`), the updates are smaller than the weights' rounding: raise "
-    "`learning_rate`, and keep `master_weights: true`.",
+    "the same policy was published again: up to 1,024 values of every trained tensor are what they were. If a "
+    "16-bit model is trained, keep `master_weights: true`, or raise `learning_rate`: updates below the weights' "
+    "rounding are lost. Else compare `trainer.optimizer` with the parameters that have a gradient.",
     "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token. Raise the environment's token "
     "limit (and the server's `--max-model-len`), or keep the last token of a completion.",
     "loss_divisor": "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as "
@@ -244,28 +244,28 @@ class Movement:
     def __init__(self) -> None:
         self._before: torch.Tensor | None = None
         self._steps = 0
-        self._rate = 0.0
+        self._should_move = False
         self._moved: torch.Tensor | None = None  # of the last comparison
         self._unmoved = 0
 
-    def measure(self, tensors: Sequence[torch.Tensor], steps: int, rate: float) -> dict[str, float]:
+    def measure(self, tensors: Sequence[torch.Tensor], steps: int, should_move: bool) -> dict[str, float]:
         """
-        Returns the count as `unmoved_weights`. Steps that were not to move anything do not count: those that a
-        gradient scaler skipped, and those at a learning rate of 0.
+        Returns the count as `unmoved_weights`. Steps that were not to move anything do not count.
 
         Args:
             tensors: This rank's part of the trained weights.
             steps: Optimizer steps so far that were not skipped.
-            rate: Learning rate of the next step.
+            should_move: Whether the next batch should move the weights: it teaches something, and the learning rate
+                is above 0.
         """
         if self._moved is not None:
             self._unmoved = 0 if self._moved.item() else self._unmoved + 1
         now = torch.cat([_grid(tensor) for tensor in tensors])
-        is_due = self._before is not None and steps > self._steps and self._rate > 0
+        is_due = self._before is not None and steps > self._steps and self._should_move
         self._moved = (now != self._before).any() if is_due else None
         self._before = now
         self._steps = steps
-        self._rate = rate
+        self._should_move = should_move
         return {"unmoved_weights": float(self._unmoved)}
 
 

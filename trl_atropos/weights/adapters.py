@@ -5,12 +5,15 @@ that comes from Python, with `require_trainable` before TRL wraps the model, and
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_atropos.errors import RecipeError
 
@@ -170,8 +173,22 @@ def require_reference(config: PeftConfig, beta: float) -> None:
 # --------------------------------------------------------------------------------------- models that come from Python
 
 
+def require_whole_model(name: str) -> None:
+    """Raises `RecipeError` for a folder that has an adapter alone."""
+    if Path(name, ADAPTER_CONFIG_NAME).exists() and not Path(name, CONFIG_NAME).exists():
+        raise RecipeError(
+            f"{name!r} is the folder of an adapter, without the model below it",
+            seen=f"model_name_or_path: {name}",
+            fix="Merge it into its base (`AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()`) and "
+            "save that; or from Python, pass `PeftModel.from_pretrained(base, folder, is_trainable=True)`.",
+            code="model",
+        )
+
+
 def require_trainable(model: Any, beta: float) -> None:
     """Raises `RecipeError` for a model whose adapters are not ready to be trained."""
+    if isinstance(model, str):
+        require_whole_model(model)
     if isinstance(model, PeftMixedModel):
         what = "The model is a `PeftMixedModel`, whose adapters of several types are not one policy to publish"
         raise RecipeError(what, "PeftMixedModel", "Make it by `get_peft_model` without `mixed=True`.", "adapter")
@@ -200,9 +217,10 @@ def require_trainable(model: Any, beta: float) -> None:
             raise RecipeError(what, f"adapter {other!r}", fix, "adapter")
     outside = [key for key, one in trained.items() if id(one) not in own]
     if outside:
-        what = f"{len(outside)} parameters outside of the adapter are trainable, which PEFT does not save"
+        what = f"{len(outside)} parameters outside of the adapter are trainable (first: {outside[0]!r}), and PEFT "
+        what += "does not save them"
         fix = "Freeze them (`requires_grad_(False)`), or name their modules in the adapter's `modules_to_save`."
-        raise RecipeError(what, f"first: {outside[0]}", fix, "adapter")
+        raise RecipeError(what, outside[0], fix, "adapter")
     if beta != 0.0:
         _require_referenced(model, name, beta)
 
@@ -231,7 +249,12 @@ def _require_referenced(model: PeftModel, name: str, beta: float) -> None:
 
 
 def require_served(model: torch.nn.Module, way: Way) -> None:
-    """Raises `RecipeError` for layers with an adapter of which a server or a checkpoint would not get all."""
+    """Raises `RecipeError` for layers whose adapter a server, a checkpoint or the loss would not get whole."""
+    head = model.get_output_embeddings()
+    if isinstance(head, AuxiliaryTrainingWrapper) and not isinstance(head, ModulesToSaveWrapper):
+        what = "The adapter trains single tokens of an embedding that is also the head, whose weight TRL reads itself"
+        fix = "Leave `trainable_token_indices` out, or set `modules_to_save` and `ensure_weight_tying=True`."
+        raise RecipeError(what, "trainable_token_indices, tie_word_embeddings: True", fix, "adapter")
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(model, PeftModel):
             what = f"The model, a {type(model).__name__}, has layers of an adapter, but is no `PeftModel`"

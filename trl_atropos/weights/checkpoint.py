@@ -42,7 +42,7 @@ from trl import ModelConfig
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, RecipeError, SaveError
-from trl_atropos.weights.adapters import EMBEDDING, HEAD, trained_adapter
+from trl_atropos.weights.adapters import EMBEDDING, HEAD, require_whole_model, trained_adapter
 from trl_atropos.weights.gather import iter_adapter_parameters, unwrap
 from trl_atropos.weights.masters import MasterOptimizer
 
@@ -394,10 +394,10 @@ def _places(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) ->
     """Returns the model's own tensors of an adapter, by the names that PEFT saves them under."""
     own = model.state_dict(keep_vars=True)
     places = get_peft_model_state_dict(model, own, name, save_embedding_layers=False)
-    if tensors.keys() <= places.keys():
-        return places
     # PEFT also saves embeddings that an adapter is on, or that were resized.
-    return get_peft_model_state_dict(model, own, name, save_embedding_layers=True)
+    with_embeddings = get_peft_model_state_dict(model, own, name, save_embedding_layers=True)
+    further = with_embeddings.keys() - places.keys()
+    return with_embeddings if further & tensors.keys() else places
 
 
 def _require_equal_names(
@@ -434,6 +434,7 @@ def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tens
 def require_trainable(model: ModelConfig, trusted: bool) -> None:
     """Raises `RecipeError` if the model cannot be loaded and trained. `trusted`: code that comes with it may run."""
     name = model.model_name_or_path
+    require_whole_model(name)
     try:
         config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=trusted)
     except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
