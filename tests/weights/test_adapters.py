@@ -471,8 +471,8 @@ def test_reference_is_a_copy_of_the_whole_adapter(tiny_model, run, tmp_path):
 # --------------------------------------------------------------------------------------------------------- sharded
 
 
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("kind", [pytest.param("zero2", marks=pytest.mark.full), "zero3", "fsdp2"])
 def test_sharded_resume_with_a_reference_has_the_policy_of_the_file(kind, tiny_model, adapter, recording, tmp_path):
     launch(kind, 2, "tests.weights.test_adapters", kind, str(tiny_model), adapter, recording, str(tmp_path))
 
