@@ -68,7 +68,7 @@ from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
-from trl_atropos.weights.gather import base_model, local_parts, shape_of
+from trl_atropos.weights.gather import base_model, local_parts, shape_of, unwrap
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
@@ -647,7 +647,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _weight_measures(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Whether the weights move. Every rank looks at its own part; the health is that of rank 0."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        policy = unwrap(self.model)  # sharded again, where FSDP2 left layers whole
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         parts = [values for one in trained for values, _ in local_parts(one, self.accelerator)]
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         teaches = not all(rollout.teaches_nothing(self.args.distillation_coef > 0) for rollout in rollouts)

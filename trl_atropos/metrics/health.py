@@ -261,7 +261,8 @@ class Movement:
         if self._moved is not None:
             self._unmoved = 0 if self._moved.item() else self._unmoved + 1
         now = torch.cat([_grid(tensor) for tensor in tensors])
-        is_due = self._before is not None and steps > self._steps and self._should_move
+        is_comparable = self._before is not None and self._before.shape == now.shape  # a callback may unfreeze more
+        is_due = is_comparable and steps > self._steps and self._should_move
         self._moved = (now != self._before).any() if is_due else None
         self._before = now
         self._steps = steps
