@@ -73,6 +73,30 @@ MISTAKES = {
     "no adapter for a mode that sends one": Mistake(
         lambda desk: desk.recipe(vllm_mode="lora"), "no-adapter", "vllm_mode: lora", "Set `use_peft: true`"
     ),
+    "an adapter that vLLM does not serve": Mistake(
+        lambda desk: desk.recipe(vllm_mode="nccl_lora", use_peft=True, use_dora=True),
+        "adapter",
+        "use_dora: True",
+        "`vllm_mode: server`",
+    ),
+    "whole modules beside an adapter": Mistake(
+        lambda desk: desk.recipe(use_peft=True, lora_modules_to_save=["norm"]),
+        "adapter",
+        "lora_modules_to_save: norm",
+        "`vllm_mode: server`",
+    ),
+    "an adapter on the head": Mistake(
+        lambda desk: desk.recipe(vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "lm_head"]),
+        "adapter",
+        "lora_target_modules: q_proj, lm_head",
+        "Remove 'lm_head'",
+    ),
+    "an adapter on one of two tied embeddings": Mistake(
+        lambda desk: desk.recipe(vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "embed_tokens"]),
+        "adapter",
+        "lora_target_modules, lora_modules_to_save: embed_tokens",
+        "Remove 'embed_tokens'",
+    ),
     "no such model": Mistake(
         lambda desk: desk.recipe(model_name_or_path="./nowhere"), "model", "nowhere", "Set `model_name_or_path`"
     ),

@@ -18,7 +18,7 @@ from tests.rollout_factory import Group, arguments, load_policy, make_group, rec
 from tests.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.metrics.health import FINE_AGAIN, SIGNALS, Health, share_dropped
+from trl_atropos.metrics.health import FINE_AGAIN, SAMPLED, SIGNALS, Health, Movement, share_dropped
 from trl_atropos.report.summary import format_line
 from trl_atropos.rollouts.wire import MASKED
 
@@ -129,6 +129,7 @@ SICK: dict[str, tuple[Callable[[Path, int], list[Group]], int, list[int | None],
         lambda m, s: scored(m, s, lambda g: [0.0, 0.0, 0.0, 20.0]), 1, [0], {"scale_rewards": "none"}
     ),
     "tiny_group_std": (lambda m, s: scored(m, s, lambda g: [0.5, 0.5, 0.5, 0.5008]), 3, [0], {}),
+    "unmoved_weights": (groups, 5, [0], {"learning_rate": 1e-30}),
     "truncated": (without_end, 5, [0], {}),
     "loss_divisor": (groups, 5, [0], {"loss_type": "dr_grpo", "max_completion_length": 64}),
     "logprob_gap_fresh": (lambda m, s: sampled_elsewhere(m, s, 0.2), 3, [0], {}),
@@ -182,6 +183,58 @@ def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_
     for log in step_logs(trainer):
         for name, signal in SIGNALS.items():
             assert 0.0 <= log[f"health/{name}"] <= signal.threshold, name
+
+
+@pytest.mark.parametrize(
+    ("steps", "should_move", "expected"),
+    [
+        ([0, 1, 2, 3, 4], [True] * 5, [0, 0, 1, 2, 3]),
+        ([0, 0, 0, 0, 0], [True] * 5, [0, 0, 0, 0, 0]),
+        ([0, 1, 1, 2, 3], [True] * 5, [0, 0, 1, 1, 2]),
+        ([0, 1, 2, 3, 4], [False] * 5, [0, 0, 0, 0, 0]),
+        ([0, 1, 2, 3, 4], [False, False, True, True, True], [0, 0, 0, 0, 1]),
+    ],
+    ids=["stuck", "every step skipped", "one step skipped", "nothing to learn", "a warm-up"],
+)
+def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(steps, should_move, expected):
+    movement, weights = Movement(), [torch.ones(3, 4), torch.ones(5)]
+    counts = [movement.measure(weights, *batch)["unmoved_weights"] for batch in zip(steps, should_move, strict=True)]
+    assert counts == expected
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        (groups, {"learning_rate": 0.0}),
+        (lambda m, s: scored(m, s, lambda g: [0.1 * g + 0.01 * s] * SIZE), {"learning_rate": 1e-30}),
+    ],
+    ids=["a learning rate of 0", "groups without variance"],
+)
+def test_weights_that_are_to_stay_are_no_warning(tiny_model, tmp_path, warned, quiet):
+    batch, settings = quiet
+    run(tiny_model, tmp_path, [batch(tiny_model, seed) for seed in range(7)], [0], **settings)
+    assert "unmoved_weights" not in warned()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (SAMPLED,), (32, 32), (8, 10, 10), (0, 4)])
+def test_one_value_that_moves_is_seen_in_a_small_tensor_of_any_shape(shape, dtype):
+    """By the smallest step that the dtype has."""
+    movement, still, weights = Movement(), torch.ones(5, dtype=dtype), torch.ones(shape, dtype=dtype)
+    for step in range(3):
+        assert (
+            movement.measure([still, weights.T if weights.dim() == 2 else weights], step, True)["unmoved_weights"] <= 1
+        )
+        if step == 1 and weights.numel():
+            weights.view(-1)[-1] = torch.nextafter(weights.view(-1)[-1], torch.tensor(2.0, dtype=dtype))
+    assert movement.measure([still, weights], 3, True)["unmoved_weights"] == (0 if weights.numel() else 2)
+
+
+def test_large_tensor_that_moves_as_a_whole_is_seen_by_few_of_its_values():
+    movement, weights = Movement(), torch.zeros(1000, 3000)
+    for step in range(4):
+        assert movement.measure([weights], step, True)["unmoved_weights"] == 0
+        weights += 1
 
 
 @pytest.mark.slow

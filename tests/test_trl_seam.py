@@ -110,10 +110,15 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "transformers.core_model_loading:": ("revert_weight_conversion(model, state_dict)",),
     "accelerate.state:GradientState": ("_set_sync_gradients(sync_gradients)",),
     "accelerate.optimizer:AcceleratedOptimizer": ("gradient_state", "step_was_skipped"),
-    "peft.tuners.lora:LoraLayer": ("merged_adapters", "_caches", "scaling"),
+    "peft.tuners.lora:LoraLayer": ("merged_adapters", "_caches", "scaling", "lora_bias", "get_base_layer"),
     "peft.tuners.tuners_utils:": ("BaseTunerLayer",),
     "peft.utils:": ("AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"),
-    "peft:": ("get_peft_model_state_dict(model, state_dict, adapter_name, save_embedding_layers)",),
+    "peft:": (
+        "get_peft_model_state_dict(model, state_dict, adapter_name, save_embedding_layers)",
+        "set_peft_model_state_dict(model, peft_model_state_dict, adapter_name)",
+        *("load_peft_weights(model_id, device)", "PeftMixedModel"),
+    ),
+    "peft:PeftModel": ("active_adapters", "peft_config"),
     "trl.trainer.utils:": ("create_model_from_path(model_id)",),
     "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary": (
         *("ncclGetUniqueId", "unique_id_from_bytes(data)", "ncclCommInitRank(world_size, unique_id, rank)"),
@@ -148,7 +153,7 @@ def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
 OVERRIDDEN = [
     "train", "compute_loss", "create_model_card", "get_train_dataloader", "push_to_hub", "_prepare_inputs",
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "create_scheduler", "init_hf_repo", "_clip_grad_norm", "_get_grad_norm",
+    "create_optimizer", "create_scheduler", "init_hf_repo", "_clip_grad_norm", "_get_grad_norm",
 ]  # fmt: skip
 
 

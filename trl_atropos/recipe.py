@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 from pydantic import ValidationError
@@ -31,6 +31,9 @@ from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.services.environment_source import setting_names
 from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
 from trl_atropos.services.evaluations import GROUPS
+
+if TYPE_CHECKING:
+    from trl_atropos.weights.adapters import Way
 
 
 @dataclass
@@ -102,12 +105,19 @@ class Recipe:
         stated = server_flags(given).keys()
         if self.training.numerics != "default" and "--numerics" not in stated:
             given += ["--numerics", self.training.numerics]
-        sends_adapter = self.model.use_peft and self.training.vllm_mode in ("colocate", *ADAPTER_MODES)
+        sends_adapter = self.model.use_peft and self.adapter_way == "alone"
         if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
             given.append("--enable-lora")
         if sends_adapter and "--max-lora-rank" not in stated:
             given += ["--max-lora-rank", str(served_rank(self.model.lora_r))]
         return given
+
+    @property
+    def adapter_way(self) -> "Way":
+        """How an adapter reaches the servers."""
+        if self.training.replay_paths is not None:
+            return None
+        return "alone" if self.training.vllm_mode in ("colocate", *ADAPTER_MODES) else "merged"
 
     def placeholders(self) -> dict[str, str]:
         return {
@@ -373,6 +383,7 @@ def _check(recipe: Recipe) -> None:
         what = f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none"
         fix = "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: colocate` or `server`."
         raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
+    _check_adapter(recipe)
     if (again := recipe.services.restart_environments) < 0:
         what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
         raise RecipeError(what, seen, "Set it to 0 (never) or more.")
@@ -384,6 +395,16 @@ def _check(recipe: Recipe) -> None:
         _check_program(recipe, spec)
     for spec in (*recipe.environments, *recipe.evaluations):
         _check_setting_names(spec)
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    from trl import get_peft_config
+
+    from trl_atropos.weights.adapters import require_supported
+
+    config = get_peft_config(recipe.model)
+    if config is not None:
+        require_supported(config, recipe.adapter_way, in_recipe=True)
 
 
 def _schedule(recipe: Recipe) -> None:
@@ -502,6 +523,8 @@ def check_files(recipe: Recipe) -> None:
     together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
     if not model.use_peft or training.vllm_mode == "restart":  # otherwise, an adapter alone is saved
         together(lambda: require_savable_generation(model))
+    if model.use_peft and recipe.adapter_way is not None:
+        together(lambda: checkpoints.require_untied(model, training.trust_remote_code))
     folder = checkpoints.checkpoint_of(training.resume_from_checkpoint, training.output_dir)
     training.resume_from_checkpoint = folder
     if folder is not None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
@@ -36,7 +36,15 @@ from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, tri
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError, RolloutError
 from trl_atropos.metrics.gradients import SIGNAL, GradientCheck
-from trl_atropos.metrics.health import Health, History, rollout_measures, sampling_measures, share_dropped, trl_metrics
+from trl_atropos.metrics.health import (
+    Health,
+    History,
+    Movement,
+    rollout_measures,
+    sampling_measures,
+    share_dropped,
+    trl_metrics,
+)
 from trl_atropos.metrics.timing import (
     COMPUTE,
     EVALUATE,
@@ -60,9 +68,9 @@ from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSour
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
+from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
-from trl_atropos.weights import masters
-from trl_atropos.weights.gather import base_model
+from trl_atropos.weights.gather import base_model, local_parts, shape_of, unwrap
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 from trl_atropos.weights.savable import require_savable, require_writable
@@ -116,6 +124,18 @@ def source_of(args: AtroposGRPOConfig, environments: Environments | None = None)
     )
 
 
+def _refuse_arguments(args: AtroposGRPOConfig, evaluator: Evaluator | None, kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for arguments that this trainer does not take, and drops those that are `None`."""
+    for name, reason in NOT_SUPPORTED.items():
+        if kwargs.pop(name, None) is not None:
+            raise ValueError(f"`{name}` was given, but {reason}.")
+    if not isinstance(args, AtroposGRPOConfig):
+        right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
+        raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
+    if args.eval_strategy != "no" and evaluator is None:
+        raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+
+
 class AtroposGRPOTrainer(GRPOTrainer):
     """
     GRPO on rollouts from Atropos environments.
@@ -149,18 +169,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
         evaluator: Evaluator | None = None,
         **kwargs: Any,
     ):
-        for name, reason in NOT_SUPPORTED.items():
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(f"`{name}` was given, but {reason}.")
-        if not isinstance(args, AtroposGRPOConfig):
-            right = "`AtroposGRPOConfig(output_dir=..., max_steps=...)`"
-            raise ValueError(f"`args` is a {type(args).__name__}: pass {right}.")
-        if args.eval_strategy != "no" and evaluator is None:
-            raise ValueError("`eval_strategy` is set: list `evaluations` in the recipe, or pass an `evaluator`.")
+        _refuse_arguments(args, evaluator, kwargs)
         ranks.together(lambda: require_writable(args.output_dir))
         self.evaluator = evaluator
         self.rollout_source = rollout_source if rollout_source is not None else source_of(args)
         self.policy_publisher = policy_publisher if policy_publisher is not None else publisher_of(args)
+        self._refuse_adapters(model, args, kwargs.get("peft_config"))
         self.stopwatch = self.policy_publisher.stopwatch = Stopwatch()
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
@@ -177,6 +191,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._said_what_is_lost = False  # by checkpoints in the middle of a batch
         self._shows_messages = False  # whether the completions table has a column of messages
         self._history = History(args.max_completion_length if args.loss_type == "dr_grpo" else None)
+        self._movement = Movement()
         self._health = Health(args.warning_thresholds, args.stop_on_warnings)
         self._gradients = GradientCheck(args.warning_thresholds.get(SIGNAL, 0))
         self._gradient_norm: Any = None  # of this optimizer step, before clipping: a number or a tensor of one
@@ -221,6 +236,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _prepare_models(self) -> None:
         """Sets how the policy and the reference model compute."""
+        if isinstance(self.model, PeftModel) and adapters.REFERENCE in self.model.peft_config and self.args.beta:
+            adapters.complete_reference(self.model)
         for computed in (self.model, self.ref_model):
             if computed is not None:
                 keep_soft_cap(base_model(computed))
@@ -228,7 +245,22 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 numerics.use(self.args, computed, self.accelerator.device, self.is_sharded)
         prepare_model(self.model, warn=self.accelerator.is_main_process)
 
+    def _refuse_adapters(self, model: Any, args: AtroposGRPOConfig, new: PeftConfig | None) -> None:
+        """Raises `RecipeError` for an adapter that cannot be trained, or not be published in this mode."""
+        adapters.require_trainable(model, args.beta)
+        way = self.policy_publisher.adapter_way
+        if new is not None:
+            adapters.require_supported(new, way)
+            adapters.require_reference(new, args.beta)
+        elif isinstance(model, PeftModel):
+            adapters.require_supported(model.peft_config[adapters.trained_adapter(model)], way)
+
     def _refuse_what_cannot_be_trained(self) -> None:
+        adapters.require_served(self.model, self.policy_publisher.adapter_way)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            what = f"None of the {self.model.num_parameters():,} parameters of the model is trainable"
+            fix = "Call `model.requires_grad_(True)`, or train an adapter (`peft_config`)."
+            raise RecipeError(what, "requires_grad: False", fix, "model")
         if self.is_model_parallel:
             raise ValueError(
                 "The model is divided among several GPUs, as TRL does it where a process sees more than one: set "
@@ -254,6 +286,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
         self.policy_publisher.begin(optimizer, self.state.global_step)
+        self._movement = Movement()
         self._packs = self._how_packed()
         device, trained = self.accelerator.device, [p for p in self.model.parameters() if p.requires_grad]
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
@@ -287,7 +320,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             run_name=self.args.run_name or "trl_atropos",
             rows_consumed=self._consumed(),
             distils=self.args.distillation_coef > 0,
-            vocab_size=model.get_input_embeddings().num_embeddings,
+            vocab_size=shape_of(model.get_input_embeddings().weight)[0],
             policy_version=lambda: self.policy_publisher.trainer_version,
             when_wanted_soon=self._when_wanted_soon,
             state=source,
@@ -451,13 +484,24 @@ class AtroposGRPOTrainer(GRPOTrainer):
         checkpoints.require_same_weights(resume_from_checkpoint, isinstance(policy, PeftModel))
         if isinstance(policy, PreTrainedModel):
             return checkpoints.load_weights(policy, resume_from_checkpoint)
-        with checkpoints.weight_errors(resume_from_checkpoint), masters.parameters_kept(policy):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoints.load_adapters(policy, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """As a run that resumes loads it: Transformers would pass over what some families save under other names."""
+        """As a run that resumes loads it: Transformers would pass over what some families save under other names, and
+        over one of several adapters."""
         load = partial(self._load_from_checkpoint, self.state.best_model_checkpoint)
         self.policy_publisher.replace(super()._load_best_model if self.is_sharded else load)
+        self._require_adapter_loaded(self.state.best_model_checkpoint)
+
+    def _require_adapter_loaded(self, checkpoint: str) -> None:
+        if self.is_sharded and isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            checkpoints.require_adapter_loaded(self.model, self.accelerator, checkpoint)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        if not masters.steps_in_backward(self):
+            adapters.require_all_optimized(optimizer, self.model if model is None else model)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -470,6 +514,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return
         with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
             super()._load_optimizer_and_scheduler(checkpoint)
+        self._require_adapter_loaded(checkpoint)  # of DeepSpeed and FSDP, which have loaded it before
 
     def get_train_dataloader(self) -> DataLoader:
         """One empty item per micro-batch: the rollouts come from `rollout_source`. Not prepared by accelerate, whose
@@ -657,7 +702,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         }
 
     def _check_rollouts(self, rollouts: list[Rollout], own: dict[str, float]) -> None:
-        measures: dict[str, float] = {}
+        measures = self._weight_measures(rollouts)
         if self.accelerator.is_main_process:
             measures |= rollout_measures(rollouts, self.scale_rewards, self.args.distillation_coef > 0)
             measures |= self._history.add(rollouts)
@@ -667,6 +712,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 optimizer_steps = self._steps_per_batch / self.args.gradient_accumulation_steps
                 measures["stale"] = own["rollouts/staleness_mean"] / optimizer_steps
         self._check_health(measures)
+
+    def _weight_measures(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Whether the weights move. Every rank looks at its own part; the health is that of rank 0."""
+        policy = unwrap(self.model)  # sharded again, where FSDP2 left layers whole
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        parts = [values for one in trained for values, _ in local_parts(one, self.accelerator)]
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        teaches = not all(rollout.teaches_nothing(self.args.distillation_coef > 0) for rollout in rollouts)
+        steps = self.policy_publisher.trainer_version
+        return self._movement.measure(parts, steps, teaches and rate > 0) if parts else {}
 
     def _compare_with_sampler(self, batch: Batch) -> None:
         """Measures and keeps how likely this rank's rollouts are under the policy; `batch` has that by TRL's names."""

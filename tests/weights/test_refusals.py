@@ -5,17 +5,19 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig
+from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from recipes.quickstart.make_model import make_model
 from tests.server_process import Server, running_server
 from tests.weights import trainers
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.errors import AttachError, ProbeError, ServerError
+from trl_atropos.errors import AttachError, ProbeError, RecipeError, ServerError
 from trl_atropos.protocol import ADAPTER_MODES, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
@@ -45,7 +47,7 @@ def lora_server(server_model, tmp_path_factory) -> Iterator[Server]:
 def build(recording, tmp_path) -> Build:
     """`build(server, mode, peft_config)` makes a trainer of that mode on that server."""
 
-    def build(server: Server, mode: str, peft_config=None, model: str | None = None, transport: str = "auto", **more):
+    def build(server: Server, mode: str, peft_config=None, model: Any = None, transport: str = "auto", **more):
         publisher = make_publisher(server, tmp_path, mode, transport)
         chosen = model or server.model
         return trainers.make_trainer(
@@ -106,23 +108,39 @@ def test_a_rank_above_the_servers_is_refused(lora_server, build, mode, ranks):
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 def test_modules_that_are_saved_whole_are_refused(lora_server, build, mode):
-    message = r"`modules_to_save` \(norm\) trains whole modules.*remove it, or use `vllm_mode: server`"
-    with pytest.raises(AttachError, match=message):
+    message = (
+        r"`modules_to_save: norm`.* trains whole modules.*Leave `modules_to_save` out, or use `vllm_mode: server`"
+    )
+    with pytest.raises(RecipeError, match=message):
         build(lora_server, mode, adapter(modules_to_save=["norm"]))
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
 def test_an_adapter_of_another_kind_is_refused(lora_server, build, mode):
     other = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    with pytest.raises(AttachError, match="The adapter is of type IA3; vLLM serves LORA only"):
+    with pytest.raises(RecipeError, match=r"type IA3 cannot be served by vLLM.* Use a `LoraConfig`"):
         build(lora_server, mode, other)
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)
-def test_what_vllm_cannot_serve_of_lora_is_refused_in_its_words(lora_server, build, mode):
-    message = r"DoRA.*[Cc]hange it, or use `vllm_mode: server`, which sends merged weights"
-    with pytest.raises(ServerError, match=message):
-        build(lora_server, mode, adapter(use_dora=True)).train()
+@pytest.mark.parametrize("setting", ["use_dora", "lora_bias"])
+def test_what_vllm_cannot_serve_of_lora_is_refused_before_the_server_is_asked(build, mode, setting):
+    nowhere = Server("http://127.0.0.1:1", "token", "never loaded")
+    message = rf"`{setting}: True`, .* or use `vllm_mode: server`, which sends merged weights"
+    with pytest.raises(RecipeError, match=message):
+        build(nowhere, mode, adapter(**{setting: True}))
+
+
+@pytest.mark.parametrize("mode", ADAPTER_MODES)
+def test_an_adapter_of_any_name_is_served(lora_server, build, mode):
+    """The probe compares what the server samples with the trainer's own log-probabilities."""
+    base = AutoModelForCausalLM.from_pretrained(lora_server.model)
+    config = adapter(init_lora_weights=False, lora_alpha=4)
+    trainer = build(lora_server, mode, model=get_peft_model(base, config, adapter_name="mine"))
+    trainer.train()
+    publisher = trainer.policy_publisher
+    assert publisher.policy_version == 2
+    assert 0 < publisher.probe_max_abs_diff <= tolerance(publisher)
 
 
 @pytest.mark.parametrize("mode", ADAPTER_MODES)

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 FINE_AGAIN = 20  # batches in a row below the threshold after which a signal may warn again
 TINY_STD = 1e-3  # ten times the epsilon that TRL adds: from here on, the difference is scaled up in full
+SAMPLED = 1024  # values of a tensor, at most, that show whether it moves
 SHORTEST = 4  # tokens; shorter rollouts repeat a token, or count from 0, by chance
 WINDOW = 20  # batches over which the reward is averaged
 STALENESS = ("0", "1", "2_or_more", "unknown")
@@ -43,6 +44,7 @@ THRESHOLDS = {  # a signal warns above a value, after that many batches in a row
     "reward_stalled": (200, 1),
     "advantage_explosion": (10.0, 1),
     "tiny_group_std": (0.1, 3),
+    "unmoved_weights": (2, 1),
     "truncated": (0.9, 5),
     "loss_divisor": (2.0, 5),
     "logprob_gap_fresh": (0.1, 3),
@@ -75,6 +77,10 @@ TEXTS = {
     "group`.",
     "tiny_group_std": "{value:.0%} of the rollouts are in groups whose scores differ by less than 0.001: noise gets "
     "full advantages. Round the scores in the environment, or set `scale_rewards: batch` or `none`.",
+    "unmoved_weights": "For {value:.0f} batches the weights have not moved, though the learning rate was above 0, and "
+    "the same policy was published again: up to 1,024 values of every trained tensor are what they were. If a "
+    "16-bit model is trained, keep `master_weights: true`, or raise `learning_rate`: updates below the weights' "
+    "rounding are lost. Else compare `trainer.optimizer` with the parameters that have a gradient.",
     "truncated": "{value:.0%} of the rollouts do not end with an end-of-sequence token. Raise the environment's token "
     "limit (and the server's `--max-model-len`), or keep the last token of a completion.",
     "loss_divisor": "`loss_type: dr_grpo` divides by `max_completion_length`, which is {value:.3g} times as long as "
@@ -229,6 +235,50 @@ class History:
             self._longest = max(self._longest, *(len(rollout.completion_ids) for rollout in rollouts))
             measures["loss_divisor"] = self._divisor / self._longest
         return measures
+
+
+class Movement:
+    """
+    Counts the batches in a row whose optimizer steps have left all trained weights as they were.
+
+    Some values of every tensor are compared on its device. The result is read one batch later, when TRL has just read
+    values of the next batch, so that nothing waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._before: torch.Tensor | None = None
+        self._steps = 0
+        self._should_move = False
+        self._moved: torch.Tensor | None = None  # of the last comparison
+        self._unmoved = 0
+
+    def measure(self, tensors: Sequence[torch.Tensor], steps: int, should_move: bool) -> dict[str, float]:
+        """
+        Returns the count as `unmoved_weights`. Steps that were not to move anything do not count.
+
+        Args:
+            tensors: This rank's part of the trained weights.
+            steps: Optimizer steps so far that were not skipped.
+            should_move: Whether the next batch should move the weights: it teaches something, and the learning rate
+                is above 0.
+        """
+        if self._moved is not None:
+            self._unmoved = 0 if self._moved.item() else self._unmoved + 1
+        now = torch.cat([_grid(tensor) for tensor in tensors])
+        is_comparable = self._before is not None and self._before.shape == now.shape  # a callback may unfreeze more
+        is_due = is_comparable and steps > self._steps and self._should_move
+        self._moved = (now != self._before).any() if is_due else None
+        self._before = now
+        self._steps = steps
+        self._should_move = should_move
+        return {"unmoved_weights": float(self._unmoved)}
+
+
+def _grid(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns up to `SAMPLED` values that are spread over a tensor, in float32, which holds every trained dtype."""
+    side = int(SAMPLED ** (1 / max(1, tensor.dim())))
+    places = tuple(slice(None, None, -(-size // side) or 1) for size in tensor.shape)
+    return tensor.detach()[places].flatten().float()
 
 
 def trl_metrics(batch: dict[str, torch.Tensor], sequence_level: bool, accelerator: Accelerator) -> dict[str, float]:

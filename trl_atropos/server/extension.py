@@ -327,7 +327,7 @@ class AdapterReceiver:
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
-        rank = max(min(tensor.shape) for tensor in tensors)
+        rank = max(min(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)  # a bias has none
         # B comes scaled, so that alpha equals the rank here; the other fields are for vLLM to refuse.
         self.helper = PEFTHelper.from_dict({**config, "r": rank, "lora_alpha": rank, "use_rslora": False})
         self.helper.rank_pattern, self.helper.alpha_pattern = {}, {}

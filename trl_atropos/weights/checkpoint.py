@@ -1,7 +1,8 @@
 """A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes from.
 
 `AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole` before anything
-that takes long; then the trainer calls `load_weights`, and loads the optimizer's state within `optimizer_resumed`.
+that takes long; then the trainer calls `load_weights` or `load_adapters`, and loads the optimizer's state within
+`optimizer_resumed`.
 """
 
 import json
@@ -18,26 +19,40 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import AutoPeftModelForCausalLM
+from peft import (
+    AutoPeftModelForCausalLM,
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 from trl import ModelConfig
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, RecipeError, SaveError
+from trl_atropos.weights.adapters import EMBEDDING, HEAD, require_whole_model, trained_adapter
+from trl_atropos.weights.gather import iter_adapter_parameters, unwrap
 from trl_atropos.weights.masters import MasterOptimizer
 from trl_atropos.weights.savable import save_generation
 
 logger = logging.getLogger(__name__)
 
 ANOTHER = "Resume from another checkpoint (`resume_from_checkpoint`)."
+PEFT_DEFAULT = "default"  # the adapter that PEFT saves in the folder itself, and others below it
+# Settings of an adapter that change what the same tensors compute.
+SCALING = ("peft_type", "lora_alpha", "alpha_pattern", "alpha", "scaling", "use_rslora", "use_dora")
 SETTINGS = {  # entries of an optimizer's groups that are set by a run's settings, and the names of those
     "initial_lr": "learning_rate",
     "weight_decay": "weight_decay",
@@ -168,13 +183,15 @@ def require_whole(checkpoint: str | Path) -> None:
 
 
 def _sharded(folder: Path) -> bool:
-    return any(path.is_dir() for path in folder.iterdir())  # DeepSpeed and FSDP keep the optimizer's state there
+    """Returns whether DeepSpeed or FSDP saved the checkpoint: they keep the optimizer's state in folders."""
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    return any(not (path / ADAPTER_CONFIG_NAME).exists() for path in folders)
 
 
 def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the other way round."""
     folder = Path(checkpoint)
-    of_adapter, of_model = (folder / ADAPTER_CONFIG_NAME).exists(), any(folder.glob("model*.safetensors"))
+    of_adapter, of_model = bool(adapters_in(folder)), any(folder.glob("model*.safetensors"))
     if of_adapter in (of_model, adapter):
         return
     held, trained, fix = "an adapter", "the whole model", "Set `use_peft: true` and the adapter's settings"
@@ -269,12 +286,148 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
         saved, info = type(model).from_pretrained(folder, config=model.config, local_files_only=True, **options)
     lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lacking:
-        named = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
         raise CheckpointError(
-            f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: {named}. It is of "
-            f"another model, or was damaged. {ANOTHER}"
+            f"The checkpoint in {folder} lacks weights of the model, or has them in other shapes: {_named(lacking)}. "
+            f"It is of another model, or was damaged. {ANOTHER}"
         )
     model.load_state_dict(saved.state_dict())
+
+
+def _named(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ---------------------------------------------------------------------------------------------------------- adapters
+
+
+def adapters_in(checkpoint: str | Path) -> list[str]:
+    """Returns the names of the adapters that a checkpoint holds."""
+    folders = [path.name for path in sorted(Path(checkpoint).iterdir()) if path.is_dir()]
+    names = [PEFT_DEFAULT, *folders]
+    return [name for name in names if (adapter_folder(checkpoint, name) / ADAPTER_CONFIG_NAME).exists()]
+
+
+def adapter_folder(checkpoint: str | Path, name: str) -> Path:
+    """Returns where `PeftModel.save_pretrained` writes an adapter."""
+    return Path(checkpoint) if name == PEFT_DEFAULT else Path(checkpoint, name)
+
+
+@torch.no_grad()
+def load_adapters(model: PeftModel, checkpoint: str) -> None:
+    """
+    Loads every adapter of the model by its name, in place: parameters stay where they are, on any device, in any
+    dtype. Nothing is written unless all adapters fit.
+
+    As soon as a folder below the checkpoint holds an adapter (TRL's reference, `ref`), Transformers' own trainer reads
+    those folders only. It passes over `default`, which is trained and lies in the checkpoint itself.
+
+    Raises:
+        CheckpointError: An adapter is missing, or is not the one that the model has; or, compared after the load, a
+            tensor of the model is not that of the file, bit for bit in the dtype of the model.
+    """
+    saved = {name: _read_adapter(model, name, checkpoint) for name in model.peft_config}
+    for name, tensors in saved.items():
+        places = _places(model, name, tensors)
+        _require_equal_names(places, tensors, name, checkpoint)
+    for name, tensors in saved.items():
+        _write_adapter(model, name, tensors)
+        for key, place in _places(model, name, tensors).items():
+            if not torch.equal(place, tensors[key].to(device=place.device, dtype=place.dtype)):
+                raise CheckpointError(
+                    f"After loading the adapter {name!r} from {checkpoint}, {key} is not what the file holds: an "
+                    f"adapter of type {model.peft_config[name].peft_type.value} cannot be resumed. Begin anew from "
+                    "it, without `resume_from_checkpoint`."
+                )
+    further = sorted(set(adapters_in(checkpoint)) - saved.keys())
+    if further:
+        logger.info("%s also holds adapters that this model does not have: %s.", checkpoint, ", ".join(further))
+
+
+def require_adapter_loaded(model: torch.nn.Module, accelerator: Accelerator, checkpoint: str) -> None:
+    """Raises `CheckpointError`, on every rank, unless the trained adapter is the one in the checkpoint, bit for bit:
+    DeepSpeed and FSDP load it by themselves, from files of their own, and pass over names that they do not find."""
+    name = trained_adapter(unwrap(model))
+    file = adapter_folder(checkpoint, name) / ADAPTER_SAFE_WEIGHTS_NAME
+    if not file.exists():  # as where FSDP saves shards alone
+        return
+    with weight_errors(checkpoint):
+        saved = load_file(file)
+    different = []
+    for key, tensor in iter_adapter_parameters(model, accelerator):  # to the end, because all ranks gather
+        if key not in saved or not torch.equal(saved[key].to(device=tensor.device, dtype=tensor.dtype), tensor):
+            different.append(key)
+    if different:
+        raise CheckpointError(
+            f"After loading the checkpoint in {checkpoint}, {len(different)} tensors of the adapter {name!r} are not "
+            f"those of its file: {_named(different)}. Resume with the adapter and sharding of the run that saved it."
+        )
+
+
+def _read_adapter(model: PeftModel, name: str, checkpoint: str) -> dict[str, torch.Tensor]:
+    """Returns the saved tensors of an adapter by PEFT's names, on the CPU."""
+    folder = adapter_folder(checkpoint, name)
+    files = [folder / file for file in (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)]
+    if not any(file.exists() for file in files):
+        held = ", ".join(adapters_in(checkpoint)) or "none"
+        raise CheckpointError(
+            f"The checkpoint in {checkpoint} lacks the adapter {name!r} of this model: {files[0]} is not there",
+            seen=f"adapters in the checkpoint: {held}",
+            fix="Give the model the adapters of the run that saved it, under the same names, and the same `beta` "
+            "(above 0, TRL adds the adapter `ref` to a `PeftModel`).",
+            code="checkpoint",
+        )
+    with weight_errors(checkpoint):
+        theirs = vars(PeftConfig.from_pretrained(str(folder)))
+        tensors = load_peft_weights(str(folder), device="cpu")
+    ours = vars(model.peft_config[name])
+    for field in SCALING:
+        before, now = theirs.get(field), ours.get(field)
+        if (before or None) != (now or None):  # a pattern may be empty or absent
+            raise CheckpointError(
+                f"The adapter {name!r} in {checkpoint} was saved with `{field}: {before}`, and this run has "
+                f"`{field}: {now}`: the same tensors would be another policy. Resume with the saved value, or begin "
+                "anew from the adapter, without `resume_from_checkpoint`."
+            )
+    return tensors
+
+
+def _places(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the model's own tensors of an adapter, by the names that PEFT saves them under."""
+    own = model.state_dict(keep_vars=True)
+    places = get_peft_model_state_dict(model, own, name, save_embedding_layers=False)
+    # PEFT also saves embeddings that an adapter is on, or that were resized.
+    with_embeddings = get_peft_model_state_dict(model, own, name, save_embedding_layers=True)
+    further = with_embeddings.keys() - places.keys()
+    return with_embeddings if further & tensors.keys() else places
+
+
+def _require_equal_names(
+    places: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], name: str, checkpoint: str
+) -> None:
+    both = places.keys() & tensors.keys()
+    shapes = {key: (list(tensors[key].shape), list(places[key].shape)) for key in both}
+    others = [f"{key} ({saved} there, {own} here)" for key, (saved, own) in sorted(shapes.items()) if saved != own]
+    for what, wrong in (
+        ("lacks tensors of the adapter {}", sorted(places.keys() - tensors.keys())),
+        ("has tensors for the adapter {} that this model does not have", sorted(tensors.keys() - places.keys())),
+        ("has the adapter {} in other shapes", others),
+    ):
+        if wrong:
+            raise CheckpointError(
+                f"The checkpoint in {checkpoint} {what.format(repr(name))}: {_named(wrong)}. Resume with the base "
+                "model, target modules and ranks of the run that saved it."
+            )
+
+
+def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    places = _places(model, name, tensors)
+    own = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    if all(id(place) in own for place in places.values()):
+        for key, place in places.items():
+            place.copy_(tensors[key])
+    else:  # PEFT computes what it saves, as of prompts
+        set_peft_model_state_dict(model, dict(tensors), name)
 
 
 # ------------------------------------------------------------------------------------ the model that a run begins with
@@ -283,6 +436,7 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
 def require_trainable(model: ModelConfig, trusted: bool) -> None:
     """Raises `RecipeError` if the model cannot be loaded and trained. `trusted`: code that comes with it may run."""
     name = model.model_name_or_path
+    require_whole_model(name)
     try:
         config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=trusted)
     except (OSError, ValueError) as error:  # not there, or of an architecture that transformers does not know
@@ -308,6 +462,27 @@ def require_trainable(model: ModelConfig, trusted: bool) -> None:
     if wrong:
         what = f"The model {name!r} cannot be trained: {wrong}"
         raise RecipeError(what, seen=f"model_name_or_path: {name}", fix=fix, code="model")
+
+
+def require_untied(model: ModelConfig, trusted: bool) -> None:
+    """Raises `RecipeError` for an adapter on one side of tied embeddings, which a server holds as one tensor."""
+    targets = model.lora_target_modules or ()
+    named = {targets} if isinstance(targets, str) else set(targets)
+    ends = sorted({EMBEDDING, HEAD} & (named | set(model.lora_modules_to_save or ())))
+    if not ends:
+        return
+    config = AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trusted
+    )
+    if config.tie_word_embeddings:
+        raise RecipeError(
+            f"The adapter is on {ends[0]!r}, which is one tensor with the other embedding of this model "
+            "(`tie_word_embeddings`), and would train one of them alone",
+            seen=f"lora_target_modules, lora_modules_to_save: {', '.join(ends)}",
+            fix=f"Remove {ends[0]!r} there. From Python, `LoraConfig(modules_to_save=['{EMBEDDING}'], "
+            "ensure_weight_tying=True)` trains both as one, with `vllm_mode: server`.",
+            code="adapter",
+        )
 
 
 def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:

@@ -31,6 +31,7 @@ class Colocate(Transfer):
     """Each rank trains the memory of a server of its own, on its own device."""
 
     steps_in_place = True
+    adapter_way = "alone"
 
     def __init__(self, servers: Servers):
         super().__init__(servers)
@@ -47,7 +48,8 @@ class Colocate(Transfer):
         if not isinstance(model, PreTrainedModel):
             raise AttachError(
                 f"`model` is a {type(model).__name__}. vllm_mode='colocate' needs a name, a folder or a plain "
-                "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`)."
+                "`PreTrainedModel`; pass adapters as `peft_config` (`use_peft`). To go on from a trained one, use "
+                "`nccl_lora`, `lora` or `server`."
             )
         if not refusals:
             together(lambda: check_dtype({parameter.dtype for parameter in model.parameters()}, info.dtype))

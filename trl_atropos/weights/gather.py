@@ -31,9 +31,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl_atropos.errors import GatherError
 from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.tensors.fingerprint import Part
+from trl_atropos.weights.adapters import trained_adapter
 
 WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all parameters
-ADAPTER = "default"  # PEFT's name of the adapter that TRL trains
 # Modules that activation checkpointing and torch.compile put around others: they are no part of a checkpoint's names.
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
@@ -124,11 +124,12 @@ def local_parts(parameter: torch.nn.Parameter, accelerator: Accelerator) -> Iter
 
 
 def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
-    """Yields the adapter's tensors whole, under PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
+    """Yields the trained adapter's tensors whole, by PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
     model = unwrap(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
-    chosen = get_peft_model_state_dict(model, parameters, ADAPTER, save_embedding_layers=False)
+    name = trained_adapter(model)
+    chosen = get_peft_model_state_dict(model, parameters, name, save_embedding_layers=False)
     units = [Unit([Entry(plain_name(name), p, p.dtype)], None) for name, p in chosen.items()]
     return _stream(units, accelerator)
 

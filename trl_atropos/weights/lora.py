@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, PeftType
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
@@ -25,8 +25,9 @@ from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
 from trl_atropos.tensors.fingerprint import Fingerprints, Part
+from trl_atropos.weights.adapters import tensors_of, trained_adapter
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base, of_stream
-from trl_atropos.weights.gather import ADAPTER, WHOLE, base_model, iter_adapter_parameters, plain_name, sharding_of
+from trl_atropos.weights.gather import WHOLE, base_model, iter_adapter_parameters, plain_name, sharding_of, unwrap
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ MERGED = "`vllm_mode: server`, which sends merged weights"
 class MemoryLora(Transfer):
     """For servers that were started with `--enable-lora`. `base`, if any, shares the frozen base with them."""
 
+    adapter_way = "alone"
     clear_cache = False  # requests in flight keep their adapter, and new requests have prefixes of their own
 
     def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
@@ -63,7 +65,7 @@ class MemoryLora(Transfer):
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
-        config = trainer.model.peft_config[ADAPTER].to_dict()
+        config = _config_of(trainer.model).to_dict()
         plain = json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else None))
         replies = self.servers.each_here(lambda client: client.set_up_adapter(self._tensors, plain))
         for client, refused in zip(self.servers.clients, replies, strict=True):
@@ -119,6 +121,8 @@ class MemoryLora(Transfer):
 class FileLora(Transfer):
     """For servers that were also started with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Writes below `folder`."""
 
+    adapter_way = "alone"
+
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)
         self.folder = Path(folder).absolute()
@@ -156,7 +160,7 @@ class FileLora(Transfer):
         path = self.folder / f"v{version}-{uuid.uuid4().hex[:8]}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-        self._trainer.model.peft_config[ADAPTER].save_pretrained(str(path))
+        _config_of(self._trainer.model).save_pretrained(str(path))
         self._directories.append((version, path))
         self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
@@ -164,6 +168,11 @@ class FileLora(Transfer):
             if older < used:  # no request can ask for it any more
                 shutil.rmtree(directory, ignore_errors=True)
                 self._directories.remove((older, directory))
+
+
+def _config_of(model: PeftModel) -> PeftConfig:
+    """Of the adapter that is trained."""
+    return model.peft_config[trained_adapter(model)]
 
 
 def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
@@ -174,10 +183,11 @@ def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
 
 def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
     """What each B is multiplied by, by its number: alpha over rank, or as rsLoRA and patterns say."""
+    adapter = trained_adapter(unwrap(model))
     scales = {
-        f"{plain_name(name)}.{leaf}": float(module.scaling[ADAPTER])
+        f"{plain_name(name)}.{leaf}": float(module.scaling[adapter])
         for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and module.scaling.get(ADAPTER, 1.0) != 1.0
+        if isinstance(module, LoraLayer) and module.scaling.get(adapter, 1.0) != 1.0
         for leaf in ("lora_B.weight", "lora_embedding_B")
     }
     return {index: scales[spec.name] for index, spec in enumerate(tensors) if spec.name in scales}
@@ -206,16 +216,10 @@ def _require_servable(model: Any, servers: Servers) -> None:
         )
     if served.max_loras < 2:
         raise AttachError("The server has no place for the adapter's next version: start it with `--max-loras 2`.")
-    config = model.peft_config[ADAPTER]
-    if (kind := config.peft_type) != PeftType.LORA:
-        raise AttachError(f"The adapter is of type {kind.value}; vLLM serves LORA only: use a `LoraConfig`.")
-    if config.modules_to_save:
-        raise AttachError(
-            f"`modules_to_save` ({', '.join(config.modules_to_save)}) trains whole modules besides the adapter, which "
-            f"a vLLM server cannot take with it: remove it, or use {MERGED}."
-        )
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    others = [name for name in trained if f".{ADAPTER}" not in name]
+    config = _config_of(model)
+    adapter = {id(tensor) for tensor in tensors_of(model, trained_adapter(model)).values()}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name, parameter in trained if id(parameter) not in adapter]
     if others:
         raise AttachError(
             f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), which would never "

@@ -206,15 +206,20 @@ def why_no_masters(trainer: Trainer) -> str | None:
             "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a finished "
             f"{type(trainer.optimizer).__name__}, which works on the 16-bit weights: name it with `optim` instead."
         )
-    cls, kwargs = _optimizer_of(trainer)
+    cls, _ = _optimizer_of(trainer)
     is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    # Layer-wise optimizers and LOMO step within the backward pass; schedule-free ones move weights in `eval`.
-    if not is_plain or kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):
+    if not is_plain or steps_in_backward(trainer) or hasattr(cls, "eval"):  # schedule-free ones move weights in `eval`
         return (
             f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
             "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
         )
     return None
+
+
+def steps_in_backward(trainer: Trainer) -> bool:
+    """Returns whether `optim` names a layer-wise optimizer or LOMO, which step within the backward pass."""
+    _, kwargs = _optimizer_of(trainer)
+    return bool(kwargs.keys() & {"model", "optimizer_dict"})
 
 
 def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
@@ -236,20 +241,6 @@ def round_adapter(model: PeftModel) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(base)
-
-
-@contextmanager
-def parameters_kept(model: PeftModel) -> Iterator[None]:
-    """PEFT makes new parameters, in float32, when it loads an adapter over one in 16 bits."""
-    before = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    yield
-    for name, parameter in before.items():
-        module, _, leaf = name.rpartition(".")
-        places = model.get_submodule(module)._parameters
-        if places[leaf] is not parameter:
-            with torch.no_grad():
-                parameter.copy_(places[leaf])
-            places[leaf] = parameter
 
 
 def parts_of(sizes: list[int]) -> list[list[int]]:

@@ -27,6 +27,7 @@ from trl_atropos.metrics.timing import PUBLISH, Stopwatch
 from trl_atropos.protocol import tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
+from trl_atropos.weights.adapters import Way
 from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
@@ -57,6 +58,11 @@ class PolicyPublisher:
         self.on_pause: Callable[[], None] = lambda: None
         self._unwrap: Callable[[], None] = lambda: None
         self._metrics: dict[str, list[float]] = defaultdict(list)
+
+    @property
+    def adapter_way(self) -> Way:
+        """How an adapter reaches the servers."""
+        return None
 
     @property
     def trainer_version(self) -> int:
@@ -182,6 +188,10 @@ class ServerPublisher(PolicyPublisher):
         self._writes_when_held: int | None = None
         self._probe: Probe | None = None
         self._proof = Proof(self.servers, [])  # of nothing, until `attach`
+
+    @property
+    def adapter_way(self) -> Way:
+        return self.transfer.adapter_way
 
     @property
     def trainer_version(self) -> int:

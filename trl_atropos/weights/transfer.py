@@ -17,6 +17,7 @@ from trl_atropos.protocol import Attachment, ParameterSpec, machine_id
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors import channel as channels
 from trl_atropos.tensors.shared_memory import open_storage
+from trl_atropos.weights.adapters import Way
 
 ROOM = 0.05  # of a GPU's memory
 
@@ -37,6 +38,7 @@ class Transfer(ABC):
 
     in_place = False  # this process writes into the server's memory, so that its death would leave the weights torn
     steps_in_place = False  # the optimizer's step is what writes there, so that the pause is around the step
+    adapter_way: Way = "merged"  # how the mode brings an adapter to the servers
     clear_cache = True  # requests in flight recompute what they cached, because the weights that they use change
 
     def __init__(self, servers: Servers):
