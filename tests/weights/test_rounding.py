@@ -21,7 +21,7 @@ from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.weights.masters import use_masters
 
 ROWS = 16
-USUAL = 0.04  # what docs/exactness.md states
+USUAL = 0.05  # what docs/exactness.md states
 EDGE, SHIFT = 10.0, 5.0  # a bound on ratios; nats that an unlikely token's ratio is beyond: exp(5) is 148
 CLEAR = {"vllm_importance_sampling_clip_min": 0.0, "vllm_importance_sampling_clip_max": EDGE, "epsilon": 0.9}
 
