@@ -196,6 +196,23 @@ def test_one_kernel_is_given_the_keys_of_each_rollout(policy, window, monkeypatc
     torch.testing.assert_close(at_once, apart)
 
 
+def test_the_gradient_of_a_shared_prompt_is_added_over_its_rollouts_in_float32(policy):
+    """With queries of 0, all keys that a token sees have the same weight."""
+    count = 2000
+    layout = packing.Layout.of([4] * count, [1] * count, 4, 1, how_of(policy)._replace(shares=True), [0] * count)
+    length = layout.tokens.numel()  # three tokens of the prompt, then its last one and a completion of each rollout
+    assert length == 3 + 2 * count
+    query, key, value = (torch.zeros(1, heads, length, 8, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    value.requires_grad_()
+    places = layout.inputs["rollout_keys"], layout.inputs["rollout_lengths"]
+    attended, _ = packing.attend(policy.model.layers[0].self_attn, query, key, value, None, *places, dropout=0.0)
+    attended.sum().backward()
+    of_each_rollout = 1 / 4 + 1 / 5  # from its two tokens, which see four and five keys
+    of_the_prompt = torch.tensor([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3])
+    expected = 2 * (of_the_prompt + count * of_each_rollout)  # two heads of queries
+    torch.testing.assert_close(value.grad[0, 0, :3, 0].float(), expected, rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("prompts, alike", [([3, 3], [0, 1]), ([1, 1], [0, 0]), ([3, 3], None)])
 def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(policy, prompts, alike):
     how = how_of(policy)._replace(shares=True)

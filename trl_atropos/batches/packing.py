@@ -223,12 +223,31 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def attend(module, query, key, value, mask, rollout_keys=None, rollout_lengths=None, cu_seq_lens_q=None, **options):
     """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
     if rollout_keys is not None:
-        key, value = (tensor.index_select(2, rollout_keys) for tensor in (key, value))
+        key, value = (_SharedKeys.apply(tensor, rollout_keys) for tensor in (key, value))
     if rollout_lengths is not None:
         return _each_rollout(module, query, key, value, rollout_lengths, **options), None
     if cu_seq_lens_q is not None:
         return _varlen(query, key, value, cu_seq_lens_q, **options), None
     return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+class _SharedKeys(torch.autograd.Function):
+    """`index_select` along the row, (1, heads, T, head_dim). A shared prompt's gradient is summed over its rollouts in
+    float32: torch would round it to 16 bits after each of them."""
+
+    @staticmethod
+    def forward(ctx, row, places):
+        ctx.save_for_backward(places)
+        ctx.length = row.size(2)
+        return row.index_select(2, places)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        shape = (*gradient.shape[:2], ctx.length, gradient.size(3))
+        sums = exact.new_zeros(shape).index_add_(2, places, exact)
+        return sums.to(gradient.dtype), None
 
 
 @torch.compiler.disable

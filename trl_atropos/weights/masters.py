@@ -8,8 +8,10 @@ the parameters are set to the rounded masters, in their own memory. DeepSpeed an
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -265,15 +267,63 @@ def values_on_their_way(sizes: list[int]) -> int:
 def use_masters(trainer: Trainer, offload: bool = False) -> None:
     """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit parameters are trained.
     See `MasterOptimizer`."""
-    if not {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad} & set(HALF):
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    in_16_bits = [parameter for parameter in trained if parameter.dtype in HALF]
+    if not in_16_bits:
         return
     if why := why_no_masters(trainer):
         raise AtroposTrainingError(why)
+    if any(parameter.device.type == "cpu" for parameter in in_16_bits):
+        sum_in_float32()
     cls, kwargs = _optimizer_of(trainer)
     # As transformers does, which can no longer see that it is bitsandbytes.
     embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
     own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
     trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
+
+
+@cache
+def sum_in_float32() -> torch.library.Library:
+    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the returned library
+    lives. In 16 bits, torch rounds the gradient of an embedding, of a layer norm's weights and of a table that is
+    indexed after each token that it adds: of thousands, the last ones are lost. Those kernels now add in float32 and
+    round once. Values that are not in 16 bits go through torch's own kernels as before."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
+        for name, compute in (
+            ("embedding_dense_backward", _embedding_gradient),
+            ("native_layer_norm_backward", _layer_norm_gradients),
+            ("_index_put_impl_", _put_by_index),
+        ):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, partial(compute, kernel), "CPU", with_keyset=True)
+    return library
+
+
+def _embedding_gradient(kernel, keys, gradient, *arguments):
+    """`gradient`: of the embedded tokens, (..., width)."""
+    if gradient.dtype not in HALF:
+        return kernel.call_boxed(keys, gradient, *arguments)
+    return kernel.call_boxed(keys, gradient.float(), *arguments).to(gradient.dtype)
+
+
+def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, wanted):
+    """Returns the gradients of input, weight and bias, of which those `wanted` are computed."""
+    of_weights = any(wanted[1:])
+    if not of_weights or weight is None or weight.dtype not in HALF:
+        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
+    tensors = (gradient, x, mean, deviation, weight, bias)
+    gradient, x, mean, deviation, weight, bias = (None if one is None else one.float() for one in tensors)
+    found = kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
+    return tuple(None if one is None else one.to(tensors[0].dtype) for one in found)
+
+
+def _put_by_index(kernel, keys, table, indices, values, accumulate=False, unsafe=False):
+    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of zeros."""
+    if not accumulate or table.dtype not in HALF:
+        return kernel.call_boxed(keys, table, indices, values, accumulate, unsafe)
+    return table.copy_(kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe))
 
 
 @contextmanager
