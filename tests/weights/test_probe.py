@@ -2,12 +2,14 @@
 `test_colocate.py`."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from trl_atropos.weights.probe import LEAST_APART, MAX_SHARE, ProbeResult, Schedule, Tolerance, num_positions
+from tests.rollout_factory import make_trainer, uniform_batch
+from trl_atropos.weights.probe import LEAST_APART, MAX_SHARE, Probe, ProbeResult, Schedule, Tolerance, num_positions
 
 
 def probed(every: int | None, step: float, probe: float, steps: int) -> tuple[list[int], float]:
@@ -91,3 +93,23 @@ def test_the_first_publish_of_another_training_is_probed_again():
     schedule.publishes = schedule.probed = 0  # as when a training begins
     assert schedule.due(1.5, last=False)
     assert not schedule.due(2.0, last=False)
+
+
+@pytest.mark.parametrize(("runs", "rows"), [(1, 1), (2, 4)], ids=["as in training", "each sample"])
+def test_probe_scores_what_is_trained_in_turns(tiny_model, tmp_path, runs, rows):
+    batch = uniform_batch(tiny_model, 4, 4, 0)
+    trainer = make_trainer(tiny_model, tmp_path, batch, per_device_train_batch_size=16)
+    trainer.train()
+    seen = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, inputs, options: seen.append(options["input_ids"].size(0)), with_kwargs=True
+    )
+    prompt = torch.arange(2, 25)
+    tokens = torch.arange(30, 62).view(4, 8)
+    scored = Probe._score(SimpleNamespace(_trainer=trainer, _runs=runs), prompt.tolist(), tokens)
+    assert seen == [rows]
+    whole = torch.cat([prompt.expand(4, -1), tokens], dim=1)
+    with torch.no_grad():
+        logprobs = trainer.model.double()(whole).logits.log_softmax(-1)
+    own = logprobs[:, len(prompt) - 1 : -1].gather(2, tokens[..., None])[..., 0]
+    torch.testing.assert_close(scored, own, rtol=0, atol=1e-5)
