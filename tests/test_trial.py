@@ -151,7 +151,7 @@ def test_layer_that_leaks_is_refused(leak, family, dtype):
     added, reason = LEAKY[leak]
     model = made(FAMILIES[family], dtype)
     assert why_padded(model) is None
-    size = SIZE if dtype is torch.float32 else 10 * SIZE  # experts round by as much as the smaller one
+    size = SIZE if dtype is torch.float32 else 50 * SIZE  # experts in 16 bits may round by as much as the smaller
     model.model.layers[0].register_forward_hook(lambda module, inputs, states: states + size * added(states))
     assert reason in why_padded(model)
 
