@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.rollout_factory import Group, load_policy, make_group, make_trainer, step_logs
+from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos.batches.inputs import top_k_divergence
 from trl_atropos.rollouts.wire import MASKED
 
@@ -78,6 +79,45 @@ def compare(model: Path, folder: Path, groups: list[Group], **settings: Any) -> 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "vespo"])
 def test_the_term_and_its_gradient_are_the_formula(tiny_model, tmp_path, loss_type):
     compare(tiny_model, tmp_path, batch(tiny_model), loss_type=loss_type)
+
+
+@pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", ["GPT-2", "OPT", "Ministral"])
+def test_term_has_the_positions_of_each_rollout_alone(tmp_path, name, padding_free):
+    """Learned ones (GPT-2), learned ones that begin at 2 (OPT), and a window (Ministral)."""
+    folder = tmp_path / "model"
+    make_model(FAMILIES[name], folder)
+    groups = [taught(make_group(folder, 4, 300 + i), i) for i in range(4)]  # whose prompts differ in length
+    compare(folder, tmp_path, groups, padding_free=padding_free)
+
+
+@pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
+def test_every_pass_of_a_run_has_positions_that_begin_with_each_rollout(tmp_path, padding_free):
+    """The passes that train, those that score for later steps, of the reference model, and of the teacher's term."""
+    folder = tmp_path / "model"
+    make_model(FAMILIES["GPT-2"], folder)
+    several = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2}
+    settings = several | {"per_device_train_batch_size": 8, "beta": 0.1, "distillation_coef": COEF}
+    trainer = make_trainer(folder, tmp_path, batch(folder), padding_free=padding_free, **settings)
+    passes = {"policy": 0, "reference": 0}
+
+    def watch(name: str, model: torch.nn.Module) -> None:
+        def positions(module, inputs, options):
+            mask = options.get("attention_mask")
+            rows = inputs[0] if inputs else options["input_ids"]
+            places = options.get("position_ids")
+            passes[name] += 1
+            if places is None:
+                assert mask is None or bool(mask[:, 0].all()), "a row begins with padding"
+            else:
+                assert rows.size(0) == 1 and int((places == 0).sum()) > 1, "rollouts that share a row"
+
+        model.transformer.register_forward_pre_hook(positions, with_kwargs=True)
+
+    watch("policy", trainer.model)
+    watch("reference", trainer.ref_model)
+    trainer.train()
+    assert passes["policy"] > 8 and passes["reference"] > 0
 
 
 def test_the_term_is_at_temperature_1_whatever_the_sampling_temperature(tiny_model, tmp_path):

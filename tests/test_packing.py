@@ -18,7 +18,7 @@ from benchmarks.models import make_model as write_model
 from tests.rollout_factory import arguments, make_trainer, record, step_logs, uniform_batch
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
-from trl_atropos.batches import packing
+from trl_atropos.batches import packing, trial
 from trl_atropos.batches.micro_batches import without_padding
 from trl_atropos.weights.probe import keep_soft_cap, prepare_model
 
@@ -26,13 +26,14 @@ CPU = torch.device("cpu")
 # Tokens. Two rollouts side by side are as long; the longest are longer than the window of `Ministral`.
 PROMPTS, COMPLETIONS = [7, 3, 3, 1, 6], [40, 12, 12, 25, 1]
 P, C = max(PROMPTS), max(COMPLETIONS)
+LEAKS = "carry something from one rollout"
 PADDED = {  # families that cannot be packed, and why
     **dict.fromkeys(("Gemma 2", "GPT-J", "GPT-OSS", "BLOOM", "Mamba", "Mamba 2"), "computed by `eager`"),
     "Falcon": "computed by `sdpa`",  # its own, which cannot be told another
-    **dict.fromkeys(("StableLM", "Nemotron"), "carry something from one rollout"),  # they do not pass the borders on
-    **dict.fromkeys(("Qwen3-Next", "Granite 4 (hybrid)", "Granite 4 (hybrid, experts)"), "layers of linear_attention"),
-    **dict.fromkeys(("Nemotron-H", "Zamba 2", "Falcon-H1", "LFM2-MoE"), "it has layers of"),
-    "Llama 4": "layers of chunked_attention",
+    **dict.fromkeys(("StableLM", "Nemotron"), LEAKS),  # they do not pass the borders on
+    **dict.fromkeys(("Qwen3-Next", "Granite 4 (hybrid)", "Granite 4 (hybrid, experts)"), LEAKS),
+    **dict.fromkeys(("Nemotron-H", "Zamba 2", "Falcon-H1", "LFM2-MoE"), LEAKS),
+    "Llama 4": "2 of 2 layers have a window of 128 tokens in their mask, and pass one of None",
 }
 
 
@@ -85,14 +86,14 @@ def how_of(model, multiple: int = 1) -> packing.How:
 def test_a_family_is_scored_alike_or_padded(name, tmp_path):
     make_model(FAMILIES[name], tmp_path, "float32")
     model = load(tmp_path)
-    why = packing.why_padded(FORWARD, model, model, how_of(model))
+    why = trial.why_padded(model, model, how_of(model))
     assert (why is None) == (name not in PADDED), why
     if why is not None:
         assert PADDED[name] in why
         return
     ids, mask = padded(model.config.get_text_config().vocab_size - 1)
     scored_as_apart(model, ids, mask, how_of(model), None)
-    assert packing.why_unshared(FORWARD, model, model, how_of(model)) is None
+    assert trial.why_unshared(model, model, how_of(model)) is None
     ids, mask, alike = padded_alike(model.config.get_text_config().vocab_size - 1)
     scored_as_apart(model, ids, mask, how_of(model)._replace(shares=True), alike)
 
@@ -308,10 +309,10 @@ def test_on_a_gpu_a_row_is_scored_as_its_rollouts_are(name, dtype, compiled, sha
     make_model(FAMILIES[name], tmp_path, "float32")
     alone, packed = load(tmp_path).cuda(), load(tmp_path).to("cuda", dtype)
     how = packing.How.of(packed, torch.device("cuda"), None, 1)
-    assert packing.why_padded(FORWARD, packed, packed, how) is None
+    assert trial.why_padded(packed, packed, how) is None
     if compiled:
         packing.compile_layers(packed)
-    assert packing.why_unshared(FORWARD, packed, packed, how) is None
+    assert trial.why_unshared(packed, packed, how) is None
     ids, mask, alike = padded_alike(250) if shares else (*padded(250), None)
     ids, mask, parts = ids.cuda(), mask.cuda(), [slice(0, 5)] if shares else [slice(0, 4), slice(4, 5)]
     scores = packing.score_all(FORWARD, packed, ids, mask, C, parts, how._replace(shares=shares), alike)[0]

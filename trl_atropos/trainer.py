@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 
 from trl_atropos import distributed as ranks
 from trl_atropos.batches import inputs as batch_inputs
-from trl_atropos.batches import micro_batches, numerics, packing
+from trl_atropos.batches import micro_batches, numerics, packing, trial
 from trl_atropos.batches.micro_batches import Batch, join, lengths_of, take, trim, without_padding
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.errors import RecipeError, RolloutError
@@ -269,6 +269,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.aux_loss_enabled and not hasattr(self.model.config.get_text_config(), "num_experts"):
             kind = base_model(self.model).config.model_type
             raise ValueError(f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`.")
+        limit = trial.longest_alike(base_model(self.model).config)
+        if math.isfinite(limit) and (longest := self._longest_rollout()) > limit:
+            what = (
+                f"Rollouts may have {longest} tokens, and one of more than {limit} changes how this model computes "
+                "the others of its batch (its rotary embedding goes by the longest), which no server does"
+            )
+            fix = f"Set `max_sequence_length: {limit}`, and start the server with `--max-model-len {limit}`."
+            raise RecipeError(what, f"max_sequence_length: {longest}", fix)
 
     def train(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
@@ -285,9 +293,9 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
+        self._set_up_layers()  # before the probe, which scores as training does
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._movement = Movement()
-        self._packs = self._how_packed()
         device, trained = self.accelerator.device, [p for p in self.model.parameters() if p.requires_grad]
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
             gradients = sum(4 * parameter.numel() for parameter in trained)  # with masters, they are float32
@@ -308,10 +316,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         run = RunInfo(
             batch_size=self.args.generation_batch_size,
-            # A publisher refuses what its server cannot take.
-            max_sequence_length=self.args.max_sequence_length
-            or self.policy_publisher.server_max_length()
-            or model.config.max_position_embeddings,
+            max_sequence_length=self._longest_rollout(),
             temperature=self.args.temperature,
             starting_step=self.state.global_step,
             max_steps=self.args.max_steps,
@@ -333,19 +338,28 @@ class AtroposGRPOTrainer(GRPOTrainer):
             ranks.on_main(lambda: self.evaluator.start(self.state.global_step))
         self.stopwatch.start()
 
-    def _how_packed(self) -> packing.How | None:
-        """How rollouts are packed; `None` if they are padded. Compiles the layers if that is to be."""
+    def _set_up_layers(self) -> None:
+        """Finds out whether rollouts are packed, and compiles the layers if that is to be."""
         args, policy = self.args, base_model(self.model)
+        computed = [base_model(model) for model in (self.model, self.ref_model) if model is not None]
+        if args.padding_free:
+            for model in computed:
+                packing.use_packed_attention(model)
+            self._packs = self._how_packed()
+        if self._packs is None:
+            for model in computed:
+                packing.use_own_attention(model)
         worth = not self.is_sharded and packing.worth_compiling(policy, self.accelerator.device)
         if worth if args.compile_layers is None else args.compile_layers:
-            for computed in filter(None, (self.model, self.ref_model)):
-                packing.compile_layers(base_model(computed))
-        if not args.padding_free:
-            return None
+            for model in computed:
+                packing.compile_layers(model)
+
+    def _how_packed(self) -> packing.How | None:
+        """How rollouts are packed; `None` if this model must be padded."""
+        args, policy = self.args, base_model(self.model)
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         how = packing.How.of(policy, self.accelerator.device, autocast, self.pad_to_multiple_of or 1)
-        tried = super()._get_per_token_logps_and_entropies, self.model, policy, how
-        why = "it has a load-balancing loss" if self.aux_loss_enabled else packing.why_padded(*tried)
+        why = "it has a load-balancing loss" if self.aux_loss_enabled else self._first_reason(trial.why_padded, how)
         if why and args.numerics == "bitwise":
             what = f"`numerics: bitwise` needs rollouts in one row, and this model has them padded: {why}"
             raise RecipeError(what, "numerics: bitwise", "Leave `numerics` out.")
@@ -356,10 +370,23 @@ class AtroposGRPOTrainer(GRPOTrainer):
         asked = args.share_prompts
         if not (how.device.type == "cpu" if asked is None else asked):  # on GPUs it has not been measured
             return how
-        why = packing.why_unshared(*tried)
+        why = self._first_reason(trial.why_unshared, how)
         if why and asked and self.accelerator.is_main_process:
             logger.warning("Rollouts do not share their prompts (`share_prompts`) because of this model: %s.", why)
         return how._replace(shares=why is None)
+
+    def _first_reason(self, why_not: Callable[..., str | None], how: packing.How) -> str | None:
+        """What one of `trial.py`'s tests finds against the policy or the reference model, which both score rows."""
+        with self.accelerator.autocast():
+            models = (model for model in (self.model, self.ref_model) if model is not None)
+            reasons = [why_not(model, base_model(model), how) for model in models]
+        return next(filter(None, reasons), None)
+
+    def _longest_rollout(self) -> int:
+        """Most tokens of a rollout. A publisher refuses what its server cannot take."""
+        config = base_model(self.model).config
+        asked = self.args.max_sequence_length or self.policy_publisher.server_max_length()
+        return asked or config.max_position_embeddings
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is
@@ -800,8 +827,17 @@ class AtroposGRPOTrainer(GRPOTrainer):
         loss = loss * micro_batches.loss_share(self.args, len(inputs["completion_ids"]))
         if "distill_ids" not in inputs:
             return loss, None
+        layout = inputs.get("layout")
+        if layout is None:
+            masks = inputs["prompt_mask"], inputs["completion_mask"]
+            layout = packing.Layout.padded(*masks, self.pad_to_multiple_of or 1)
         term, divergence = batch_inputs.distillation_loss(
-            model, inputs, self.accelerator, self.args.steps_per_generation, self.current_gradient_accumulation_steps
+            model,
+            inputs,
+            layout,
+            self.accelerator,
+            self.args.steps_per_generation,
+            self.current_gradient_accumulation_steps,
         )
         return loss + self.args.distillation_coef * term, divergence
 

@@ -2,15 +2,18 @@
 `test_colocate.py`."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos.weights.probe import (
     LEAST_APART,
     LONG_EVERY,
     MAX_SHARE,
+    Probe,
     ProbeResult,
     RoundingWarnings,
     Schedule,
@@ -162,3 +165,23 @@ def test_every_eighth_probe_is_a_long_one_and_all_of_them_keep_their_share_of_th
             schedule.ran(seconds, now)
     assert kinds[:16] == ([False] * (LONG_EVERY - 1) + [True]) * 2
     assert spent / now <= MAX_SHARE * 1.05
+
+
+@pytest.mark.parametrize(("runs", "rows"), [(1, 1), (2, 4)], ids=["as in training", "each sample"])
+def test_probe_scores_what_is_trained_in_turns(tiny_model, tmp_path, runs, rows):
+    batch = uniform_batch(tiny_model, 4, 4, 0)
+    trainer = make_trainer(tiny_model, tmp_path, batch, per_device_train_batch_size=16)
+    trainer.train()
+    seen = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, inputs, options: seen.append(options["input_ids"].size(0)), with_kwargs=True
+    )
+    prompt = torch.arange(2, 25)
+    tokens = torch.arange(30, 62).view(4, 8)
+    scored = Probe._score(SimpleNamespace(_trainer=trainer, _runs=runs), prompt.tolist(), tokens)
+    assert seen == [rows]
+    whole = torch.cat([prompt.expand(4, -1), tokens], dim=1)
+    with torch.no_grad():
+        logprobs = trainer.model.double()(whole).logits.log_softmax(-1)
+    own = logprobs[:, len(prompt) - 1 : -1].gather(2, tokens[..., None])[..., 0]
+    torch.testing.assert_close(scored, own, rtol=0, atol=1e-5)

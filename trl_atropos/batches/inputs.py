@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from trl_atropos.batches.micro_batches import Batch
+from trl_atropos.batches.packing import Layout
 from trl_atropos.rollouts.rollout import ZERO_STD, Rollout, ScaleRewards, scalar_advantages
 
 if TYPE_CHECKING:
@@ -132,12 +133,12 @@ def top_k_divergence(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Te
     KL(teacher || student) over the teacher's top-k tokens, both renormalised over them; 0 where there are none.
 
     Args:
-        logits: `(B, C, V)`, the student's, at temperature 1.
-        ids: `(B, C, k)`, -1 where absent.
-        logprobs: `(B, C, k)` float32, the teacher's; anything where absent.
+        logits: `(..., V)`, the student's, at temperature 1.
+        ids: `(..., k)`, -1 where absent.
+        logprobs: `(..., k)` float32, the teacher's; anything where absent.
 
     Returns:
-        `(B, C)` float32, in nats (units of the natural logarithm).
+        `(...)` float32, in nats (units of the natural logarithm).
     """
     student = logits.gather(-1, ids.clamp(min=0)).float().where(ids >= 0, ABSENT).log_softmax(-1)
     teacher = logprobs.where(ids >= 0, ABSENT).log_softmax(-1)
@@ -145,13 +146,19 @@ def top_k_divergence(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Te
 
 
 def distillation_loss(
-    model: torch.nn.Module, inputs: Batch, accelerator: Accelerator, micro_batches: int, of_step: int
+    model: torch.nn.Module,
+    inputs: Batch,
+    layout: Layout,
+    accelerator: Accelerator,
+    micro_batches: int,
+    of_step: int,
 ) -> tuple[torch.Tensor, float]:
     """
     The distillation term of one micro-batch. It costs one forward of `model` with the logits of all completion tokens.
 
     Args:
         inputs: a micro-batch, with what `distillation_inputs` added.
+        layout: of the rows that the model computes, as for TRL's loss.
         micro_batches: number of them in the generation batch; `of_step`: in an optimizer step.
 
     Returns:
@@ -159,16 +166,23 @@ def distillation_loss(
         of the mean over all distilled tokens, as TRL has it for `dapo`. And a number that is the same on all ranks:
         the mean of it over the micro-batches is that mean, in nats.
     """
-    length = inputs["completion_ids"].size(1)
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).flatten()
+    rows = tokens[layout.tokens]
+    # The logits of only those columns are made in which any row has something to predict.
+    columns, column = (layout.predicts % rows.size(1)).unique(return_inverse=True)
+    places = layout.predicts // rows.size(1) * len(columns) + column
     with accelerator.autocast():
-        logits = model(
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            logits_to_keep=length + 1,
-            use_cache=False,
-        ).logits[:, :-1]  # the logits at a position predict the next token
-    distilled = distilled_tokens(inputs)
-    total = (top_k_divergence(logits, inputs["distill_ids"], inputs["distill_logprobs"]) * distilled).sum()
+        logits = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False).logits
+
+    def placed(values: torch.Tensor) -> torch.Tensor:
+        """(B, C, k) to (R, len(columns), k), where the logits predict; -1 where they predict nothing."""
+        flat = values.new_full((len(rows) * len(columns), values.size(-1)), -1)
+        flat = flat.index_copy(0, places, values.flatten(0, 1)[layout.columns])
+        return flat.view(len(rows), len(columns), -1)
+
+    ids = inputs["distill_ids"].where(distilled_tokens(inputs)[..., None], -1)
+    # Without any of the teacher's tokens, both sides have the same distribution, and no divergence.
+    total = top_k_divergence(logits, placed(ids), placed(inputs["distill_logprobs"])).sum()
     of_micro_batch = inputs["num_distilled_tokens"].clamp(min=1) / micro_batches
     divergence = accelerator.reduce(total.detach()) / of_micro_batch
     return total * accelerator.num_processes / (of_micro_batch * of_step), divergence.item()

@@ -6,7 +6,7 @@ in one kernel for variable lengths (16 bits), elsewhere by torch's own attention
 same prompt may share it: it stands in the row once, and the keys and values of all of them begin with its own.
 
 Not every model can be packed: layers that carry a state from token to token run across borders. So a model is tried
-before the first batch (`why_padded`), and padded as before (`micro_batches.without_padding`) if it fails.
+before the first batch (`trial.py`), and padded as before (`micro_batches.without_padding`) if it fails.
 """
 
 import inspect
@@ -28,27 +28,23 @@ from trl_atropos.rollouts.rollout import Rollout
 ATTENTION = "sdpa_packed"  # `attn_implementation` of a model that is packed; as `sdpa` for any other input
 FLASH = ("flash_attention_2", "flash_attention_3")  # these find the borders by themselves
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)  # torch's versions differ in them
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 WORTH_SHARING = 1 / 8  # of the tokens of a row: as many are not computed because rollouts share prompts
 WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has won back the time of compiling
 # Else a norm's gradient is compiled in one way for long rows and in another for short ones, of half a dozen lengths: a
 # row of new length would stop training for ten seconds.
 FOR_ALL_LENGTHS = {"triton.mix_order_reduction_non_strict_mode": True}
-TRIED = (24, 17)  # tokens of the two rollouts that a model is tried with
-# Nats that a rollout's log-probabilities may differ by in another row: by what stands before it, and from a row of
-# its own, which other kernels may compute; by the bytes of a number.
-LEAK, ALONE = {2: 5e-2, 4: 1e-3, 8: 1e-3}, {2: 0.6, 4: 2e-2, 8: 2e-2}
 Ints = Sequence[int] | np.ndarray
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a padded micro-batch stand in its row. Indices are int64 on the model's device."""
+    """Where the tokens of a padded micro-batch stand in what the model computes: in R rows of T tokens, which is one
+    row if they are packed. Indices are int64 on the model's device."""
 
-    tokens: torch.Tensor  # (1, T), into the flattened (B, P + C)
-    scored: torch.Tensor  # (1, T): 1 where a token of a completion stands
-    predicts: torch.Tensor  # (N,), into the row: the token before each token of a completion
+    tokens: torch.Tensor  # (R, T), into the flattened (B, P + C)
+    scored: torch.Tensor  # (R, T): 1 where a token of a completion stands
+    predicts: torch.Tensor  # (N,), into the flattened rows: the token before each token of a completion
     columns: torch.Tensor  # (N,), into the flattened (B, C)
-    inputs: dict[str, Any]  # what the model gets beside the row
+    inputs: dict[str, Any]  # what the model gets beside the rows
 
     @classmethod
     def of(
@@ -91,6 +87,32 @@ class Layout(NamedTuple):
         tokens, row, position, predicts, columns, keys = parts.split(sizes)
         inputs = how.inputs(position[None], lengths, keys if len(givers) else None, shared)
         return cls(tokens[None], row[None], predicts, columns, inputs)
+
+    @classmethod
+    def padded(cls, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, multiple: int = 1) -> "Layout":
+        """
+        One row for each rollout, which begins in its first column: the position of a token is its column, also for
+        models that learn positions. (TRL pads prompts on the left, and passes no positions.)
+
+        Args:
+            prompt_mask: (B, P), ones on the right; `completion_mask`: (B, C), ones on the left.
+            multiple: of the width of the rows.
+        """
+        count, prompt_width = prompt_mask.shape
+        width = completion_mask.size(1)
+        prompts = prompt_mask.sum(1, keepdim=True)
+        lengths = prompts + completion_mask.sum(1, keepdim=True)
+        longest = -(-int(lengths.max()) // multiple) * multiple
+        positions = torch.arange(longest, device=prompt_mask.device).expand(count, -1)
+        inside = positions < lengths
+        rollouts = torch.arange(count, device=prompt_mask.device)[:, None]
+        column = positions - prompts  # of the completion; below 0 in the prompt
+        tokens = rollouts * (prompt_width + width) + prompt_width + column
+        tokens = tokens.where(inside, tokens[:, :1])  # padding repeats the first token, which the mask hides
+        scored = inside & (column >= 0)
+        predicts = scored.flatten().nonzero()[:, 0] - 1
+        columns = (rollouts * width + column)[scored]
+        return cls(tokens, scored.long(), predicts, columns, {"attention_mask": inside.long()})
 
 
 def alike(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -220,6 +242,13 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
 
 
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Undoes `use_packed_attention`. Some families choose keys themselves only where their attention is named `sdpa`
+    (DeepSeek-V3.2, GLM-5): under another name they compute another model."""
+    if model.config._attn_implementation == ATTENTION:
+        model.set_attn_implementation("sdpa")
+
+
 def attend(module, query, key, value, mask, rollout_keys=None, rollout_lengths=None, cu_seq_lens_q=None, **options):
     """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
     if rollout_keys is not None:
@@ -291,61 +320,7 @@ def _varlen(
     return varlen_attn(query, key, value, borders, cu_seq_lens_k, max_length_q, max_length_k, **options)[None]
 
 
-# ----------------------------------------------------------------------------------------------------- what can be had
-
-
-@torch.no_grad()
-def why_padded(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> str | None:
-    """Why rollouts of this model cannot share a row; `None` if they can. `policy` is `model` without wrappers."""
-    if how.attention not in (ATTENTION, *FLASH):
-        return f"its attention is computed by `{how.attention}`"
-    if other := set(getattr(policy.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES:
-        return f"it has layers of {', '.join(sorted(other))}"
-    first, second = TRIED
-    ids = torch.arange(first + second, device=how.device) * 7919 % (policy.config.get_text_config().vocab_size - 1)
-    row = torch.nn.functional.pad(ids[first:], (0, first - second))
-    try:
-        behind, behind_another = (
-            _tried(forward, model, how, 1, torch.stack([other, row]), [first - 1, second - 1])[1, : second - 1]
-            for other in (ids[:first], ids[:first].flip(0))
-        )
-        alone = _tried(forward, model, how, 1, ids[None, first:], [second - 1])[0]
-    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
-        return f"packed, it fails ({type(error).__name__}: {error})"
-    if not (behind - behind_another).abs().max() <= LEAK[how.dtype.itemsize]:
-        return "its layers carry something from one rollout of a row to the next"
-    if not (behind - alone).abs().max() <= ALONE[how.dtype.itemsize]:
-        return "a rollout in a row of several is not computed as in one of its own"
-    return None
-
-
-@torch.no_grad()
-def why_unshared(forward: Callable[..., Scores], model: Any, policy: PreTrainedModel, how: How) -> str | None:
-    """Why rollouts of this model, which can be packed, cannot share their prompt; `None` if they can."""
-    if how.attention != ATTENTION:
-        return f"its attention is computed by `{how.attention}`"
-    prompt, completion = TRIED
-    vocabulary = policy.config.get_text_config().vocab_size - 1
-    ids = (torch.arange(2 * (prompt + completion), device=how.device) * 7919 % vocabulary).view(2, -1)
-    ids[1, :prompt] = ids[0, :prompt]
-    try:
-        together, apart = (
-            _tried(forward, model, how._replace(shares=shares), prompt, ids, [completion, completion - 1], [0, 0])
-            for shares in (True, False)
-        )
-    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
-        return f"with a shared prompt, it fails ({type(error).__name__}: {error})"
-    if not (together - apart).abs().max() <= ALONE[how.dtype.itemsize]:
-        return "a rollout is not computed as with a prompt of its own"
-    return None
-
-
-def _tried(forward, model, how: How, prompt: int, ids: torch.Tensor, completions: list[int], alike=None):
-    """Log-probabilities (B, C) of completions behind prompts of so many tokens, in one row."""
-    width = max(completions)
-    layout = Layout.of([prompt] * len(completions), completions, prompt, width, how, alike)
-    with torch.compiler.set_stance("force_eager"):
-        return score_packed(forward, model, ids, width, layout)[0].double()
+# ------------------------------------------------------------------------------------------------------------- layers
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -361,5 +336,10 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
     """Measured on GPUs, for dense models of 0.3 M to 8 B parameters."""
-    experts = any("expert" in name for name, _ in model.named_modules())
-    return device.type == "cuda" and not experts and model.num_parameters() >= WORTH_COMPILING
+    return device.type == "cuda" and not has_experts(model) and model.num_parameters() >= WORTH_COMPILING
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Some families have experts in a module's name, Granite in that of its class only."""
+    names = (name + type(module).__name__ for name, module in model.named_modules())
+    return any("expert" in name.lower() for name in names)

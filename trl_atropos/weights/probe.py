@@ -502,7 +502,12 @@ class Probe:
 
     @torch.no_grad()
     def _score(self, prompt_ids: list[int], tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in float64 on the CPU."""
+        """
+        Log-probabilities of `tokens`, (num_samples, num_tokens), after the prompt, in float64 on the CPU.
+
+        Every other probe, from the first on, has them scored by the trainer's own way of training, all samples in one
+        row if it packs rollouts. The others are scored by TRL's forward pass of each sample.
+        """
         model, num_tokens = self._trainer.model, tokens.shape[1]
         prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
         ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
@@ -511,7 +516,8 @@ class Probe:
         try:
             # Compiled layers would be compiled anew for a batch of this shape.
             with torch.compiler.set_stance("force_eager"):
-                score = GRPOTrainer._get_per_token_logps_and_entropies  # as in training, but for packing
+                scorer = type(self._trainer) if self._runs % 2 == 1 else GRPOTrainer
+                score = scorer._get_per_token_logps_and_entropies
                 logprobs, _, _ = score(self._trainer, model, ids, torch.ones_like(ids), num_tokens)
         finally:
             model.train(training)
