@@ -61,13 +61,20 @@ from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import checkpoint as checkpoints
 from trl_atropos.weights import masters
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+from trl_atropos.weights.probe import (
+    keep_soft_cap,
+    name_backbone,
+    num_positions,
+    prepare_model,
+    restore_what_changes,
+)
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 
 logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 EVALUATION_POLL = 0.1  # seconds
+MOST_TOKENS = 2**31 - 2  # of a rollout, where neither a server nor the model says how long it may be
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
 # What TRL appends for each micro-batch, and averages: here short rollouts share one, and long ones another.
@@ -183,12 +190,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
             self._refuse_what_cannot_be_trained()
-            for computed in (self.model, self.ref_model):
-                if computed is not None:
-                    keep_soft_cap(base_model(computed))
-                    packing.use_packed_attention(base_model(computed))
-                    numerics.use(args, computed, self.accelerator.device, self.is_sharded)
-            prepare_model(self.model, warn=self.accelerator.is_main_process)
+            for computed in self._models():
+                name_backbone(base_model(computed))
+                keep_soft_cap(base_model(computed))
+                packing.use_packed_attention(base_model(computed))
+                numerics.use(args, computed, self.accelerator.device, self.is_sharded)
+            self._silenced = prepare_model(self.model, warn=self.accelerator.is_main_process)
             self._regroups = args.group_by_length and not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
@@ -241,8 +248,12 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
+        self._check_computation()
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._packs = self._how_packed()
+        if self._packs is None:
+            for computed in self._models():
+                packing.use_own_attention(base_model(computed))
         device, trained = self.accelerator.device, [p for p in self.model.parameters() if p.requires_grad]
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
             gradients = sum(4 * parameter.numel() for parameter in trained)  # with masters, they are float32
@@ -263,7 +274,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             # A publisher refuses what its server cannot take.
             max_sequence_length=self.args.max_sequence_length
             or self.policy_publisher.server_max_length()
-            or model.config.max_position_embeddings,
+            or int(min(num_positions(model.config), MOST_TOKENS)),
             temperature=self.args.temperature,
             starting_step=self.state.global_step,
             max_steps=self.args.max_steps,
@@ -285,12 +296,43 @@ class AtroposGRPOTrainer(GRPOTrainer):
             ranks.on_main(lambda: self.evaluator.start(self.state.global_step))
         self.stopwatch.start()
 
+    def _models(self) -> list[torch.nn.Module]:
+        """The policy, and the reference model if it is a model of its own."""
+        return [model for model in (self.model, self.ref_model) if model is not None]
+
+    def _check_computation(self) -> None:
+        """Compares what is trained with what the models compute by themselves, on one short row. All ranks do, because
+        the forward pass of a sharded model is one of all ranks."""
+        policy = base_model(self.model)
+        is_main = self.accelerator.is_main_process
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        dtype = autocast or next(parameter.dtype for parameter in policy.parameters())
+        row = numerics.Row(
+            policy.config,
+            num_positions(policy.config),
+            self.accelerator.device,
+            self.accelerator.autocast,
+            dtype,
+            self.args.temperature,
+        )
+        restore_what_changes(self._silenced, partial(row.logits, self.model), warn=is_main)
+        noise = numerics.noise_left(self.model, row)
+        if noise is not None and is_main:
+            logger.warning(
+                "%s computes log-probabilities that differ by %.2g nats in the mean between training mode and "
+                "evaluation mode, which the server samples from. It has noise that is not called dropout or jitter: "
+                "turn it off in the model's configuration.",
+                *(type(policy).__name__, noise),
+            )
+        for computed in self._models():
+            numerics.check_head(computed, row)
+
     def _how_packed(self) -> packing.How | None:
         """How rollouts are packed; `None` if they are padded. Compiles the layers if that is to be."""
         args, policy = self.args, base_model(self.model)
         worth = not self.is_sharded and packing.worth_compiling(policy, self.accelerator.device)
         if worth if args.compile_layers is None else args.compile_layers:
-            for computed in filter(None, (self.model, self.ref_model)):
+            for computed in self._models():
                 packing.compile_layers(base_model(computed))
         if not args.padding_free:
             return None
