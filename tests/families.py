@@ -305,7 +305,14 @@ def with_images(text: str, vision: dict[str, Any] | None, **fields: Any) -> Fami
 
 
 FAMILIES |= {
-    "gemma3": with_images("gemma3_text", {**VISION, **PATCHES}, mm_tokens_per_image=4),
+    "gemma3": Family(
+        {
+            # With images, Transformers' own head has no cap, and one in the configuration is refused.
+            "text_config": FAMILIES["gemma3_text"].fields | {"final_logit_softcapping": None},
+            "vision_config": {**VISION, **PATCHES},
+            "mm_tokens_per_image": 4,
+        }
+    ),
     "gemma4": with_images("gemma4_text", None, audio_config=None),
     "gemma4_unified": with_images("gemma4_text", None, audio_config=None),
     "llama4": with_images("llama4_text", {**VISION, **PATCHES, "vision_output_dim": 32}),
