@@ -11,8 +11,11 @@ from tests.weights.architectures import BARE_LOSS, BASE, EXPERTS, LATENT, MAMBA,
 from tests.weights.architectures import FAMILIES as ATTACHED
 
 WINDOW = 16  # tokens
-# Parts of names of parameters that no gradient reaches: they choose keys, experts, or the first state of a recurrence.
-WITHOUT_GRADIENT = ("indexer.", "expert_bias", "e_score_correction_bias", "z_L_init")
+# Parts of names of parameters that no gradient reaches: of selections, of first states, and of what sees images.
+WITHOUT_GRADIENT = (
+    *("indexer.", "expert_bias", "e_score_correction_bias", "z_L_init"),
+    *("vision_tower.", "multi_modal_projector."),
+)
 OTHER_HEAD = "TRL's fused head computes other log-probabilities"
 
 
