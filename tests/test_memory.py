@@ -30,7 +30,7 @@ from tests.weights.live import restore, snapshot
 from tests.weights.trainers import make_publisher, make_trainer
 from trl_atropos.check import examine
 from trl_atropos.check.fit import Estimate, estimate, findings
-from trl_atropos.check.launch import GIB, Launch, case_of, plan_of
+from trl_atropos.check.launch import GIB, Case, Launch, case_of, plan_of
 from trl_atropos.check.memory import _head_bytes, disk, smallest_cache, state_bytes
 from trl_atropos.recipe import parse
 from trl_atropos.weights.masters import MasterOptimizer
@@ -635,3 +635,9 @@ def test_a_server_without_room_for_one_sequence_is_found_if_the_run_starts_it(la
     by_hand = on_gpus(tmp_path, large, 40, **settings, start_vllm=False)
     assert list(findings(by_hand)) == [] and by_hand.server is None
     assert "  The server is not started by this run, and not estimated." in by_hand.table()
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_a_model_without_positions_is_served_as_long_as_vllm_would(family):
+    case = Case(recipe=None, plan=None, config=AutoConfig.for_model(family), flags={}, peft_config=None)
+    assert case.max_model_len == 2048

@@ -3,17 +3,30 @@
 vLLM's own kernels need a GPU: `tests/weights/test_gpu.py` compares those. Here, torch's take their place.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from trl.trainer.utils import add_fused_lm_head
 
+from tests import families
+from tests.rollout_factory import make_trainer, uniform_batch
 from tests.test_packing import FORWARD
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos.batches import packing
-from trl_atropos.batches.numerics import Exact, replaced, use, use_float32_head
+from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import server_flags
@@ -155,6 +168,94 @@ def test_a_head_in_float32_rounds_no_logits_and_leaves_the_weights_as_they_are(t
     weight = model.lm_head.weight
     assert weight.dtype is weight.grad.dtype is torch.bfloat16 and weight.grad.abs().max() > 0
     assert (model.model.embed_tokens.weight is weight) == tied
+
+
+# Models that do something to their logits, or to what their head takes, and what that is.
+SCALED = {
+    "cohere": {"logit_scale": 0.3},
+    "falcon_h1": {"lm_head_multiplier": 0.3},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma3n_text": {"final_logit_softcapping": 2.0},
+    "gemma4_text": {"final_logit_softcapping": 2.0},
+    "gptj": {},  # its head has a bias
+    "granite": {"logits_scaling": 3.0},
+    "granitemoehybrid": {"logits_scaling": 3.0},
+    "hyperclovax": {"logits_scaling": 3.0},
+    "minicpm3": {"dim_model_base": 32},
+    "nanochat": {**families.BASE, "final_logit_softcapping": 2.0},
+    "phi": {},  # its head has a bias
+    "phimoe": {"lm_head_bias": True},
+    "vaultgemma": {"final_logit_softcapping": 2.0},
+}
+NOT_KNOWN_TO_TRL = {
+    "recurrent_gemma": {"logits_soft_cap": 2.0},
+    "inkling_text": {"logits_mup_width_multiplier": 3.0},
+    "llama": {"logit_scale": 0.3},  # which Llama does not apply
+    "xlstm": {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "output_logit_soft_cap": 2.0},
+}
+
+
+def family_with_head(name: str, numerics: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Row]:
+    """A model with the head that the trainer gives it, whose logits reach 10 or so."""
+    changed = (SCALED | NOT_KNOWN_TO_TRL)[name]
+    fields = families.FAMILIES[name].fields if name in families.FAMILIES else {}
+    tokens = {"vocab_size": 259, "eos_token_id": 258, "pad_token_id": 257, "bos_token_id": None}
+    config = AutoConfig.for_model(name, **{**tokens, **fields, **changed})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        head = model.get_output_embeddings()
+        head.weight *= 3
+        if head.bias is not None:
+            head.bias += torch.randn_like(head.bias)
+    model = model.to(dtype)
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    if numerics == "float32_head":
+        use_float32_head(model, 0.7)
+    return model, Row(config, 256, CPU, nullcontext, dtype, temperature=0.7)
+
+
+@pytest.mark.parametrize("numerics", ["default", "float32_head"])
+@pytest.mark.parametrize("name", SCALED)
+def test_what_a_family_does_to_its_logits_is_done_to_those_that_are_trained(name, numerics):
+    model, row = family_with_head(name, numerics, torch.float32)
+    with torch.no_grad():
+        logits = model.eval()(row.ids, use_cache=False).logits[:, :-1] / 0.7
+    expected = logits.log_softmax(-1).gather(-1, row.ids[:, 1:, None])[..., 0]
+    scored = row.outputs(model, labels=row.ids, fused_lm_head=True).log_probs
+    assert (scored - expected).abs().max() < 1e-4
+    check_head(model, row)
+
+
+@pytest.mark.parametrize("numerics", ["default", "float32_head"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, torch.float32) for name in NOT_KNOWN_TO_TRL),
+        *((name, torch.bfloat16) for name in NOT_KNOWN_TO_TRL if name != "xlstm"),  # which fails in 16 bits on a CPU
+    ],
+)
+def test_a_family_whose_logits_trl_computes_otherwise_is_refused(name, numerics, dtype):
+    model, row = family_with_head(name, numerics, dtype)
+    with pytest.raises(RecipeError, match=f"for models of the family {name} than their own forward"):
+        check_head(model, row)
+
+
+@pytest.mark.parametrize("numerics", ["default", "float32_head"])
+@pytest.mark.parametrize("name", ["cohere", "gemma4_text", "phi"])
+def test_rounding_to_16_bits_is_no_reason_to_refuse_a_family(name, numerics):
+    check_head(*family_with_head(name, numerics, torch.bfloat16))
+
+
+def test_the_reference_model_is_compared_with_its_own_logits_too(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), beta=0.1)
+    trainer._check_computation()
+    trainer.ref_model.config.logit_scale = 0.5  # as if its configuration had one that the model does not apply
+    add_fused_lm_head(trainer.ref_model, outputs=("log_probs", "entropy"))
+    with pytest.raises(RecipeError, match="for models of the family qwen3 than their own forward"):
+        trainer.train()
 
 
 def settings(**given) -> AtroposGRPOConfig:

@@ -504,9 +504,39 @@ def test_a_model_computes_the_same_in_training_as_where_it_is_sampled_from(name)
     tokens = torch.randint(64, (4, 12))
     before = model(tokens, use_cache=False).logits
     assert not torch.equal(before, model(tokens, use_cache=False).logits)
+    sampled = model.eval()(tokens, use_cache=False).logits
     assert named in silence(model)
-    trained = model(tokens, use_cache=False).logits
-    assert torch.equal(trained, model.eval()(tokens, use_cache=False).logits)
+    assert torch.equal(model(tokens, use_cache=False).logits, sampled)
+    assert torch.equal(model.train()(tokens, use_cache=False).logits, sampled)
+
+
+def test_an_attribute_with_the_name_of_noise_is_restored_if_it_changes_what_is_sampled(tiny_model, tmp_path, caplog):
+    """Here, the first layer scales its output by what is called dropout."""
+    with caplog.at_level("WARNING"):
+        args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        layer = model.model.layers[0]
+        layer.scale_dropout, layer.self_attn.attention_dropout = 0.5, 0.1
+        layer.register_forward_hook(lambda module, inputs, output: output * (1 - module.scale_dropout))
+        trainer = AtroposGRPOTrainer(model, args, rollout_source=ReplaySource([]))
+        assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.0, 0.0)
+        trainer._check_computation()
+    assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.5, 0.0)
+    assert "`scale_dropout` stays at 0.5: with 0, the model would compute something else" in caplog.text
+    assert "`attention_dropout` stays" not in caplog.text
+
+
+def test_noise_of_another_name_is_reported(tiny_model, tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
+        trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]))
+        trainer._check_computation()
+        assert "noise" not in caplog.text
+        layer = trainer.model.model.layers[0]
+        shift = torch.linspace(-1, 1, trainer.model.config.hidden_size)
+        layer.register_forward_hook(lambda module, inputs, output: output + module.training * shift)
+        trainer._check_computation()
+    assert "It has noise that is not called dropout or jitter" in caplog.text
 
 
 def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path, caplog):
@@ -514,7 +544,7 @@ def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
         trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]), peft_config=adapter)
-    assert "set to 0 for training (lora_dropout 0.05), because the server samples without" in caplog.text
+    assert "off for training (lora_dropout 0.05), because the server samples without" in caplog.text
     assert all(module.p == 0 for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout))
 
 

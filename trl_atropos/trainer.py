@@ -71,7 +71,13 @@ from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
 from trl_atropos.weights.gather import base_model, local_parts, shape_of, unwrap
-from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+from trl_atropos.weights.probe import (
+    keep_soft_cap,
+    name_backbone,
+    num_positions,
+    prepare_model,
+    restore_what_changes,
+)
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
 from trl_atropos.weights.savable import require_savable, require_writable
 
@@ -79,6 +85,7 @@ logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 1_000_003  # optimizer steps after which the draw of a run with the next seed would begin
 EVALUATION_POLL = 0.1  # seconds
+MOST_TOKENS = 2**31 - 2  # of a rollout, where neither a server nor the model says how long it may be
 POLL_SECONDS = 1.0  # how often the other ranks hear from rank 0, well below any process group's timeout
 
 # What TRL appends for each micro-batch, and averages: here short rollouts share one, and long ones another.
@@ -238,12 +245,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Sets how the policy and the reference model compute."""
         if isinstance(self.model, PeftModel) and adapters.REFERENCE in self.model.peft_config and self.args.beta:
             adapters.complete_reference(self.model)
-        for computed in (self.model, self.ref_model):
-            if computed is not None:
-                keep_soft_cap(base_model(computed))
-                packing.use_packed_attention(base_model(computed))
-                numerics.use(self.args, computed, self.accelerator.device, self.is_sharded)
-        prepare_model(self.model, warn=self.accelerator.is_main_process)
+        for model in self._models():
+            computed = base_model(model)
+            name_backbone(computed)
+            keep_soft_cap(computed)
+            packing.use_packed_attention(computed)
+            numerics.use(self.args, model, self.accelerator.device, self.is_sharded)
+        self._silenced = prepare_model(self.model, warn=self.accelerator.is_main_process)
 
     def _refuse_adapters(self, model: Any, args: AtroposGRPOConfig, new: PeftConfig | None) -> None:
         """Raises `RecipeError` for an adapter that cannot be trained, or not be published in this mode."""
@@ -293,6 +301,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _begin(self, optimizer: Any) -> None:
         """Called when training begins, after a checkpoint was loaded."""
         self.state.compute_steps(self.args, self.args.max_steps)  # `save_steps` and the like are this run's
+        self._check_computation()
         self._set_up_layers()  # before the probe, which scores as training does
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._movement = Movement()
@@ -338,10 +347,41 @@ class AtroposGRPOTrainer(GRPOTrainer):
             ranks.on_main(lambda: self.evaluator.start(self.state.global_step))
         self.stopwatch.start()
 
+    def _models(self) -> list[torch.nn.Module]:
+        """The policy, and the reference model if it is a model of its own."""
+        return [model for model in (self.model, self.ref_model) if model is not None]
+
+    def _check_computation(self) -> None:
+        """Compares what is trained with what the models compute by themselves, on one short row. All ranks do, because
+        the forward pass of a sharded model is one of all ranks."""
+        policy = base_model(self.model)
+        is_main = self.accelerator.is_main_process
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        dtype = autocast or next(parameter.dtype for parameter in policy.parameters())
+        row = numerics.Row(
+            policy.config,
+            num_positions(policy.config),
+            self.accelerator.device,
+            self.accelerator.autocast,
+            dtype,
+            self.args.temperature,
+        )
+        restore_what_changes(self._silenced, partial(row.logits, self.model), warn=is_main)
+        noise = numerics.noise_left(self.model, row)
+        if noise is not None and is_main:
+            logger.warning(
+                "%s computes log-probabilities that differ by %.2g nats in the mean between training mode and "
+                "evaluation mode, which the server samples from. It has noise that is not called dropout or jitter: "
+                "turn it off in the model's configuration.",
+                *(type(policy).__name__, noise),
+            )
+        for computed in self._models():
+            numerics.check_head(computed, row)
+
     def _set_up_layers(self) -> None:
         """Finds out whether rollouts are packed, and compiles the layers if that is to be."""
         args, policy = self.args, base_model(self.model)
-        computed = [base_model(model) for model in (self.model, self.ref_model) if model is not None]
+        computed = [base_model(model) for model in self._models()]
         if args.padding_free:
             for model in computed:
                 packing.use_packed_attention(model)
@@ -378,15 +418,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
     def _first_reason(self, why_not: Callable[..., str | None], how: packing.How) -> str | None:
         """What one of `trial.py`'s tests finds against the policy or the reference model, which both score rows."""
         with self.accelerator.autocast():
-            models = (model for model in (self.model, self.ref_model) if model is not None)
-            reasons = [why_not(model, base_model(model), how) for model in models]
+            reasons = [why_not(model, base_model(model), how) for model in self._models()]
         return next(filter(None, reasons), None)
 
     def _longest_rollout(self) -> int:
         """Most tokens of a rollout. A publisher refuses what its server cannot take."""
         config = base_model(self.model).config
         asked = self.args.max_sequence_length or self.policy_publisher.server_max_length()
-        return asked or config.max_position_embeddings
+        return asked or int(min(num_positions(config), MOST_TOKENS))
 
     def _when_wanted_soon(self, pull: Callable[[], None]) -> None:
         """A pull lets the environments begin another batch. In the pause of the last publish before the next batch is

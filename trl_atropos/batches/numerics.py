@@ -9,7 +9,8 @@ to the last bit. The backward pass is torch's own: each operation has the gradie
 that the server's kernel found.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from peft import PeftModel
 from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from trl.trainer.utils import add_fused_lm_head
@@ -32,6 +33,8 @@ VLLM_VERSION = "0.26"  # whose kernels these are; those of other versions were n
 VOCABULARY_MULTIPLE = 64  # that vLLM pads the head to
 PAGE = 16  # tokens of a page of the KV cache, as on the server
 ROWS_AT_ONCE = 2048  # tokens whose logits are in memory at the same time
+ROW = 64  # tokens that a model's own forward pass is compared on
+APART = 1e-3  # nats that two computations of that row may differ by in the mean, where nothing is rounded to 16 bits
 
 
 class Kernels:
@@ -307,3 +310,79 @@ def why_not(model: torch.nn.Module, device: torch.device, sharded: bool) -> str 
     if model.dtype is not torch.bfloat16:
         return f"for weights in {model.dtype}, but for `dtype: bfloat16`"
     return None
+
+
+class Row:
+    """
+    A short row of tokens, and what a model computes of it.
+
+    Args:
+        config: of the model.
+        longest: tokens that the model has positions for.
+        autocast: the context that the trainer computes in; `dtype`: of products in there.
+        temperature: that logits are divided by.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        longest: float,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager],
+        dtype: torch.dtype,
+        temperature: float = 1.0,
+    ):
+        length = int(min(ROW, longest))
+        vocabulary = config.get_text_config().vocab_size
+        self.ids = (torch.arange(length, device=device) * 7919 % (vocabulary - 1))[None]
+        self.autocast, self.dtype, self.temperature = autocast, dtype, temperature
+
+    @torch.no_grad()
+    def outputs(self, model: torch.nn.Module, training: bool = False, **inputs: Any) -> Any:
+        """Of one forward pass, in evaluation mode or in training mode."""
+        before = model.training
+        model.train(training)
+        try:
+            with self.autocast():
+                return model(input_ids=self.ids, attention_mask=torch.ones_like(self.ids), **inputs)
+        finally:
+            model.train(before)
+
+    def logits(self, model: torch.nn.Module, training: bool = False) -> torch.Tensor:
+        """(1, T, V), float32, by the model's own head."""
+        return self.outputs(model, training, use_cache=False).logits.float() / self.temperature
+
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """(1, T - 1), of each token after the one before it, in nats."""
+        return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None])[..., 0]
+
+    def allowed(self, logits: torch.Tensor) -> float:
+        """Nats that log-probabilities may differ by in the mean, if these logits were rounded to the row's dtype."""
+        largest = logits.abs().amax(-1).mean().item()
+        return max(APART, torch.finfo(self.dtype).eps * largest)
+
+
+def check_head(model: torch.nn.Module, row: Row) -> None:
+    """Raises `RecipeError` if TRL's head, which computes log-probabilities from hidden states without the model's own
+    code, leaves out what the model does to its logits, such as a cap or a scale."""
+    logits = row.logits(model)
+    fused = row.outputs(model, labels=row.ids, fused_lm_head=True).log_probs
+    difference = (fused.float() - row.logprobs(logits)).abs().mean().item()
+    if difference <= row.allowed(logits):  # false for NaN
+        return
+    family = model.config.get_text_config().model_type
+    raise RecipeError(
+        f"TRL's fused head computes other log-probabilities for models of the family {family} than their own forward "
+        f"pass ({difference:.2g} nats apart in the mean): it leaves out, or adds, a cap or a scale of their logits",
+        f"model_type: {family}",
+        "Train a model of another family, or use a version of TRL whose `add_fused_lm_head` knows this one.",
+    )
+
+
+def noise_left(model: torch.nn.Module, row: Row) -> float | None:
+    """Nats in the mean by which a model computes something else in training mode than in evaluation mode, where it is
+    sampled from; `None` if that is rounding."""
+    logits = row.logits(model)
+    trained = row.logprobs(row.logits(model, training=True))
+    difference = (trained - row.logprobs(logits)).abs().mean().item()
+    return None if difference <= row.allowed(logits) else difference

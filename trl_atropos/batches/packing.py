@@ -28,6 +28,9 @@ from trl_atropos.rollouts.rollout import Rollout
 ATTENTION = "sdpa_packed"  # `attn_implementation` of a model that is packed; as `sdpa` for any other input
 FLASH = ("flash_attention_2", "flash_attention_3")  # these find the borders by themselves
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)  # torch's versions differ in them
+# What some models pass to their attention beside query, key and value, which changes what it computes: which keys a
+# query sees, what is added to its scores, and a cap on them.
+NOT_PACKED = ("indices", "block_indices", "position_bias", "s_aux", "softcap")
 WORTH_SHARING = 1 / 8  # of the tokens of a row: as many are not computed because rollouts share prompts
 WORTH_COMPILING = 50_000_000  # parameters: below, a run may end before it has won back the time of compiling
 # Else a norm's gradient is compiled in one way for long rows and in another for short ones, of half a dozen lengths: a
@@ -249,15 +252,28 @@ def use_own_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa")
 
 
-def attend(module, query, key, value, mask, rollout_keys=None, rollout_lengths=None, cu_seq_lens_q=None, **options):
-    """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights."""
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    rollout_keys: torch.Tensor | None = None,
+    rollout_lengths: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query: (1, heads, T, head_dim). Returns (1, T, heads, head_dim), and no weights. The first five arguments have
+    the names of Transformers' own functions for attention, because some models pass them by name."""
+    if rollout_lengths is None and cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if changed := [name for name in NOT_PACKED if options.get(name) is not None]:
+        raise NotImplementedError(f"its attention takes `{changed[0]}`, which packed rollouts do not have")
     if rollout_keys is not None:
         key, value = (_SharedKeys.apply(tensor, rollout_keys) for tensor in (key, value))
     if rollout_lengths is not None:
         return _each_rollout(module, query, key, value, rollout_lengths, **options), None
-    if cu_seq_lens_q is not None:
-        return _varlen(query, key, value, cu_seq_lens_q, **options), None
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
+    return _varlen(query, key, value, cu_seq_lens_q, **options), None
 
 
 class _SharedKeys(torch.autograd.Function):

@@ -30,6 +30,7 @@ from trl_atropos.weights.probe import drops_soft_cap
 
 UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 GIB = 1 << 30
+LENGTH_WITHOUT_POSITIONS = 2048  # tokens: vLLM's `max_model_len` for BLOOM or Mamba (vllm/config/model.py)
 
 
 def refused(look: Callable[[], Any], seen: str = "") -> Iterator[Finding]:
@@ -217,7 +218,8 @@ class Case:
 
     @property
     def max_model_len(self) -> int:
-        return self.whole("max-model-len", self.config.get_text_config().max_position_embeddings)
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return self.whole("max-model-len", LENGTH_WITHOUT_POSITIONS if positions is None else positions)
 
     @property
     def parts(self) -> int:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ LENGTH_STEP = 32  # tokens to within which the length is found from which on bot
 # Of a run's time on a GPU that probes may take, and publishes between two, where the configuration does not say.
 MAX_SHARE, LEAST_APART = 0.02, 4
 LONG_EVERY = 8  # of so many probes, one is near the run's longest rollouts
-NOISE = re.compile("dropout|pdrop|layerdrop|jitter")  # in names of modules' attributes and of a config's fields
+DROPOUT = re.compile("dropout|pdrop|layerdrop")  # in names of modules' attributes and of a config's fields
+JITTER = re.compile("jitter")  # in names of routers' attributes
 NO_NOISE = re.compile("classifier|summary")  # of heads that a language model does not have
 
 CURES = (
@@ -545,30 +547,111 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
-def silence(model: torch.nn.Module) -> dict[str, float]:
-    """Sets all dropout, of the model and of its adapters, and all noise of routers to 0: the server samples without.
-    Returns what was not 0, by name."""
-    found: dict[str, float] = {}
+class Noise(NamedTuple):
+    """What makes a model random in training, under one name such as `attention_dropout`."""
+
+    value: float  # the last one that was found
+    places: list[tuple[Any, str, float]]  # object, attribute, and its value before it became 0
+
+    def off(self) -> None:
+        for place, attribute, _ in self.places:
+            setattr(place, attribute, 0.0)
+
+    def restore(self) -> None:
+        for place, attribute, value in self.places:
+            setattr(place, attribute, value)
+
+
+def silence(model: torch.nn.Module) -> dict[str, Noise]:
+    """Sets all dropout, of the model and of its adapters, to 0, and keeps noisy routers out of training mode: the
+    server samples without noise. Returns what was found, by name."""
+    found: dict[str, Noise] = {}
+
+    def note(name: str, value: float) -> list[tuple[Any, str, float]]:
+        places = found[name].places if name in found else []
+        found[name] = Noise(value, places)
+        return places
+
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p:
-            found[path.removesuffix(".default").rpartition(".")[2]] = module.p  # an adapter's has its name at the end
-            module.p = 0.0
-    configs = [model.config, model.config.get_text_config()]  # some forwards read them
+            name = path.removesuffix(".default").rpartition(".")[2]  # an adapter's has its name at the end
+            note(name, module.p).append((module, "p", module.p))
+        for name, value in _numbers(module, JITTER):
+            # A value of 0 would be wrong: to PhiMoE's routers, it is a threshold in evaluation mode, too.
+            note(name, value)
+            keep_evaluating(module)
+    config = model.config
+    text_config = config.get_text_config()
+    configs = [config] if text_config is config else [config, text_config]  # some forwards read them
     for place in [*model.modules(), *configs]:
-        for name, value in list(vars(place).items()):
-            if isinstance(value, float) and value and NOISE.search(name) and not NO_NOISE.search(name):
-                found[name] = value
-                setattr(place, name, 0.0)
+        for name, value in _numbers(place, DROPOUT):
+            note(name, value).append((place, name, value))
+    for noise in found.values():
+        noise.off()
     return found
 
 
-def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> None:
-    """Sets up a model, with its adapter, for training on what the server samples."""
-    policy = base_model(model)
-    if policy.base_model is policy:  # Llama 4 names a backbone that it does not have; TRL scores from its states
-        policy.base_model_prefix = "model"
-    if (found := silence(model)) and warn:
+def _numbers(place: Any, pattern: re.Pattern) -> list[tuple[str, float]]:
+    """Attributes of a module or a configuration whose names match, and whose values are numbers but not 0."""
+    named = [(name, value) for name, value in vars(place).items() if isinstance(value, float) and value]
+    return [(name, value) for name, value in named if pattern.search(name) and not NO_NOISE.search(name)]
+
+
+def keep_evaluating(module: torch.nn.Module) -> None:
+    """Keeps a module, but not its children, in evaluation mode, whatever mode the model is set to."""
+    module.training = False
+    module.train = partial(_train_children, module)
+
+
+def _train_children(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    for child in module.children():
+        child.train(mode)
+    return module
+
+
+def prepare_model(model: torch.nn.Module, *, warn: bool = True) -> dict[str, Noise]:
+    """Sets up a model, with its adapter, for training on what the server samples. Returns what it silenced."""
+    name_backbone(base_model(model))
+    found = silence(model)
+    if found and warn:
         logger.warning(
-            "Dropout and noise are set to 0 for training (%s), because the server samples without.",
-            ", ".join(f"{name} {value:g}" for name, value in found.items()),
+            "Dropout and noise are off for training (%s), because the server samples without.",
+            ", ".join(f"{name} {noise.value:g}" for name, noise in found.items()),
         )
+    return found
+
+
+def name_backbone(policy: PreTrainedModel) -> None:
+    """Corrects a class that names a backbone which it does not have (Llama 4): TRL scores from its hidden states."""
+    if policy.base_model is policy:
+        policy.base_model_prefix = "model"
+
+
+def restore_what_changes(found: dict[str, Noise], score: Callable[[], torch.Tensor], warn: bool = True) -> None:
+    """
+    Restores, with a warning, those of the silenced attributes that change what a model computes in evaluation mode.
+
+    Args:
+        found: from `silence`.
+        score: computes a tensor in evaluation mode, such as logits. Every rank calls it as often, because the forward
+            pass of a sharded model is one of all ranks.
+    """
+    silenced = {name: noise for name, noise in found.items() if noise.places}
+    if not silenced:
+        return
+    for noise in silenced.values():
+        noise.restore()
+    loaded = score()
+    # Not always 0 on GPUs, where kernels are tuned in the first pass, and some add up in any order.
+    between_passes = (score() - loaded).abs().max()
+    for name, noise in silenced.items():
+        noise.off()
+        difference = (score() - loaded).abs().max()
+        if on_main(lambda difference=difference: bool(difference > between_passes)):
+            noise.restore()
+            if warn:
+                logger.warning(
+                    "`%s` stays at %g: with 0, the model would compute something else where it is sampled from, too "
+                    "(logits that differ by up to %.2g).",
+                    *(name, noise.value, difference.item()),
+                )
