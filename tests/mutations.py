@@ -220,8 +220,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        'kwargs.keys() & {"model", "optimizer_dict"} or hasattr(cls, "eval"):',
-        'kwargs.keys() & {"model", "optimizer_dict"}:',
+        'steps_in_backward(trainer) or hasattr(cls, "eval"):',
+        "steps_in_backward(trainer):",
         "tests/weights/test_masters.py::test_optimizers_that_cannot_have_masters_are_refused",
     ),
     Mutation(
@@ -233,8 +233,8 @@ MUTATIONS: list[Mutation] = [
     # ------------------------------------------------------------------------------------------------------ services
     Mutation(
         "trl_atropos/services/evaluations.py",
-        '"gain_low": fmean(gains) - error',
-        '"gain_low": fmean(gains) + error',
+        "shares[problem] - before[problem] for problem in both",
+        "before[problem] - shares[problem] for problem in both",
         "tests/test_evaluation.py::test_the_gain_is_of_pairs",
     ),
     Mutation(
@@ -251,26 +251,26 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "if result is None or result.step > step or step == 0:",
-        "if result is None or result.step > step:",
+        "if step == 0 or int(made_at[1]) > step:",
+        "if int(made_at[1]) > step:",
         "tests/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "        shutil.rmtree(folder, ignore_errors=True)\n        folder.mkdir(parents=True)\n",
-        "        folder.mkdir(parents=True)\n",
+        "            shutil.rmtree(folder, ignore_errors=True)\n            folder.mkdir(parents=True)\n",
+        "            folder.mkdir(parents=True)\n",
         "tests/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "if self._needed or process.step == 0:",
-        "if process.step == 0:",
+        "if self._needed or is_first:",
+        "if is_first:",
         "tests/test_evaluation.py::test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed",
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "            self._services.end(process.service)\n",
-        "",
+        "        self._services.end(process.service)\n        del",
+        "        del",
         "tests/test_evaluation.py::test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_needed",
     ),
     Mutation(
@@ -445,8 +445,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/wire.py",
-        "np.where((values <= 0.0) & (values >= -FLOAT32_MAX), values, np.nan)",
-        "np.where(values >= -FLOAT32_MAX, values, np.nan)",
+        "np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan)",
+        "np.where(values >= LOWEST_LOGPROB, values, np.nan)",
         "tests/rollouts/test_intake.py::test_a_logprob_that_cannot_be_one_is_unknown",
     ),
     # ------------------------------------------------------------------------------------------------------ commands

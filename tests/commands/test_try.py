@@ -92,7 +92,7 @@ def test_end_token_that_stands_twice_between_turns_is_pointed_at(recipe, tiny_mo
             r"Environment 'quickstart' failed: KeyError: 'w' \(my/e.py:7 in score\)\.",
         ),
         ({"scores": [1.0]}, "A run would drop this group .* scores has 1 entries for 8 rollouts"),
-        ({"generation_params": {"temperature": 0.5}}, "Environment quickstart sampled at temperature 0.5"),
+        ({"generation_params": {"temperature": 0.5}}, "environment quickstart sampled at temperature 0.5"),
         ({"size": 6}, "Groups of 6 do not fill a generation batch of 64 rollouts"),
     ],
 )
