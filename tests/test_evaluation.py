@@ -301,19 +301,26 @@ def logged(trainer: AtroposGRPOTrainer) -> dict[int, float]:
 VALUES = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.2}
 
 
-def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "another run's")  # so that it is put back
-    monkeypatch.delenv(TOKEN_VARIABLE)
+def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
+    """The control token that a run's servers would be started with, and the one that its evaluations ask them with, if
+    the environment has none."""
     asked_with = []
 
     def note_token(recipe, services, evaluator) -> None:
         asked_with.append(evaluator._servers[0].token)
 
-    monkeypatch.setattr(train, "start_services", lambda *run: None)
-    monkeypatch.setattr(train, "train", note_token)
-    train.run(parsed(tiny_model, tmp_path, [ENTRY], start_vllm=True))
-    (token,) = asked_with
-    assert len(token) > 20 and token == environment_token()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, "another run's")  # so that it is put back
+        patch.delenv(TOKEN_VARIABLE)
+        patch.setattr(train, "start_services", lambda *run: None)
+        patch.setattr(train, "train", note_token)
+        train.run(parsed(tiny_model, folder, [ENTRY], start_vllm=True))
+        return environment_token(), asked_with[0]
+
+
+def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(tiny_model, tmp_path):
+    served, asked_with = tokens_of_a_run(tiny_model, tmp_path)
+    assert len(served) > 20 and asked_with == served
 
 
 def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(tiny_model, tmp_path):

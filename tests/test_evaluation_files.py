@@ -295,7 +295,7 @@ def is_group(sent) -> bool:
     if not fields or not all(isinstance(field, list) for field in fields):
         return False
     tokens, masks, scores = fields
-    if not len(tokens) == len(masks) == len(scores) > 0 or not all(map(oracle.is_finite32, scores)):
+    if not len(tokens) == len(masks) == len(scores) > 0 or not all(map(oracle.is_bounded, scores)):
         return False
     for ids, mask in zip(tokens, masks):
         if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
@@ -407,6 +407,7 @@ def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
 def test_evaluation_that_does_not_get_ready_is_told(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
     monkeypatch.setattr(evaluations, "TOLD_EVERY", 0.6)
+    monkeypatch.delenv("COLUMNS", raising=False)  # by which lines are cut
     with hanging(tmp_path, ready=False) as made:
         assert not made.ready(6, first=False, last=False, timeout=1.0)
         assert made.ready(7, first=False, last=False, timeout=0) is False

@@ -8,9 +8,10 @@ import argparse
 import math
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-from transformers import TrainerState
+from transformers import GenerationConfig, TrainerState
 
 from recipes.quickstart.make_model import byte_tokenizer
 from trl_atropos import AtroposGRPOConfig
@@ -41,7 +42,8 @@ def make_run(folder: Path, steps: int, *, end: bool = True, every: int = 1, name
         output_dir=str(folder), max_steps=steps, run_name=name, use_cpu=True, bf16=False, report_to="none"
     )
     state, log = TrainerState(max_steps=steps), RunLog(folder, {"model_name_or_path": HOSTILE})
-    log.on_train_begin(config, state, None, processing_class=_tokenizer())
+    model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=None))
+    log.on_train_begin(config, state, None, model=model, processing_class=_tokenizer())
     spool, health, books = Spool(folder / "rollouts", 1e12), Health({}, ()), Books()
     trainer = TrainerLogprobs(spool.folder)
     for step in range(steps + 1):

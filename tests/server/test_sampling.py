@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
 from trl_atropos.server.plane import Refused
-from trl_atropos.server.sampling import LOWEST_LOGPROB, SETTINGS_OF, _sampled_logprobs, _settings, parse
+from trl_atropos.server.sampling import LOWEST_LOGPROB, NUMBERS_OF, _sampled_logprobs, _settings, parse
 
 
 def completion(positions: list[dict[int, float]], flat: bool) -> CompletionOutput:
@@ -38,7 +38,7 @@ def test_a_model_that_computes_nan_is_an_error_of_the_server(flat):
 
 @pytest.mark.parametrize(("asked", "noted"), [(-1, 0), (0, 0), (20, 20)])
 def test_all_tokens_are_noted_in_one_way(asked, noted):
-    settings = _settings(*SETTINGS_OF(SamplingParams(temperature=0.5, top_k=asked, min_p=0.1)))
+    settings = _settings(*NUMBERS_OF(SamplingParams(temperature=0.5, top_k=asked, min_p=0.1)))
     assert (settings.temperature, settings.top_k, settings.min_p) == (0.5, noted, 0.1)
 
 

@@ -193,16 +193,17 @@ class Wrong:
     def __init__(self, trainer, size=5e-4, positions=slice(1, 2), times=math.inf, beyond=0) -> None:
         self.size, self.positions, self.times, self.beyond = size, positions, times, beyond
         self.lengths: list[int] = []  # of the sequences that were scored
-        trainer.model.register_forward_hook(self, with_kwargs=True)
+        probe = trainer.policy_publisher._probe
+        self._score, probe._score = probe._score, self
 
-    def __call__(self, model, args, kwargs, output):
-        if "position_ids" not in kwargs:  # no training, whose rollouts are packed
-            self.lengths.append(kwargs["input_ids"].size(1))
-            if self.times > 0 and self.lengths[-1] >= self.beyond:
-                self.times -= 1
-                sampled = (kwargs["labels"][0, 1:] != -100).nonzero()[self.positions]
-                output.log_probs[0, sampled] += self.size
-        return output
+    def __call__(self, prompt_ids: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Takes the place of `Probe._score`."""
+        logprobs = self._score(prompt_ids, tokens)
+        self.lengths.append(len(prompt_ids) + tokens.shape[1])
+        if self.times > 0 and self.lengths[-1] >= self.beyond:
+            self.times -= 1
+            logprobs[0, self.positions] += self.size
+        return logprobs
 
 
 def test_the_probe_looks_again_before_it_takes_rounding_for_other_weights(make_trainer, caplog):
