@@ -221,12 +221,12 @@ from trl_atropos.tensors import fingerprint as f
 
 def by_kernel(prints):
     sums = torch.zeros(prints.count, 2, dtype=torch.int64)
-    for (itemsize, packed), table in f._tables_of(prints.rectangles).items():
-        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, f.COLUMNS, f.FIELDS)
+    for (itemsize, packed, width), table in f._tables_of(prints.rectangles).items():
+        f._add_parts[(len(table),)](table, sums, 8 * itemsize, packed, width, f.FIELDS)
     return (sums % f.P).tolist()
 
 for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
-    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (66, 1030), (3, 2064)]:
+    for shape in [(5, 7), (3, 4, 5), (11,), (), (6, 1), (66, 1030), (3, 2064), (3, 4096)]:
         values = torch.randn(shape).to(dtype)
         whole = f.Part.whole(shape)
         numbers = [1] if len(values.flatten()) > 10_000 else [1, 1, 0]  # the interpreter is slow

@@ -43,7 +43,9 @@ EXACT_ROWS = 1 << (53 - 15 - 30)
 REMAINDER_AFTER = 1 << 9  # sums below 2**53, which int64 adds exactly
 AT_ONCE = 1 << 17  # entries that the CPU converts to float64
 COLUMNS_AT_ONCE = 1 << 11
-ROWS, COLUMNS = 64, 2048  # of a part that one program of the kernel reads
+ROWS = 64  # of a part that one program of the kernel reads
+# Its columns. Wide ones have fewer instructions for an element, but lanes beyond the last column do nothing.
+WIDE, NARROW = 2048, 1024
 FIELDS = 9  # of a program's entry in its table
 
 
@@ -167,8 +169,8 @@ class Fingerprints:
         """Int64 (count, 2), on the device of the parameters, which it is only queued on."""
         sums = torch.zeros(self.count, 2, dtype=torch.int64, device=self.device)
         if self.device.type == "cuda":
-            for (itemsize, packed), table in self._tables.items():
-                _add_parts[(len(table),)](table, sums, 8 * itemsize, packed, COLUMNS, FIELDS)
+            for (itemsize, packed, width), table in self._tables.items():
+                _add_parts[(len(table),)](table, sums, 8 * itemsize, packed, width, FIELDS)
             return sums % P
         for number, rectangle in self.rectangles:
             sums[number] += _sums(rectangle)
@@ -268,18 +270,19 @@ def _weights(first: int, step: int, count: int, salt: int) -> torch.Tensor:
     return (x ^ x >> 15) + 1
 
 
-def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool], torch.Tensor]:
-    """By bytes of an element, and whether rows can be read 16 bytes at a time: for each program of the kernel where it
-    reads, and what that counts for."""
-    entries: dict[tuple[int, bool], list[list[int]]] = {}
+def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool, int], torch.Tensor]:
+    """By bytes of an element, whether rows can be read 16 bytes at a time, and the columns that a program of the kernel
+    reads: for each program where it reads, and what that counts for."""
+    entries: dict[tuple[int, bool, int], list[list[int]]] = {}
     for number, (values, row, row_step, column, column_step) in found:
         (rows, columns), (row_stride, column_stride), itemsize = values.shape, values.stride(), values.element_size()
         packed = column_stride == 1 and not (values.data_ptr() | row_stride * itemsize | columns * itemsize) % 16
-        for i, j in itertools.product(range(0, rows, ROWS), range(0, columns, COLUMNS)):
+        width = NARROW if columns % WIDE else WIDE
+        for i, j in itertools.product(range(0, rows, ROWS), range(0, columns, width)):
             address = values.data_ptr() + (i * row_stride + j * column_stride) * itemsize
             place = [row + i * row_step, row_step, column + j * column_step, column_step]
-            part = [min(ROWS, rows - i) << 32 | min(COLUMNS, columns - j), row_stride, column_stride]
-            entries.setdefault((itemsize, packed), []).append([address, *part, *place, number])
+            part = [min(ROWS, rows - i) << 32 | min(width, columns - j), row_stride, column_stride]
+            entries.setdefault((itemsize, packed, width), []).append([address, *part, *place, number])
     device = found[0][1].values.device if found else "cpu"
     return {kind: torch.tensor(table, device=device) for kind, table in entries.items()}
 
