@@ -271,8 +271,8 @@ def _weights(first: int, step: int, count: int, salt: int) -> torch.Tensor:
 
 
 def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool, int], torch.Tensor]:
-    """By bytes of an element, whether rows can be read 16 bytes at a time, and the columns that a program of the kernel
-    reads: for each program where it reads, and what that counts for."""
+    """By bytes of an element, whether rows can be read 16 bytes at a time, and the columns that a program reads: for
+    each program of the kernel where it reads, and what that counts for."""
     entries: dict[tuple[int, bool, int], list[list[int]]] = {}
     for number, (values, row, row_step, column, column_step) in found:
         (rows, columns), (row_stride, column_stride), itemsize = values.shape, values.stride(), values.element_size()
