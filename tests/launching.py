@@ -107,6 +107,8 @@ class Run:
         env: Variables of the run.
         terminal: Type the command into an interactive shell on a pseudo-terminal.
         recipe: Path of the recipe, seen from the repository's root.
+        command: What to start instead of the recipe in accelerate's launcher.
+        shell: All variables of the shell that it is started from, by default `users_environment()`.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class Run:
         env: dict[str, str] | None = None,
         terminal: bool = False,
         recipe: str = RECIPE,
+        command: list[str] | None = None,
+        shell: dict[str, str] | None = None,
     ):
         self.folder = folder
         self.entry = entry
@@ -127,13 +131,14 @@ class Run:
         self.shm_before = shared_inodes()
         accelerate = str(Path(sys.executable).with_name("accelerate"))
         # fmt: off
-        self.command = [
+        self.command = command or [
             accelerate, "launch", "--quiet", "--config_file", "configs/accelerate/cpu.yaml", "-m", entry,
             "--config", recipe, "--output_dir", str(folder), "--model_name_or_path", str(model),
             "--atropos_url", self.atropos_url, "--vllm_server_base_url", self.vllm_url, *flags,
         ]
         # fmt: on
-        self.env = {**users_environment(), **(env or {}), MARKER: self.marker}
+        variables = users_environment() if shell is None else shell
+        self.env = {**variables, **(env or {}), MARKER: self.marker}
         self.terminal = terminal
         self._seen: dict[int, int] = {}  # process id -> start time
         self._mapped: set[int] = set()  # inodes of files in /dev/shm

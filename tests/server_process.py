@@ -57,6 +57,10 @@ class Server:
     def generate(self, **body):
         return requests.post(f"{self.url}/generate", json={"logprobs": 0, **body}, timeout=60)
 
+    def waiting(self) -> int:
+        """How many requests for samples are held back. Only while they are, and under a lease."""
+        return self.control("POST", "/hold", {"held": True, "let_in": 0.0}).json()["waiting"]
+
     def metric(self, name: str) -> float:
         """One of vLLM's own numbers, such as `num_requests_running`."""
         lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()

@@ -82,7 +82,7 @@ def test_a_wait_twice_the_process_groups_timeout_trips_nothing(restartable_api, 
     for rank in (0, 1):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert told["step"] == 1
-        assert told["logs"][0]["time/wait_for_rollouts"] >= WAIT - 1
+        assert told["logs"][0]["time/wait_for_rollouts"] >= 1.5 * TIMEOUT  # it begins to wait a while after it joins
         assert told["refusal"].startswith("2 services may take 900 s each to become healthy (`service_timeout`), but")
 
 

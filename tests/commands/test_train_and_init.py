@@ -69,6 +69,7 @@ def launched(monkeypatch, tmp_path):
     ("gpus", "line", "asked"),
     [
         (False, QUICKSTART, {"cpu": True, "num_processes": 1, "num_machines": 1, "mixed_precision": "no"}),
+        (False, QUICKSTART, {"num_cpu_threads_per_process": 1}),  # of the recipe's `env`
         (True, QUICKSTART, {"cpu": False, "num_processes": 1, "gpu_ids": "2"}),
         (True, f"{QUICKSTART} --use_cpu true", {"cpu": True, "num_processes": 1}),
         (True, f"{QUICKSTART} --num_processes 4", {"cpu": False, "num_processes": 4, "gpu_ids": None}),
@@ -86,6 +87,19 @@ def test_without_a_configuration_of_accelerate_one_process_trains(launched, monk
     assert options.training_script_args[:2] == ["--config", QUICKSTART]
     assert options.training_script_args[-2:] == ["--max_steps", "5"]
     assert os.environ["OMP_NUM_THREADS"] == "1"  # before accelerate looks for it
+
+
+def test_accelerate_has_no_default_to_warn_of(launched, monkeypatch, tmp_path):
+    """It has one for the threads if `OMP_NUM_THREADS` is not set, as in a new shell."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 5\n")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    commands.train([str(recipe)])
+    (options,) = launched
+    defaulted = ("num_processes", "num_machines", "mixed_precision", "dynamo_backend", "num_cpu_threads_per_process")
+    assert [getattr(options, name) for name in defaulted] == [1, 1, "no", "no", 4]
 
 
 FAILED = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="none")

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.forge import FORKED_ENGINES
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
+from tests.weights.versions import wait_for
 from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
 from trl_atropos.services.manager import Services, port_of
 
@@ -175,10 +176,10 @@ def publish(front, models) -> Publish:
         Call(lambda: load(complete, publish.replies["complete"])),
         Call(watch),
     ]
-    time.sleep(1)
+    wait_for(lambda: all(publish.replies.values()) and publish.infos, "replies of every kind")
     with lease(front):
         publish.in_flight = Call(lambda: sample(front, num_tokens=400))
-        time.sleep(0.5)
+        wait_for(lambda: front.metric("num_requests_running") == 3, "this request to begin beside the other two")
         publish.paused_from = time.monotonic()
         assert front.control("POST", "/pause", {"clear_cache": True}).status_code == 200
         publish.paused_at = time.monotonic()
@@ -187,8 +188,15 @@ def publish(front, models) -> Publish:
         assert reply.status_code == 200, reply.text
         publish.answer = reply.json()
         publish.seeds.append(seed_of_engine(front))
+        before = {kind: len(replies) for kind, replies in publish.replies.items()}
         front.control("POST", "/resume", {"policy_version": NEW_VERSION})
-    time.sleep(1)
+    wait_for(
+        lambda: (
+            all(len(replies) >= before[kind] + 2 for kind, replies in publish.replies.items())
+            and publish.infos[-1]["policy_version"] == NEW_VERSION
+        ),
+        "replies of every kind by the new version",
+    )
     stop.set()
     for call in calls:
         call.result()
@@ -392,7 +400,7 @@ def assert_gone(processes: list[psutil.Process], since: float) -> None:
 def test_an_engine_that_dies_is_reported_and_ends_the_front(doomed):
     server, process, behind, log = doomed
     in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
-    time.sleep(0.5)
+    wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
     began = time.monotonic()
     (engine,) = behind[0].children()
     engine.kill()
@@ -411,9 +419,9 @@ def test_sigterm_ends_everything_whatever_is_held_or_in_flight(doomed):
     server, process, behind, _log = doomed
     with lease(server):
         in_flight = Call(lambda: sample(server, num_tokens=500, n=64))
-        time.sleep(0.5)
+        wait_for(lambda: server.metric("num_requests_running") > 0, "the request to begin")
         Call(lambda: server.control("POST", "/pause"))
-        time.sleep(0.2)
+        wait_for(lambda: info(server)["paused"], "the pause to begin")
         held = Call(lambda: sample(server))
         time.sleep(0.2)
         began = time.monotonic()

@@ -21,6 +21,22 @@ def test_a_probe_that_never_ran_is_not_called_zero(tmp_path, probe, told, replay
     assert any(title in line for line in lines)
 
 
+@pytest.mark.parametrize("resumed_at", [0, 6])
+def test_what_is_of_the_last_start_only_is_said_so(tmp_path, resumed_at):
+    summary = {"reward_first": 0.25, "reward_last": 0.5, "probe_max_abs_diff": None, "wall_s": 3.0}
+    log = RunLog(tmp_path)
+    log.resumed_at = resumed_at
+    lines = closing_lines(summary, log, str, "curve.png", False, [])
+    since = " since step 6" if resumed_at else ""
+    assert lines[1:] == [
+        f"Sample completions {'at step 6' if resumed_at else 'before training'} (prompt -> completion, reward):",
+        "Sample completions after training (prompt -> completion, reward):",
+        f"Mean reward{since}: first 10 batches 0.250, last 10 batches 0.500",
+        f"Wall time{since}: 3 s",
+        "Reward curve: curve.png",
+    ]
+
+
 def of_each(scores: list[float]) -> dict[str, list[float]]:
     """The same scores of every problem."""
     return {f"{i}": scores for i in range(40)}

@@ -183,7 +183,7 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
             waiting += [pool.submit(complete, server, stream) for stream in (False, True)]
             assert len(client.sample([97, 98], 4, 1.0)) == 1
             assert begun.result().ok
-            time.sleep(0.5)
+            wait_for(lambda: server.waiting() == 3, "the requests to be held")
             assert not any(one.done() for one in waiting)
         finally:
             client.hold(False, 1.0)
@@ -192,15 +192,15 @@ def test_requests_that_are_held_wait_while_the_trainer_and_what_is_in_flight_are
         several = []
         for _ in range(4):
             several.append(pool.submit(server.generate, prompt="abc=", max_tokens=2))
-            time.sleep(0.2)
+            wait_for(lambda: server.waiting() == len(several), "the request to be held")
         client.hold(True, 0.5)  # those that came first
         assert [one.result().ok for one in several[:2]] == [True, True]
-        time.sleep(0.5)
+        assert server.waiting() == 2
         assert [one.done() for one in several[2:]] == [False, False]
         client.hold(True, 1.0)
         assert [one.result().ok for one in several[2:]] == [True, True]
         held = pool.submit(server.generate, prompt="abc=", max_tokens=2)
-        time.sleep(0.5)
+        wait_for(lambda: server.waiting() == 1, "the request to be held")
         assert not held.done()
         with pytest.raises(requests.Timeout):
             requests.post(f"{server.url}/generate", json={"prompt": "abc="}, timeout=0.5)

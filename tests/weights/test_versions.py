@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -315,10 +315,11 @@ def test_a_few_rows_at_another_temperature_are_a_warning(policy, server, caplog)
 
 
 @contextmanager
-def environment(server: Server, api: Api, ahead: int | None = None, second: int = 24) -> Iterator[None]:
+def environment(server: Server, api: Api, ahead: int | None = None, second: int = 24) -> Iterator[Callable[[], bool]]:
     """Sends groups of four without a pause, as far ahead of the trainer as it gets; or, like Atropos, with at most
     `ahead` batches of two groups in flight and at the API. The completions of every second batch have `second` tokens,
-    those of the others 24."""
+    those of the others 24. Yields what tells, while requests are held, whether all that it may ask for is asked for,
+    and what has begun has ended: it is at the API, or held."""
     stop, rng, lock, most = threading.Event(), random.Random(0), threading.Lock(), 2 * (ahead or 1)
     begun, in_flight = itertools.count(), []
 
@@ -328,6 +329,9 @@ def environment(server: Server, api: Api, ahead: int | None = None, second: int 
                 return None
             in_flight.append(1)
             return 24 if next(begun) % most < 2 else second
+
+    def rests() -> bool:
+        return api.get("/status")["queue_size"] + server.waiting() == most
 
     def work() -> None:
         while not stop.is_set():
@@ -350,7 +354,7 @@ def environment(server: Server, api: Api, ahead: int | None = None, second: int 
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield rests
     finally:
         stop.set()
         for thread in threads:
@@ -359,6 +363,12 @@ def environment(server: Server, api: Api, ahead: int | None = None, second: int 
 
 def completion_of(row: Rollout) -> Completion:
     return Completion(row.prompt_ids.tolist(), row.completion_ids.tolist(), row.logprobs.tolist())
+
+
+def pulled_ahead(source: AtroposSource) -> int:
+    """Rows that were pulled and not handed out when the last ones were."""
+    state = source.state()
+    return state["pulled"] - state["cursor"]
 
 
 def run_info(policy: MovingPolicy, folder: Path) -> RunInfo:
@@ -401,13 +411,12 @@ def test_strictly_on_policy_nothing_is_sampled_that_would_be_dropped(policy, boo
     try:
         source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
         dropped = 0.0
-        with environment(server, api, ahead=1):
+        with environment(server, api, ahead=1) as rests:
             for _ in range(5):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()
                 assert {row.staleness for row in rows} == {0}
-                time.sleep(1.0)  # in which the environment asks for the next groups
-                assert server.metric("num_requests_running") == 0
+                wait_for(rests, "the environment to have asked for the next groups", seconds=60)
                 dropped += source.metrics()["rollouts/dropped_stale"]
                 policy.publish(policy.version + 1)
                 wanted[0]()
@@ -431,15 +440,12 @@ def test_with_requests_held_two_batches_ahead_are_one_version_old_in_the_mean(po
     wanted, ages = [], []
     try:
         source.start(dataclasses.replace(run_info(policy, tmp_path), when_wanted_soon=wanted.append))
-        with environment(server, api, 2, second):
+        with environment(server, api, 2, second) as rests:
             for _ in range(6):
                 rows = source.poll(8, timeout=180)
                 assert rows is not None, source.diagnose()
                 ages.append([row.staleness for row in rows])
-                time.sleep(1.0)  # in which the environment asks for the next groups
-                deadline = time.monotonic() + 60
-                while server.metric("num_requests_running"):  # what has begun ends
-                    assert time.monotonic() < deadline
+                wait_for(rests, "the environment to have asked for the next groups", seconds=60)
                 policy.publish(policy.version + 1)
                 wanted[0]()
             source.close()
@@ -465,7 +471,7 @@ def test_with_max_staleness_0_no_row_is_handed_out_that_an_older_version_has_beg
                 for row, samplers in zip(rows, policy.samplers([completion_of(row) for row in rows]), strict=True):
                     assert row.policy_version == row.newest_version == policy.version
                     assert [policy.version in token for token in samplers] == [True] * len(samplers)
-                time.sleep(0.3)  # so that the environment gets ahead
+                wait_for(lambda: pulled_ahead(source) >= 8, "the environment to get ahead", seconds=60)
                 policy.publish(policy.version + 1)
             metrics = source.metrics()
         assert metrics["rollouts/dropped_stale"] > 0

@@ -89,6 +89,7 @@ def divide(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
     """What accelerate would warn of, or guess, without a configuration: one process, on the first GPU or the CPU."""
+    import psutil
     import torch
     from accelerate.commands.config import default_config_file
 
@@ -98,8 +99,11 @@ def _defaults(launcher: list[str], settings: list[str]) -> list[str]:
     usual = {"num_machines": ["1"], "mixed_precision": ["no"], "dynamo_backend": ["no"]}
     if not stated & {"num_processes", "multi_gpu", "use_deepspeed", "use_fsdp"}:
         gpu = {"gpu_ids": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]}
+        cores = psutil.cpu_count(logical=False) or 1
+        threads = os.environ.get("OMP_NUM_THREADS", str(cores))  # as accelerate does, which says so in a warning
+        cpu = {"cpu": [], "num_cpu_threads_per_process": [threads]}
         uses_cpu = str(stated_settings(settings).get("use_cpu")).lower() == "true" or not torch.cuda.is_available()
-        usual |= {"num_processes": ["1"]} | ({"cpu": []} if uses_cpu else gpu)
+        usual |= {"num_processes": ["1"]} | (cpu if uses_cpu else gpu)
     return [word for name, value in usual.items() if name not in stated for word in (f"--{name}", *value)]
 
 

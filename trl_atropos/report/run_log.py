@@ -49,6 +49,7 @@ class RunLog(TrainerCallback):
         self.rewards: list[float] = []  # mean score of each generation batch since the run began or was resumed
         self.first_rollouts: list[Rollout] = []  # a few of the first of these batches, and of the last one
         self.last_rollouts: list[Rollout] = []
+        self.resumed_at = 0  # optimizer steps done when training began here; 0 if it began anew
         self._folder = Path(folder)
         self._state: TrainerState | None = None
         self._steps_per_batch = 1
@@ -60,6 +61,7 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
         if not state.is_world_process_zero:
             return
+        self.resumed_at = state.global_step
         self.open(state)
         micro_batches = args.steps_per_generation * args.num_iterations
         self._steps_per_batch = math.ceil(micro_batches / args.gradient_accumulation_steps)

@@ -90,9 +90,15 @@ def closing_lines(
     summary: dict, log: RunLog, decode, curve: str, replayed: bool, evaluations: Sequence[Result]
 ) -> list[str]:
     """What is printed at the end. `decode` turns token ids into text. Rollouts that are `replayed` were sampled by
-    another policy, so they show nothing of this training. On a terminal, each is one line of its width."""
+    another policy, so they show nothing of this training. Of a run that was resumed, it is said that the first ones
+    and the time are those since then. On a terminal, each is one line of its width."""
     lines, room = [""], (columns() or 400) - len("  '' -> ''  0.000")
-    when = ("of the first batch", "of the last batch") if replayed else ("before training", "after training")
+    since = f" since step {log.resumed_at}" if log.resumed_at else ""
+    when = ("before training", "after training")
+    if replayed:
+        when = ("of the first batch", "of the last batch")
+    elif log.resumed_at:
+        when = (f"at step {log.resumed_at}", "after training")
     for title, rollouts in zip(when, (log.first_rollouts, log.last_rollouts), strict=True):
         lines.append(f"Sample completions {title} (prompt -> completion, reward):")
         for one in rollouts:
@@ -100,11 +106,11 @@ def closing_lines(
             completion = cut(repr(decode(one.completion_ids)), room + 4 - len(prompt))
             lines.append(f"  {prompt} -> {completion}  {one.score:.3f}")
     first, last = summary["reward_first"], summary["reward_last"]
-    lines.append(f"Mean reward: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}")
+    lines.append(f"Mean reward{since}: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}")
     lines += [f"Evaluated {line}" for line in evaluation_lines(evaluations)]
     if (probe := summary["probe_max_abs_diff"]) is not None:  # between the log-probabilities of server and trainer
         lines.append(f"Largest probe difference: {probe:.1e} nats")
-    return [*lines, f"Wall time: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
+    return [*lines, f"Wall time{since}: {summary['wall_s']:.0f} s", f"Reward curve: {curve}"]
 
 
 # --------------------------------------------------------------------------------------------------- the progress line

@@ -129,10 +129,11 @@ class ControlPlane:
     def paused(self) -> bool:
         return not self.open.is_set()
 
-    async def hold(self, body: dict) -> None:
+    async def hold(self, body: dict) -> dict:
         """Lets requests for samples wait that come from now on, or not, and lets in a share of those that do. Those in
-        flight go on, and so do the trainer's own and those of evaluations."""
+        flight go on, and so do the trainer's own and those of evaluations. Returns how many wait after that."""
         self.hold_back(body["held"], body["let_in"])
+        return {"waiting": len(self.waiting)}
 
     def hold_back(self, held: bool, let_in: float) -> None:
         self.holding = held
