@@ -38,7 +38,7 @@ UNWANTED := torchvision torchaudio torchcodec
 quickstart: $(VENV)/.installed-cpu
 	$(BIN)/python recipes/quickstart/make_model.py runs/quickstart/model --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml -m trl_atropos.train \
-		--config recipes/quickstart/colocate.yaml --seed $(SEED)
+		--config recipes/quickstart/colocate.yaml --seed $(SEED) --move_checkpoints_aside true
 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 

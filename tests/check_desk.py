@@ -60,6 +60,16 @@ class Desk:
         (self.folder / "recipe.yaml").write_text(yaml.safe_dump(content))
         return ["--config", "recipe.yaml", *options]
 
+    def with_checkpoint(self, run: str, **settings: Any) -> list[str]:
+        """A recipe whose output folder was last used by the run `a`, and has a checkpoint of `run`."""
+        checkpoint = self.folder / "run" / "checkpoint-7"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        path = {"args": {}, "attributes": {"path": [[run, 0]]}}
+        state = {"global_step": 7, "stateful_callbacks": {"RunPath": path}}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        (self.folder / "run" / ".run.json").write_text(json.dumps({"path": [["a", 0]]}))
+        return self.recipe(**settings)
+
     def configured(self, **config: Any) -> list[str]:
         """A recipe that states settings of its environment."""
         return self.recipe({"config": config})

@@ -109,6 +109,27 @@ MISTAKES = {
         "resume_from_checkpoint: checkpoint-7",
         "Leave it out to begin anew",
     ),
+    "a new run beside the checkpoints of another": Mistake(
+        lambda desk: desk.with_checkpoint("a"), "output-dir-used", "output_dir: ", "`move_checkpoints_aside: true`"
+    ),
+    "a checkpoint of another run": Mistake(
+        lambda desk: desk.with_checkpoint("b", resume_from_checkpoint="run/checkpoint-7"),
+        "checkpoint",
+        "resume_from_checkpoint: run/checkpoint-7",
+        "set `output_dir` to the folder of the other run",
+    ),
+    "checkpoints of another run alone": Mistake(
+        lambda desk: desk.with_checkpoint("b", resume_from_checkpoint=True),
+        "checkpoint",
+        "resume_from_checkpoint: True",
+        "name a folder `checkpoint-N`",
+    ),
+    "no steps after the checkpoint's": Mistake(
+        lambda desk: desk.with_checkpoint("a", resume_from_checkpoint=True, max_steps=7),
+        "checkpoint",
+        "max_steps: 7",
+        "Set `max_steps` above 7",
+    ),
     "an output folder that is a file": Mistake(
         lambda desk: desk.recipe(output_dir="recipe.yaml"), "output-dir", "output_dir: recipe.yaml", "another folder"
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trl_atropos.errors import AtroposTrainingError
+from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services import output_lock
 from trl_atropos.services.output_lock import NAME, locked
 
@@ -48,6 +49,36 @@ def test_a_folder_that_a_living_process_holds_is_refused_and_the_process_named(h
     told = rf"another run is using: process {holder.pid} on .*, since .* Set `output_dir` to another folder"
     with pytest.raises(AtroposTrainingError, match=told), locked(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
+def test_lock_that_is_a_symbolic_link_is_refused_and_its_target_stays_as_it_was(tmp_path, there):
+    target = tmp_path / "somebody's"
+    if there:
+        target.write_text("a file of somebody else, longer than a lock")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / NAME).symlink_to(target)
+    with pytest.raises(AtroposTrainingError, match=f"symbolic link to {target}.*Remove it"), locked(tmp_path / "run"):
+        pass
+    assert target.exists() == there
+    assert not there or target.read_text() == "a file of somebody else, longer than a lock"
+
+
+def test_lock_that_is_no_file_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "run" / NAME).mkdir(parents=True)
+    told = "cannot be locked for this run: Is a directory"
+    with pytest.raises(AtroposTrainingError, match=told), locked(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["file", ".file.tmp"])
+def test_files_of_a_run_are_written_through_no_symbolic_link(tmp_path, name):
+    target = tmp_path / "somebody's"
+    target.write_text("kept")
+    (tmp_path / name).symlink_to(target)
+    write_file(tmp_path / "file", b"ours", sync=False)
+    assert target.read_text() == "kept"
+    assert (tmp_path / "file").read_text() == "ours" and not (tmp_path / "file").is_symlink()
 
 
 def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it(

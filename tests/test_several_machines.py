@@ -33,7 +33,7 @@ def main(model: str, folder: str) -> None:
     own = Path(folder, f"machine{rank}")
     for step in SAVED[rank]:
         (own / f"checkpoint-{step}").mkdir(parents=True)
-        (own / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (own / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     recipe = recipe_of(model, own, "true")
     check_files(recipe)
     told["resumed"] = os.path.basename(recipe.training.resume_from_checkpoint)

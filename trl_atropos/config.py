@@ -187,6 +187,9 @@ class AtroposGRPOConfig(GRPOConfig):
         max_spool_gb (`float`, *optional*, defaults to `10.0`):
             Gigabytes of rollouts in `<output_dir>/rollouts`, where all are kept. Above that, the oldest that no
             checkpoint needs are removed. The trainer's log-probabilities, 4 bytes a token, are not counted.
+        move_checkpoints_aside (`bool`, *optional*, defaults to `False`):
+            Whether a new run moves the checkpoints that an earlier one left in `output_dir` to a folder
+            `checkpoints-before-N` there. Otherwise, it is refused. No effect on a run that resumes.
 
         > Loss and micro-batches
 
@@ -266,6 +269,7 @@ class AtroposGRPOConfig(GRPOConfig):
     enforce_environment_weights: bool = False
     replay_paths: list[str] | None = None
     max_spool_gb: float = 10.0
+    move_checkpoints_aside: bool = False
     vllm_importance_sampling_mode: str = "token_truncate"
     distillation_coef: float = 0.0
     group_by_length: bool = True

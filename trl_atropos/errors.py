@@ -40,6 +40,8 @@ class RolloutError(AtroposTrainingError):
 class ServiceError(AtroposTrainingError):
     """A service of the run could not be started, or died."""
 
+    exit_code: int | None = None  # of a service that died
+
 
 class ServerError(AtroposTrainingError):
     """The inference server refused, failed or did not answer in time."""

@@ -28,6 +28,7 @@ from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import ADAPTER_MODES, environment_token, served_rank, server_flags, stated_flags, values_of
 from trl_atropos.rollouts.replay import recorded_files
+from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names
 from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
 from trl_atropos.services.evaluations import GROUPS
@@ -197,7 +198,7 @@ class Recipe:
         content, path = self.environment_file(spec), self._file_of(spec)
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            write_file(path, yaml.safe_dump(content, sort_keys=False).encode(), sync=False)
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
         """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of its command."""
@@ -515,6 +516,7 @@ def check_files(recipe: Recipe) -> None:
     """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder, or to `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
+    from trl_atropos.weights.run_path import starting_checkpoint
     from trl_atropos.weights.savable import require_savable_generation, require_writable
 
     training, model = recipe.training, recipe.model
@@ -525,7 +527,7 @@ def check_files(recipe: Recipe) -> None:
         together(lambda: require_savable_generation(model))
     if model.use_peft and recipe.adapter_way is not None:
         together(lambda: checkpoints.require_untied(model, training.trust_remote_code))
-    folder = checkpoints.checkpoint_of(training.resume_from_checkpoint, training.output_dir)
+    folder = starting_checkpoint(training, training.resume_from_checkpoint)
     training.resume_from_checkpoint = folder
     if folder is not None:
         together(lambda: checkpoints.require_whole(folder))

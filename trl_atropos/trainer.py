@@ -79,6 +79,7 @@ from trl_atropos.weights.probe import (
     restore_what_changes,
 )
 from trl_atropos.weights.publisher import PolicyPublisher, publisher_of
+from trl_atropos.weights.run_path import RunPath, move_aside, path_of, say_which, starting_checkpoint
 from trl_atropos.weights.savable import require_savable, require_writable
 
 logger = logging.getLogger(__name__)
@@ -238,7 +239,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         show_lines(self.callback_handler)
         self.run_log = RunLog(args.output_dir)
         self._times = StepTimes(self.stopwatch, self._metrics["train"])
-        for callback in (self.run_log, _rollout_state(self), self._times):
+        self._run_path = RunPath()
+        for callback in (self.run_log, _rollout_state(self), self._times, self._run_path):
             self.add_callback(callback)
 
     def _prepare_models(self) -> None:
@@ -286,12 +288,23 @@ class AtroposGRPOTrainer(GRPOTrainer):
             fix = f"Set `max_sequence_length: {limit}`, and start the server with `--max-model-len {limit}`."
             raise RecipeError(what, f"max_sequence_length: {longest}", fix)
 
-    def train(self, *args: Any, **kwargs: Any):
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ):
         """As in [`~transformers.Trainer`]. The server samples nothing before it has the weights to begin with."""
         with ranks.held_on_main(lambda: locked(self.args.output_dir)):
             try:
+                checkpoint = starting_checkpoint(self.args, resume_from_checkpoint)
+                self._run_path.path = path_of(checkpoint)
+                if checkpoint is None:
+                    move_aside(self.args)
+                elif self.accelerator.is_main_process:
+                    say_which(checkpoint)
                 self.policy_publisher.hold()
-                return super().train(*args, **kwargs)
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self.policy_publisher.close()
                 if self.accelerator.is_main_process:

@@ -62,7 +62,7 @@ def cluster(tmp_path, monkeypatch):
     """Runs a script on four nodes that are this machine. Returns its result, and what was started."""
     monkeypatch.chdir(ROOT)
 
-    def run(words: list[str], serves: bool = True) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    def run(words: list[str], serves: bool = True, **variables: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
         programs, told = tmp_path / "bin", tmp_path / "told.jsonl"
         programs.mkdir()
         note = NOTE.format(python=sys.executable, told=told, serves=serves)
@@ -78,7 +78,7 @@ def cluster(tmp_path, monkeypatch):
             patch.setattr(sys, "executable", str(programs / "python"))  # beside which the script finds the programs
             script = rendered([*words, "--output_dir", str(tmp_path / "out")])
         script = script.replace("9001 + i", "29001 + i").replace("sleep 5", "sleep 0.2")
-        env = os.environ | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"}
+        env = os.environ | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "no_proxy": "local"} | variables
         options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 60}
         done = subprocess.run(["bash", "-c", script], **options)
         return done, [json.loads(line) for line in told.read_text().splitlines()]
@@ -116,6 +116,20 @@ def test_trainers_and_servers_are_started_on_their_nodes_with_one_token(cluster,
     assert len(tokens) == 1 and re.fullmatch("[0-9a-f]{48}", tokens.pop())
     assert {one["mode"] for one in told} == {"0o600"}
     assert not (tmp_path / "out/token-7").exists()  # the job took it away
+
+
+@pytest.mark.parametrize(
+    ("requeued", "saved", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)]
+)
+def test_requeued_job_resumes_if_it_has_saved_a_checkpoint(cluster, tmp_path, requeued, saved, resumes):
+    if saved:
+        (tmp_path / "out/checkpoint-10").mkdir(parents=True)
+        (tmp_path / "out/checkpoint-10/trainer_state.json").write_text("{}")
+    done, told = cluster(["--config", RECIPE, "--nodes", "3"], SLURM_RESTART_COUNT=requeued)
+    assert done.returncode == 0, done.stderr
+    for one in told[2:]:
+        assert ("--resume_from_checkpoint" in one["words"]) is resumes
+        assert not resumes or after(one["words"], "--resume_from_checkpoint") == "true"
 
 
 def test_a_server_that_ends_ends_the_job_and_names_its_log(cluster, tmp_path):

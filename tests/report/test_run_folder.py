@@ -1,6 +1,9 @@
 """What `trl-atropos report` finds in a run's folder: what is known of every rollout, and what is not."""
 
+import base64
+import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -241,7 +244,40 @@ def test_tokens_that_are_no_text_by_themselves_are_shown_as_bytes(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     ids = tokenizer("a é<|end|>")["input_ids"]
-    assert [token_texts(tmp_path / "tokenizer.json", ids)[i] for i in ids] == ["a", " ", "<0xC3>", "<0xA9>", "<|end|>"]
+    texts, unreadable = token_texts(tmp_path / "tokenizer.json", ids)
+    assert [texts[i] for i in ids] == ["a", " ", "<0xC3>", "<0xA9>", "<|end|>"]
+    assert unreadable == []
+
+
+def shown_data(page_text: str) -> dict:
+    """What the page of `build` has in its block `data`."""
+    packed = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page_text)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:500], lambda text: "", lambda text: "[]"], ids=["cut", "empty", "odd"]
+)
+def test_page_with_a_damaged_tokenizer_has_no_text_and_names_the_file(tmp_path, damage):
+    folder = make_run(tmp_path / "run", 3)
+    tokenizer = folder / "tokenizer.json"
+    assert shown_data(build(folder)[0])["texts"]
+    tokenizer.write_text(damage(tokenizer.read_text()))
+    text, summary = build(folder)
+    data = shown_data(text)
+    assert "256 of 256 rollouts" in summary
+    assert data["texts"] == {} and not data["has_tokenizer"]
+    assert [name.partition(":")[0] for name in data["unreadable"]] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("content", ["", '{"name": "a', "[]", "{}"])
+def test_page_with_a_damaged_name_of_its_rollouts_takes_it_from_the_log(tmp_path, content):
+    folder = make_run(tmp_path / "run", 3)
+    whole = shown_data(build(folder)[0])
+    (folder / "rollouts" / "spool.meta").write_text(content)
+    data = shown_data(build(folder)[0])
+    assert data["rollouts"] == whole["rollouts"] and data["total_rollouts"] == 256
+    assert [name.partition(":")[0] for name in data["unreadable"]] == ["spool.meta"]
 
 
 def test_a_file_that_is_torn_is_named_and_the_others_are_shown(tmp_path):

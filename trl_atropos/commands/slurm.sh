@@ -70,11 +70,16 @@ done
 HEAD=$(address "${NODES[0]}")
 SERVERS=$(IFS=, && echo "${URLS[*]}")
 no_proxy=${no_proxy:+$no_proxy,}127.0.0.1,$(sed 's#http://##g; s#:[0-9]*##g' <<< "$SERVERS")
-export HEAD SERVERS no_proxy
+# A job that SLURM has requeued goes on from its last checkpoint.
+RESUME=
+if ((${SLURM_RESTART_COUNT:-0})) && compgen -G "$OUTPUT/checkpoint-*/trainer_state.json" > /dev/null; then
+    RESUME="--resume_from_checkpoint true"
+fi
+export HEAD SERVERS RESUME no_proxy
 on "$TRAINERS" "$(IFS=, && echo "${NODES[*]:0:TRAINERS}")" bash -s <<'TRAINER'
 TRL_ATROPOS_TOKEN=$(< "$TOKEN_FILE")
 export TRL_ATROPOS_TOKEN
 exec accelerate launch --quiet @launch@ \
     -m trl_atropos.train @train@ \
-    --start_vllm false --vllm_server_base_url "$SERVERS" < /dev/null
+    --start_vllm false --vllm_server_base_url "$SERVERS" $RESUME < /dev/null
 TRAINER

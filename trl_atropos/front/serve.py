@@ -132,6 +132,7 @@ class Front(ControlPlane):
         self.model = options.model  # what `policy_version` stands for
         self.in_flight = 0  # requests that have been passed on and not answered yet
         self.ended = asyncio.get_running_loop().create_future()  # when `broken` is known
+        self.exit_code = 1
         self.server = _Server(self, options.host, options.port)
         self.questions = {
             ("GET", "/info"): self.info,
@@ -259,7 +260,8 @@ class Front(ControlPlane):
         try:
             await self.engine.serve(self.model)
         except ServiceError as problem:
-            self.end(f"the engine does not start on {self.model} any more, which it has served before: {problem}")
+            reason = f"the engine does not start on {self.model} any more, which it has served before: {problem}"
+            self.end(reason, problem.exit_code)
             raise Refused(self.broken, 503) from problem
 
     async def versions(self, body: dict) -> dict:
@@ -349,15 +351,16 @@ class Front(ControlPlane):
                     await asyncio.to_thread(self.engine.services.check)  # may have to end what a killed guard left
                 await asyncio.sleep(POLL)
         except ServiceError as problem:
-            self.end(str(problem))
+            self.end(str(problem), problem.exit_code)
         except Exception as problem:  # a front must not go on without its watch
             logger.exception("the watch over the engine failed")
             self.end(f"{type(problem).__name__}: {problem}")
 
-    def end(self, reason: str) -> None:
-        """Answers only `reason` from now on, and exits soon."""
+    def end(self, reason: str, exit_code: int | None = None) -> None:
+        """Answers only `reason` from now on, and exits soon: with the code of an engine that died, or 1."""
         if self.broken is None:
             self.broken = reason
+            self.exit_code = exit_code or 1
             self.ended.set_result(None)
             asyncio.get_running_loop().call_later(LEAVE_GRACE, setattr, self.server, "should_exit", True)
 
@@ -379,8 +382,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def run(options: argparse.Namespace, flags: list[str]) -> str:
-    """Serves until the engine dies. Returns the reason for the end; a signal raises `Interrupted` instead."""
+async def run(options: argparse.Namespace, flags: list[str]) -> tuple[str, int]:
+    """Serves until the engine dies. Returns the reason for the end and the exit code, which tells whoever started the
+    front of the signal that ended the engine; a signal to the front raises `Interrupted` instead."""
     async with aiohttp.ClientSession(
         # Each request gets a connection of its own: the engine may close an idle one just as it is used again.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -401,7 +405,7 @@ async def run(options: argparse.Namespace, flags: list[str]) -> str:
             log.cancel()
             if front.server.interrupted:  # else the reason for the end names the log
                 shutil.rmtree(front.engine.log.parent)
-        return front.broken
+        return front.broken, front.exit_code
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -420,7 +424,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"trl-atropos serve: {problem}")
     install_handlers()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    sys.exit(f"trl-atropos serve: {asyncio.run(run(options, flags))}")
+    reason, exit_code = asyncio.run(run(options, flags))
+    sys.stderr.write(f"trl-atropos serve: {reason}\n")
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ function showRollouts(data) {
     ? `${shown} of the ${data.total_rollouts} rollouts in the run's folder are in this page: whole groups, evenly spread over the run (--max_rollouts changes how many).`
     : `All ${shown} rollouts in the run's folder.`];
   if (!data.total_rollouts) notes.push("A run from recordings (replay_paths) keeps none, and neither does one that has not yet pulled a batch.");
-  else if (!data.has_tokenizer) notes.push("The run's folder has no tokenizer.json, so tokens are shown as numbers.");
+  else if (!data.has_tokenizer) notes.push("The run's folder has no tokenizer.json that can be read, so tokens are shown as numbers.");
   if (shown && !data.rollouts.first_step.some((step) => step >= 0)) notes.push("Which step took which rollout was not noted in this run.");
   if (data.unreadable.length) notes.push(`Could not be read: ${data.unreadable.join("; ")}.`);
   document.getElementById("rollouts-note").textContent = notes.join(" ");

@@ -92,7 +92,7 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
     rollouts, unreadable = rollouts_of(run)
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
     packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
-    tokenizer = run.folder / "tokenizer.json"
+    texts, unreadable_tokenizer = token_texts(run.folder / "tokenizer.json", packed.token_ids)
     data = {
         "name": run.folder.resolve().name,
         "made_at": time.time(),
@@ -103,9 +103,9 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
         "rollouts": packed.columns,
         "total_rollouts": len(rollouts),
         "no_gap": why_no_gap(run, rollouts) if pd.isna(packed.columns["gap"]).all() else None,
-        "unreadable": [*unreadable, *packed.unreadable],
-        "texts": token_texts(tokenizer, packed.token_ids) if tokenizer.is_file() else {},
-        "has_tokenizer": tokenizer.is_file(),
+        "unreadable": [*unreadable, *packed.unreadable, *unreadable_tokenizer],
+        "texts": texts or {},
+        "has_tokenizer": texts is not None,
     }
     return data, packed.chunks
 
@@ -238,9 +238,17 @@ REPLACEMENT = "�"  # what a decoder makes of bytes that are no character
 SPACE = "▁"  # of SentencePiece
 
 
-def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
-    """The text of every id that the tokenizer at `path` knows."""
-    tokenizer, alphabet, found = Tokenizer.from_file(str(path)), _byte_alphabet(), {}
+def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, list[str]]:
+    """Returns the text of every id that the tokenizer at `path` knows, `None` without a tokenizer that can be read.
+    And the file with the reason, if it is there and cannot be read."""
+    if not path.is_file():
+        return None, []
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower type for what it cannot parse
+        return None, [f"{path.name}: {error}"]
+    alphabet = _byte_alphabet()
+    found = {}
     pieces = {number: piece for number in ids if (piece := tokenizer.id_to_token(number)) is not None}
     for number, piece in pieces.items():
         text = tokenizer.decode([number], skip_special_tokens=False)
@@ -249,7 +257,7 @@ def token_texts(path: Path, ids: Iterable[int]) -> dict[int, str]:
         elif REPLACEMENT in text and all(character in alphabet for character in piece):
             text = "".join(f"<0x{alphabet[character]:02X}>" for character in piece)
         found[number] = text or piece
-    return found
+    return found, []
 
 
 def _byte_alphabet() -> dict[str, int]:

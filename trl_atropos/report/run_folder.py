@@ -4,7 +4,6 @@
 Imports neither torch nor transformers.
 """
 
-import contextlib
 import json
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -164,10 +163,15 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     `first_step` and `last_step` (optimizer steps that the rollout was taken for), `stale` (steps between the version
     that sampled it and the one that it was trained at) and `batch`, if all of that is there. Or `UNKNOWN`.
     """
-    folder, spool = run.folder / "rollouts", ""
-    with contextlib.suppress(FileNotFoundError):
-        spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
+    folder = run.folder / "rollouts"
     tables, parts, unreadable = [], {}, []
+    spool = run.batches[-1].spool if run.batches else ""  # the file below knows it before the first batch, too
+    try:
+        spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        unreadable.append(f"{META}: it is not what a run wrote ({error!r})")
     for path in sorted(folder.glob("rows-*.arrow")):
         try:
             part, rollouts = read_part(path, spool), read_rollouts(path)

@@ -24,6 +24,7 @@ from trl_atropos.errors import PushError
 from trl_atropos.logging import columns, cut
 from trl_atropos.metrics.timing import bottleneck
 from trl_atropos.report.run_log import SECRET, RunLog, changed, portable, portable_value, versions
+from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.evaluations import Result
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def write_summary(
         "evaluations": [{"name": one.name, "step": one.step, **one.metrics} for one in evaluations],
         "rewards": [round(reward, 6) for reward in rewards],
     }
-    Path(output_dir, "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    write_file(Path(output_dir, "summary.json"), json.dumps(summary, indent=1).encode(), sync=False)
     return summary
 
 
@@ -271,7 +272,7 @@ def _differing(settings: Any) -> dict[str, Any]:
 # which hold every setting as it was, and are written to during an upload.
 KEPT_HERE = ["rollouts/*", "completions/*", "logs/*", "environments/*", "evaluations/*", "eval/*", "adapters/*"]
 KEPT_HERE += ["policies/*", "try/*", "runs/*", "rollouts-before-*", "rollouts.jsonl", "run_log.jsonl", ".run.lock"]
-KEPT_HERE += ["report.html", "training_args.bin"]
+KEPT_HERE += ["report.html", "training_args.bin", "checkpoints-before-*", ".run.json"]
 
 
 @contextmanager

@@ -221,7 +221,8 @@ def write_file(path: Path, content: bytes, sync: bool = True) -> None:
     """Writes the whole file, or nothing."""
     draft = path.with_name(f".{path.name}.tmp")
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as file:  # through no symbolic link
             file.write(content)
             file.flush()
             if sync:

@@ -195,10 +195,12 @@ class Services(contextlib.AbstractContextManager):
                 )
             cause, end = _cause_and_end_of(service.log_path)
             cause = cause if code < 128 else ""  # a signal leaves no time for one
-            raise ServiceError(
+            error = ServiceError(
                 f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
                 f"its log shows and start the run again.\n{end}"
             )
+            error.exit_code = code
+            raise error
 
     def watch(
         self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None

@@ -44,7 +44,7 @@ def locked(output_dir: str | Path) -> Iterator[None]:
         return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = _open(path)
     since, ended = time.strftime("%Y-%m-%d %H:%M:%S"), threading.Event()
     beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
     try:
@@ -61,6 +61,19 @@ def locked(output_dir: str | Path) -> Iterator[None]:
             _write(file, {})
     finally:
         os.close(file)
+
+
+def _open(path: Path) -> int:
+    """Returns the descriptor of the lock's file, which is made if missing. Raises `AtroposTrainingError` if this is no
+    file that the run may write to: through a symbolic link, it would overwrite somebody's file elsewhere."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        reason = f"it is a symbolic link to {os.readlink(path)}" if is_link else error.strerror
+        what = f"{path} cannot be locked for this run: {reason}"
+        fix = "Remove it if no run uses the folder, or set `output_dir` to another folder."
+        raise AtroposTrainingError(what, fix=fix, code="output-dir") from error
 
 
 def _take(file: int, path: Path) -> None:

@@ -7,7 +7,6 @@ that takes long; then the trainer calls `load_weights` or `load_adapters`, and l
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 import textwrap
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from peft import (
     AutoPeftModelForCausalLM,
     PeftConfig,
@@ -129,27 +127,6 @@ def merged_model(model: str, folder: str) -> str:
     merged.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
-
-
-def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:
-    """The folder to resume from, `None` for none. `true` is the last checkpoint in `output_dir` that is whole on every
-    machine. All ranks call this."""
-    path = str(resume_from_checkpoint or "")
-    if path.lower() in ("false", "none", ""):
-        return None
-    if path.lower() == "true":
-        steps = set.intersection(*gather_object([set(whole_checkpoints(output_dir))]))
-        path = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}") if steps else ""
-    if not all(gather_object([os.path.isdir(path)])):
-        asked = f"resume_from_checkpoint: {resume_from_checkpoint}"
-        raise RecipeError(
-            f"`{asked}`, but there is no checkpoint in {path or output_dir}",
-            seen=asked,
-            fix="Leave it out to begin anew, or name a folder `checkpoint-N`. On several machines, all must see it: "
-            "put `output_dir` on a file system that they share, or train with `save_on_each_node: true`.",
-            code="checkpoint",
-        )
-    return path
 
 
 def whole_checkpoints(output_dir: str) -> list[int]:
