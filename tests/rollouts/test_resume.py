@@ -80,8 +80,8 @@ def groups(*scores: float) -> list[dict]:
     return [make_group(score, score) for score in scores]
 
 
-def register_another_trainer(api: Api) -> None:
-    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": 4, "max_token_len": 65}
+def register_another_trainer(api: Api, batch_size: int = 4) -> None:
+    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 65}
     body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
     api.post("/register", body)
 
@@ -249,6 +249,31 @@ def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open
     api.deliver(*groups(5, 6))
     assert scores(resumed, 8) == [3, 3, 4, 4, 5, 5, 6, 6]
     assert books(resumed) == {"trained": 8, "dropped": {}, "lost_with_api": 4}
+
+
+@pytest.mark.parametrize("size", [2, 6, 20])
+def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_trained_twice(api, open_source, size):
+    """The API is restarted between two pulls, and another trainer registers first."""
+    source = open_source()
+    api.deliver(*groups(*range(2, 10)))
+    handed_out = scores(source, 4)
+    checkpoint = source.state()
+    handed_out += scores(source, 12)
+    api.reset()
+    register_another_trainer(api, batch_size=size)
+    api.deliver(*groups(*range(10, 10 + size // 2)))
+    with pytest.raises(
+        RolloutError, match=rf"holds another registration, of another: batch_size {size} .*needs batch_size 4"
+    ):
+        source.poll(4, WAIT)
+    source.close()
+    assert books(source) == {"trained": 16, "dropped": {}, "lost_with_api": 0}
+    api.reset()
+    source = open_source(checkpoint)
+    assert scores(source, 12) == handed_out[4:]
+    api.deliver(*groups(50, 51))
+    assert scores(source, 4) == [50, 50, 51, 51]  # no row of the other trainer's
+    assert books(source) == {"trained": 20, "dropped": {}, "lost_with_api": 0}
 
 
 def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):

@@ -246,11 +246,12 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
     wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
         raise RolloutError(
-            f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "
+            f"The Atropos API at {client.url} still holds another registration, of {client.trainer()}: batch_size "
             f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
-            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). Set "
-            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts "
-            "queued there, or restart the API; restart the environments in both cases."
+            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). If that run is "
+            "over, set `reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the "
+            "rollouts queued there, or restart the API; restart the environments in both cases. If it is not, give "
+            "this run an API of its own (`atropos_url`)."
         )
     return client.status()
 

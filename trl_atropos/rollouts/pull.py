@@ -142,6 +142,8 @@ class BatchPuller:
             if self._unsure:
                 return self._look()
             reply = self._batch()
+            if reply.batch and not self._has_registered_size(reply.batch):
+                return self._discard_of_other_size(reply.batch)
         except (ApiUnreachable, ReplyLost) as error:
             self._losses |= isinstance(error, ReplyLost)
             return self._note_failure(error)
@@ -157,6 +159,27 @@ class BatchPuller:
         self.quiet_since = time.monotonic()
         self._diagnosis.note(reply.batch)
         self._held = reply.batch
+        return []
+
+    def _has_registered_size(self, batch: Batch) -> bool:
+        """Whether a batch may be of the size that this run registered: a group that is unreadable has size 0."""
+        sizes = [group.size for group in batch]
+        missing = self.registration.batch_size - sum(sizes)
+        return missing == 0 or (missing > 0 and 0 in sizes)
+
+    def _discard_of_other_size(self, batch: Batch) -> list[Arrival]:
+        """Such a batch has no place in this run. Usually the API was restarted and another trainer registered first:
+        then joining again raises `RolloutError` with its name."""
+        rollouts = sum(group.size for group in batch)
+        message = (
+            "The Atropos API at %s answered with a batch of %d rollouts, and this run registered for %d. They are not "
+            "trained on. Asking the API who its trainer is."
+        )
+        logger.warning(message, self.client.url, rollouts, self.registration.batch_size)
+        if self.client.trainer() != self._region.registration:
+            return self._rejoin()
+        self._unsure = True  # if the API's step counts that batch, it is lost
+        self.pause = RETRY_PAUSE
         return []
 
     def let_begin(self, rollouts: int) -> None:
