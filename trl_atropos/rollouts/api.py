@@ -7,6 +7,7 @@
 import logging
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -25,11 +26,17 @@ RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
 NAMES = "/environment-names"
+NO_CREDENTIALS, TOO_MANY = (401, 403, 407), 429  # answers of proxies
+NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
 
 class ApiUnreachable(RolloutError):
     """No connection: the request was never sent, so trying again is safe."""
+
+
+class RateLimited(ApiUnreachable):
+    """Something before the API refused the request because there were too many. The API has not seen it."""
 
 
 class ReplyLost(RolloutError):
@@ -181,22 +188,41 @@ class AtroposClient:
         self._sockets.add(own_socket)
         try:
             content = None if body is None else msgspec.json.encode(body)
-            headers = {"Connection": "close", "Content-Type": "application/json"}
-            connection.request(method, url.path + path, content, headers)
+            headers = {"Connection": "close", "Content-Type": "application/json", **NOT_CACHED}
+            # Many caches do not look at a request's headers: only a URL that nobody has asked for passes them.
+            unique = f"{'&' if '?' in path else '?'}unique={uuid.uuid4().hex}"
+            connection.request(method, url.path + path + unique, content, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
+            location = response.getheader("Location", "")
         except (OSError, HTTPException) as error:
             why = f" within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
             raise ReplyLost(f"{asked} failed{why}") from error
         finally:
             self._sockets.discard(own_socket)
             connection.close()
-        if status >= 500:
-            raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
-        if status >= 400 and path != "/":
-            reason = f"{asked} answered {status} {answer[:200]!r}, unlike the API of atroposlib 0.4"
-            raise RolloutError(f"{reason}. Install that version where the API runs.")
+        another_server = path == "/" and 400 <= status < 500 and status not in (*NO_CREDENTIALS, TOO_MANY)
+        if status >= 300 and not another_server:
+            _raise_for_status(status, f"{asked} answered {status} {answer[:200]!r}", location)
         return status, answer
+
+
+def _raise_for_status(status: int, answered: str, location: str) -> None:
+    """Raises what an answer other than success says. The API itself answers so with 404, 422 or 500 only."""
+    if status >= 500:
+        raise ReplyLost(answered)
+    if status == TOO_MANY:
+        fix = (
+            "The Atropos API limits nobody, so a proxy before it does: exempt this trainer, which asks about 30 times "
+        )
+        raise RateLimited(answered, fix=f"{fix}a second, or set `atropos_url` to the API itself.")
+    if status in NO_CREDENTIALS:
+        fix = "The Atropos API asks nobody for credentials, so a proxy or another server answers there: let this "
+        raise RolloutError(answered, fix=f"{fix}trainer pass, or set `atropos_url` to the API itself.")
+    if status < 400:
+        raise RolloutError(answered, seen=location, fix="Set `atropos_url` to where the API itself answers.")
+    fix = "The API of atroposlib 0.4 does not: install that version where the API runs."
+    raise RolloutError(answered, fix=fix)
 
 
 def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
