@@ -1,5 +1,7 @@
 """`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is, what is dropped."""
 
+import logging
+import re
 import shutil
 import socket
 import threading
@@ -549,6 +551,40 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
     assert source.metrics()["rollouts/rows_env_letters"] == 4
 
 
+def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means(api, open_source):
+    """The trainer averages what each step logs: the ratio of the means is that of the rows, 1 to 5."""
+    source = open_source(environments=Named({0: "letters", 1: "digits"}))
+    logged: dict[str, list[float]] = {"letters": [], "digits": [], "2": []}
+    for env_ids in ((0, 0), (0, 1), (0, 0), (2, 2)):
+        api.deliver(*[make_group(1, 2, env_id=env_id) for env_id in env_ids])
+        scores(source, 4)
+        metrics = source.metrics()
+        for name, counts in logged.items():
+            counts += [metrics[key] for key in (f"rollouts/rows_env_{name}",) if key in metrics]
+    assert logged == {"letters": [4, 2, 4, 0], "digits": [0, 2, 0, 0], "2": [4]}
+    api.deliver(*groups(1, 2))  # of environment 0
+    scores(source, 4)
+    assert source.metrics()["rollouts/rows_env_2"] == 0
+
+
+def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(api, open_source, monkeypatch, caplog):
+    monkeypatch.setattr(pull, "PROGRESS", 0.02)
+    source = open_source()
+    api.deliver(*groups(*range(400)))
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        assert len(scores(source, 800)) == 800
+    took = time.monotonic() - began
+    told = re.findall(r"Pulled (\d+) of 200 batches that were queued at the Atropos API", caplog.text)
+    assert len(told) >= 2 and list(map(int, told)) == sorted(map(int, told))
+    caught_up = source.catching_up()
+    assert took / 2 < caught_up <= took
+    assert source.poll(4, SHORT) is None
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    assert source.catching_up() == caught_up  # here nothing came: that is waiting
+
+
 def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     source = open_source(environments=Named({0: "letters"}))
     api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
@@ -571,6 +607,27 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(n
     told = source._puller.why_quiet()
     source.close()
     assert "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 groups" in told
+
+
+@pytest.mark.parametrize(("strays", "removed"), [((3, 3), "2 groups of 3"), ((3, 8, 3), "3 groups of 3, 8")])
+def test_strays_that_fit_into_no_batch_are_removed_from_the_api_of_a_run(
+    naming_api, run_info, monkeypatch, caplog, strays, removed
+):
+    """They have no `env_id`, so that the API does not look at their size. The others are handed out in their order."""
+    monkeypatch.setattr(pull, "STRAYS", 0.1)
+    source = AtroposSource(naming_api.url)
+    try:
+        source.start(run_info())
+        assert source.poll(4, SHORT) is None  # lets environments in
+        body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+        env_id = naming_api.post("/register-env", body)["env_id"]
+        naming_api.deliver(*[make_group(*range(size), env_id=None) for size in strays])
+        naming_api.deliver(*[make_group(score, score, env_id=env_id) for score in (1, 2, 3, 4)])
+        assert scores(source, 8) == [1, 1, 2, 2, 3, 3, 4, 4]
+        assert books(source) == {"trained": 8, "dropped": {}, "lost_with_api": 0}
+    finally:
+        source.close()
+    assert f"Removed {removed} rollouts from the queue" in caplog.text
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):

@@ -26,6 +26,7 @@ RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
 NAMES = "/environment-names"
+REMOVE_STRAYS = "/remove-strays"
 NO_CREDENTIALS, TOO_MANY = (401, 403, 407), 429  # answers of proxies
 NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
@@ -145,6 +146,17 @@ class AtroposClient:
             return self._get(NAMES, list[str])
         return []
 
+    def remove_strays(self) -> list[int] | None:
+        """Has the API of a run remove the groups that keep it from assembling any batch, see `_remove_strays`. Returns
+        their sizes, and None if the API cannot, as Atropos' own."""
+        try:
+            _, content = self._request("POST", REMOVE_STRAYS)
+            return msgspec.json.decode(content, type=list[int])
+        except (ApiUnreachable, ReplyLost):
+            return []  # the next pull finds out what is wrong
+        except (RolloutError, msgspec.MsgspecError):
+            return None
+
     def latest_example(self) -> LatestExample | None:
         """The group that was queued last, or None if the API cannot send it, for example because it has a NaN."""
         with suppress(ReplyLost):
@@ -262,8 +274,9 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         held, reset = client.info(), True
         if held.batch_size != UNREGISTERED:
             break
-        message = "The Atropos API at %s received %d groups before any trainer had registered. Resetting it."
-        logger.warning(message, client.url, client.status().queue_size)
+        # It tells no trainer how many they are.
+        message = "The Atropos API at %s received groups before any trainer had registered: resetting it loses them."
+        logger.warning(message, client.url)
     else:
         raise RolloutError(
             f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
@@ -282,11 +295,32 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
     return client.status()
 
 
+def _remove_strays(state: Any) -> list[int]:
+    """Removes queued groups that no registered environment would send and whose size does not divide the batch, if
+    the API cannot assemble a batch of what is queued. Returns their sizes. The API looks at the `group_size` of an
+    environment only where a group has an `env_id`, and a group that is in no batch keeps all others waiting."""
+    from atroposlib.api.utils import grab_exact_from_heterogeneous_queue
+
+    queue, batch_size = getattr(state, "queue", []), getattr(state, "batchsize", 0)
+    known = {environment["group_size"] for environment in getattr(state, "envs", ())}
+    sizes = [len(group["tokens"]) for group in queue]
+    if sum(sizes) < batch_size or grab_exact_from_heterogeneous_queue(queue, batch_size)[0] is not None:
+        return []
+    strays = [size for size in sizes if size not in known and (size == 0 or batch_size % size)]
+    state.queue = [group for group, size in zip(queue, sizes, strict=True) if size not in strays]
+    return strays
+
+
 def main() -> None:
-    """Runs Atropos' own API, with its flags, and with one more route, which tells the names of environments."""
+    """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of environments, the other
+    removes groups that keep the API from assembling batches."""
     from atroposlib.api import app
     from atroposlib.cli import run_api
 
+    async def remove_strays() -> list[int]:  # in the event loop, where no group is added at the same time
+        return _remove_strays(app.state)
+
+    app.post(REMOVE_STRAYS)(remove_strays)
     app.get(NAMES)(lambda: [environment["desired_name"] for environment in getattr(app.state, "envs", ())])
     run_api.main()
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
 LOST_IN_DELIVERY = "lost_in_delivery"
+STRAYS = 2.0  # seconds without a batch after which the API is asked to remove groups that are in its way
+PROGRESS = 10.0  # seconds between two lines about a long region
 LOOK_AGAIN = 1.0  # seconds without a `GET /batch`, at most
 NEARLY = 0.95  # of the length limit: an environment that came so close probably drops its next rollouts
 
@@ -78,6 +80,10 @@ class BatchPuller:
         self._seen: set[bytes] = set()  # fingerprints of the batches that came
         self._set_aside: list[Batch] = []  # came when the API held others of the region, and equal to one before
         self._may_hold_older = False  # whether the API may hold batches that its step counted before this run joined
+        self.catching_up = 0.0  # seconds in which batches of a region came while older ones of it were to come
+        self._placed = self._progress_told = 0.0  # when the last batch was placed, and when the log told of progress
+        self._removes_strays = True  # whether the API can, as far as this run knows
+        self._strays_asked = 0.0  # when the API was last asked to
         self._cached = False  # whether the log says that batches come twice
         self._holding = False  # whether requests wait, because a batch was given out
         self.policy_is_new = False  # whether some of them may begin
@@ -295,12 +301,26 @@ class BatchPuller:
         self.quiet_since = time.monotonic()
         self._diagnosis.note(batch)
         self._seen.add(_fingerprint(batch))
+        self._note_progress(self.quiet_since)
         if not self._region.left:  # the API was not asked for its step, or is gone
             self._region = self._next_region(self._region.registration, self._region.step + 1, 1)
         size = self._region.batch_size
         left = self._region.left - 1
         self._region = replace(self._region, left=left)
         return Part(self._region.base + left * size, size, self._region), batch
+
+    def _note_progress(self, now: float) -> None:
+        """The oldest batches of a region come last, and nothing is handed out before them."""
+        region = self._region
+        if 0 < region.left < region.batches:
+            self.catching_up += now - self._placed
+        else:
+            self._progress_told = now
+        self._placed = now
+        if now - self._progress_told >= PROGRESS:
+            self._progress_told = now
+            message = "Pulled %d of %d batches that were queued at the Atropos API. The oldest comes last."
+            logger.info(message, region.batches - region.left + 1, region.batches)
 
     def _place_set_aside(self) -> list[Arrival]:
         """The region has ended: as many of the batches that equal others belong to it as it still lacks."""
@@ -378,8 +398,26 @@ class BatchPuller:
             ) from error
         return []
 
+    def _remove_strays(self) -> None:
+        """Once such groups are queued, the API assembles no batch any more."""
+        now = time.monotonic()
+        if not self._removes_strays or now - max(self.quiet_since, self._strays_asked) < STRAYS:
+            return
+        self._strays_asked = now
+        sizes = self.client.remove_strays()
+        self._removes_strays = sizes is not None
+        if not sizes:
+            return
+        message = (
+            "Removed %d groups of %s rollouts from the queue of the Atropos API at %s: no batch of %d can be "
+            "assembled while they are there, and no environment has registered with such a `group_size`. Have who sends them "
+            "register and set `env_id`, and make the batch size a multiple of every group size."
+        )
+        logger.warning(message, len(sizes), _list(sorted(set(sizes))), self.client.url, self.registration.batch_size)
+
     def _look_if_quiet(self) -> list[Arrival]:
         """After every minute without a batch, the log says what may be wrong."""
+        self._remove_strays()
         if time.monotonic() - self.quiet_since < QUIET_WARNING:
             return []
         self.quiet_since = time.monotonic()
@@ -490,6 +528,8 @@ class Diagnosis:
         known = [f"{self._named([env_id])} sends groups of {_list(sorted(sizes[env_id]))}" for env_id in sorted(sizes)]
         if largest and largest not in every:
             known.append(f"the largest group queued is of {largest}")
+        if latest is not None and latest.env_id is None and latest.tokens:
+            known.append(f"the group that was queued last is of {len(latest.tokens)} and has no `env_id`")
         return (
             f"{holds} but cannot assemble exactly {batch} rollouts from them. {_sentence(known)} Make the batch size "
             "(`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of every group "
