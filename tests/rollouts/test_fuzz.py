@@ -68,17 +68,16 @@ def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropp
         if evaluation and isinstance(sent, dict):
             sent["group_overrides"] = {"evaluation": True}
         group = read_group(sent)
-        for single in ("refuse", "raw", "zero"):
-            intake = door(single)
-            admitted = len(intake.admit([group]))
-            tokens = sent.get("tokens") if isinstance(sent, dict) else None
-            received = len(tokens) if isinstance(tokens, list) else 0
-            dropped = intake.total_dropped
-            assert admitted + dropped.total() == received, (sent, dropped)
-            assert all(count >= 0 for count in dropped.values())
-            reported = intake.metrics()
-            assert {reason: reported[f"rollouts/dropped_{reason}"] for reason in dropped} == dropped
-            assert not (evaluation and admitted)
+        intake = door(("raw", "zero", "refuse")[len(body) % 3])
+        admitted = len(intake.admit([group]))
+        tokens = sent.get("tokens") if isinstance(sent, dict) else None
+        received = len(tokens) if isinstance(tokens, list) else 0
+        dropped = intake.total_dropped
+        assert admitted + dropped.total() == received, (sent, dropped)
+        assert all(count >= 0 for count in dropped.values())
+        reported = intake.metrics()
+        assert {reason: reported[f"rollouts/dropped_{reason}"] for reason in dropped} == dropped
+        assert not (evaluation and admitted)
 
 
 def read(body: bytes) -> list[Any] | None:

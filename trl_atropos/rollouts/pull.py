@@ -410,8 +410,8 @@ class BatchPuller:
             return
         message = (
             "Removed %d groups of %s rollouts from the queue of the Atropos API at %s: no batch of %d can be "
-            "assembled while they are there, and no environment has registered with such a `group_size`. Have who sends them "
-            "register and set `env_id`, and make the batch size a multiple of every group size."
+            "assembled while they are there, and no environment has registered with such a `group_size`. Have who "
+            "sends them register and set `env_id`, and make the batch size a multiple of every group size."
         )
         logger.warning(message, len(sizes), _list(sorted(set(sizes))), self.client.url, self.registration.batch_size)
 
