@@ -37,7 +37,7 @@ def proxy(api: Api, refuses: int = 0, keeps: str = "", obeys: bool = False, by_q
             key = self.path if by_query else urlsplit(self.path).path
             asked_not_to = obeys and "no-" in self.headers.get("Cache-Control", "")
             came, body = answers.get(key, (0.0, b""))
-            if not key.startswith(keeps) or asked_not_to or time.monotonic() - came > LIFETIME:
+            if not keeps or not key.startswith(keeps) or asked_not_to or time.monotonic() - came > LIFETIME:
                 answer = requests.get(api.url + self.path, data=self._body(), timeout=WAIT)
                 body = answer.content
                 answers[key] = (time.monotonic(), body)

@@ -118,7 +118,7 @@ class BatchPuller:
         self._unsure = self._losses = not anew  # the API may have handed out a batch that the spool does not have
         # A program that always registers under one name may have registered at a new API, whose step is lower.
         if held == before.registration and status.current_step >= before.step:
-            self._may_hold_older = before.step == ours[held]  # none has been assembled since
+            self._may_hold_older = before.step == ours.get(held)  # none has been assembled since
             return []
         if held not in ours or held == before.registration:
             message = (
