@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 
 import pandas
@@ -384,6 +385,27 @@ def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model
     trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
     with pytest.raises(RolloutError, match=r"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\). Nobody answers."):
         trainer.train()
+
+
+def test_time_in_which_queued_rollouts_are_pulled_is_not_taken_for_waiting(tiny_model, tmp_path):
+    class Backlog(ReplaySource):
+        pulled = 0.0
+
+        def poll(self, num_rows, timeout):
+            if self.pulled < 0.4:
+                time.sleep(0.1)
+                self.pulled += 0.1
+                return None
+            return super().poll(num_rows, timeout)
+
+        def catching_up(self):
+            return self.pulled
+
+    source = Backlog(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
+    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2, max_steps=1))
+    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):

@@ -156,7 +156,8 @@ class AtroposGRPOConfig(GRPOConfig):
             Whether to discard the state of the Atropos API (queued rollouts and registered environments) before
             registering. Environments that are connected at that moment end and must be restarted.
         rollout_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds to wait for rollouts before the run stops with a diagnosis.
+            Seconds to wait for rollouts before the run stops with a diagnosis. The time that it takes to pull what
+            was queued at the API does not count.
         max_sequence_length (`int`, *optional*):
             Longest rollout in tokens, prompt included. Longer ones are dropped and counted. Defaults to the server's
             `max_model_len`, or to the model's `max_position_embeddings` when there is no server.

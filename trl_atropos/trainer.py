@@ -187,6 +187,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
         self._batch: list[Rollout] = []  # the current generation batch, rank by rank
         self._rollouts: list[Rollout] = []  # this rank's share of it
+        self._caught_up = 0.0  # `rollout_source.catching_up()` at the last batch
         self._plan: micro_batches.Plan | None = None  # of that batch; None where TRL draws the micro-batches
         # Of the micro-batches of this optimizer step: means over tokens or sequences, and over how many.
         self._token_means: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -737,7 +738,10 @@ class AtroposGRPOTrainer(GRPOTrainer):
             rollouts = self.rollout_source.poll(self.args.generation_batch_size, POLL_SECONDS)
         if rollouts is not None:
             self.run_log.batch(rollouts, self.policy_publisher.trainer_version, self.rollout_source.state())
-        elif waited > self.args.rollout_timeout:
+            self._caught_up = self.rollout_source.catching_up()
+            return rollouts
+        waited -= self.rollout_source.catching_up() - self._caught_up
+        if waited > self.args.rollout_timeout:
             what = f"No batch of {self.args.generation_batch_size} rollouts for {waited:.0f} s (`rollout_timeout`)."
             raise RolloutError(what, fix=self.rollout_source.diagnose())
         return rollouts

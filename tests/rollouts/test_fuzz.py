@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.ingest_roles import replying
 from tests.rollouts import oracle
@@ -22,7 +23,7 @@ from tests.rollouts.malformed import malformed_bodies
 from trl_atropos.rollouts.api import AtroposClient, ReplyLost
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.wire import RejectedGroup, decode_reply
+from trl_atropos.rollouts.wire import RejectedGroup, decode_reply, read_group
 
 LONGEST, VOCABULARY, TEMPERATURE = 5, 2**31, 1.0
 FULL = os.environ.get("TRL_ATROPOS_FULL") == "1"  # other examples each time, not always the same
@@ -58,6 +59,25 @@ def test_every_batch_is_refused_with_a_reason_or_admitted_as_the_oracle_says(bod
     assert (groups is None) == (expected is NO_BATCH_YET)
     for group, as_json in zip(groups or [], expected, strict=True):
         compare(group, as_json, single)
+
+
+@settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@given(body=malformed_bodies, evaluation=st.booleans())
+def test_no_group_alone_ends_a_run_and_each_of_its_rollouts_is_admitted_or_dropped(body, evaluation):
+    for sent in read(body) or []:
+        if evaluation and isinstance(sent, dict):
+            sent["group_overrides"] = {"evaluation": True}
+        group = read_group(sent)
+        intake = door(("raw", "zero", "refuse")[len(body) % 3])
+        admitted = len(intake.admit([group]))
+        tokens = sent.get("tokens") if isinstance(sent, dict) else None
+        received = len(tokens) if isinstance(tokens, list) else 0
+        dropped = intake.total_dropped
+        assert admitted + dropped.total() == received, (sent, dropped)
+        assert all(count >= 0 for count in dropped.values())
+        reported = intake.metrics()
+        assert {reason: reported[f"rollouts/dropped_{reason}"] for reason in dropped} == dropped
+        assert not (evaluation and admitted)
 
 
 def read(body: bytes) -> list[Any] | None:

@@ -156,6 +156,14 @@ def test_sequences_that_grew_to_the_length_limit_are_pointed_at(api, open_traine
     assert f"a rollout of {LIMIT} tokens or more" in told
 
 
+def test_group_without_an_environment_that_fits_into_no_batch_is_named_by_its_size(api, open_trainer):
+    trainer = open_trainer(api.url)
+    api.deliver(*[make_group(0, 1, 2, env_id=None)] * 2)
+    told = trainer.diagnosis.why_quiet()
+    assert "holds 2 groups but cannot assemble exactly 4 rollouts" in told
+    assert "The group that was queued last is of 3 and has no `env_id`." in told
+
+
 def test_a_group_of_another_size_than_its_environment_registered_is_held_back_by_the_api(api, open_trainer):
     trainer = open_trainer(api.url)
     api.deliver(make_group(0, 1, 2, 3, env_id=register(api, 2)))

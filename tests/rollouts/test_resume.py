@@ -1,5 +1,7 @@
 """`AtroposSource` over the lives of a run: what is handed out again, what never, how old it is, what is dropped."""
 
+import logging
+import re
 import shutil
 import socket
 import threading
@@ -80,8 +82,8 @@ def groups(*scores: float) -> list[dict]:
     return [make_group(score, score) for score in scores]
 
 
-def register_another_trainer(api: Api) -> None:
-    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": 4, "max_token_len": 65}
+def register_another_trainer(api: Api, batch_size: int = 4) -> None:
+    body = {"wandb_group": "another", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 65}
     body |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
     api.post("/register", body)
 
@@ -249,6 +251,31 @@ def test_what_a_restarted_api_had_assembled_is_counted_as_lost_with_it(api, open
     api.deliver(*groups(5, 6))
     assert scores(resumed, 8) == [3, 3, 4, 4, 5, 5, 6, 6]
     assert books(resumed) == {"trained": 8, "dropped": {}, "lost_with_api": 4}
+
+
+@pytest.mark.parametrize("size", [2, 6, 20])
+def test_batch_of_another_registration_ends_the_run_with_its_name_and_no_row_is_trained_twice(api, open_source, size):
+    """The API is restarted between two pulls, and another trainer registers first."""
+    source = open_source()
+    api.deliver(*groups(*range(2, 10)))
+    handed_out = scores(source, 4)
+    checkpoint = source.state()
+    handed_out += scores(source, 12)
+    api.reset()
+    register_another_trainer(api, batch_size=size)
+    api.deliver(*groups(*range(10, 10 + size // 2)))
+    with pytest.raises(
+        RolloutError, match=rf"holds another registration, of another: batch_size {size} .*needs batch_size 4"
+    ):
+        source.poll(4, WAIT)
+    source.close()
+    assert books(source) == {"trained": 16, "dropped": {}, "lost_with_api": 0}
+    api.reset()
+    source = open_source(checkpoint)
+    assert scores(source, 12) == handed_out[4:]
+    api.deliver(*groups(50, 51))
+    assert scores(source, 4) == [50, 50, 51, 51]  # no row of the other trainer's
+    assert books(source) == {"trained": 20, "dropped": {}, "lost_with_api": 0}
 
 
 def test_a_missing_file_is_counted_as_lost(api, open_source, run_info, caplog):
@@ -524,6 +551,40 @@ def test_metrics_tell_of_environments_by_their_names_and_of_the_time_in_the_queu
     assert source.metrics()["rollouts/rows_env_letters"] == 4
 
 
+def test_environment_that_gave_no_row_of_a_batch_is_counted_as_zero_in_the_means(api, open_source):
+    """The trainer averages what each step logs: the ratio of the means is that of the rows, 1 to 5."""
+    source = open_source(environments=Named({0: "letters", 1: "digits"}))
+    logged: dict[str, list[float]] = {"letters": [], "digits": [], "2": []}
+    for env_ids in ((0, 0), (0, 1), (0, 0), (2, 2)):
+        api.deliver(*[make_group(1, 2, env_id=env_id) for env_id in env_ids])
+        scores(source, 4)
+        metrics = source.metrics()
+        for name, counts in logged.items():
+            counts += [metrics[key] for key in (f"rollouts/rows_env_{name}",) if key in metrics]
+    assert logged == {"letters": [4, 2, 4, 0], "digits": [0, 2, 0, 0], "2": [4]}
+    api.deliver(*groups(1, 2))  # of environment 0
+    scores(source, 4)
+    assert source.metrics()["rollouts/rows_env_2"] == 0
+
+
+def test_pulling_of_what_was_queued_is_told_and_is_not_waiting(api, open_source, monkeypatch, caplog):
+    monkeypatch.setattr(pull, "PROGRESS", 0.02)
+    source = open_source()
+    api.deliver(*groups(*range(400)))
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        assert len(scores(source, 800)) == 800
+    took = time.monotonic() - began
+    told = re.findall(r"Pulled (\d+) of 200 batches that were queued at the Atropos API", caplog.text)
+    assert len(told) >= 2 and list(map(int, told)) == sorted(map(int, told))
+    caught_up = source.catching_up()
+    assert took / 2 < caught_up <= took
+    assert source.poll(4, SHORT) is None
+    api.deliver(*groups(1, 2))
+    scores(source, 4)
+    assert source.catching_up() == caught_up  # here nothing came: that is waiting
+
+
 def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
     source = open_source(environments=Named({0: "letters"}))
     api.deliver(make_group(1, 2, masks=[[-100, -100, 11], [-100]]), make_group(3, 4))
@@ -546,6 +607,27 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(n
     told = source._puller.why_quiet()
     source.close()
     assert "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 groups" in told
+
+
+@pytest.mark.parametrize(("strays", "removed"), [((3, 3), "2 groups of 3"), ((3, 8, 3), "3 groups of 3, 8")])
+def test_strays_that_fit_into_no_batch_are_removed_from_the_api_of_a_run(
+    naming_api, run_info, monkeypatch, caplog, strays, removed
+):
+    """They have no `env_id`, so that the API does not look at their size. The others are handed out in their order."""
+    monkeypatch.setattr(pull, "STRAYS", 0.1)
+    source = AtroposSource(naming_api.url)
+    try:
+        source.start(run_info())
+        assert source.poll(4, SHORT) is None  # lets environments in
+        body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+        env_id = naming_api.post("/register-env", body)["env_id"]
+        naming_api.deliver(*[make_group(*range(size), env_id=None) for size in strays])
+        naming_api.deliver(*[make_group(score, score, env_id=env_id) for score in (1, 2, 3, 4)])
+        assert scores(source, 8) == [1, 1, 2, 2, 3, 3, 4, 4]
+        assert books(source) == {"trained": 8, "dropped": {}, "lost_with_api": 0}
+    finally:
+        source.close()
+    assert f"Removed {removed} rollouts from the queue" in caplog.text
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_poll_and_again_by_the_next(api, open_source):

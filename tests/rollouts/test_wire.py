@@ -164,3 +164,9 @@ def test_a_field_that_nobody_knows_is_ignored():
 def test_what_is_no_batch_raises_nothing_but_a_value_error(body):
     with pytest.raises(ValueError):
         decode_reply(body)
+
+
+def test_half_a_surrogate_pair_in_a_key_costs_no_group_of_its_batch():
+    body = json.dumps({"batch": [make_group(0, 1, generation_params={"\ud83d": 1}), make_group(2, 3)]}).encode()
+    for text in (body, body.replace(b'{"batch": [', b'{"batch":[').replace(b', {"tokens": ', b',{"tokens":')):
+        assert [group.scores for group in decode_reply(text).batch] == [[0, 1], [2, 3]]

@@ -7,6 +7,7 @@
 import logging
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -25,11 +26,18 @@ RETRY_PAUSE = 0.5  # seconds
 HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
 NAMES = "/environment-names"
+REMOVE_STRAYS = "/remove-strays"
+NO_CREDENTIALS, TOO_MANY = (401, 403, 407), 429  # answers of proxies
+NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
 
 class ApiUnreachable(RolloutError):
     """No connection: the request was never sent, so trying again is safe."""
+
+
+class RateLimited(ApiUnreachable):
+    """Something before the API refused the request because there were too many. The API has not seen it."""
 
 
 class ReplyLost(RolloutError):
@@ -138,6 +146,17 @@ class AtroposClient:
             return self._get(NAMES, list[str])
         return []
 
+    def remove_strays(self) -> list[int] | None:
+        """Has the API of a run remove the groups that keep it from assembling any batch, see `_remove_strays`. Returns
+        their sizes, and None if the API cannot, as Atropos' own."""
+        try:
+            _, content = self._request("POST", REMOVE_STRAYS)
+            return msgspec.json.decode(content, type=list[int])
+        except (ApiUnreachable, ReplyLost):
+            return []  # the next pull finds out what is wrong
+        except (RolloutError, msgspec.MsgspecError):
+            return None
+
     def latest_example(self) -> LatestExample | None:
         """The group that was queued last, or None if the API cannot send it, for example because it has a NaN."""
         with suppress(ReplyLost):
@@ -181,22 +200,41 @@ class AtroposClient:
         self._sockets.add(own_socket)
         try:
             content = None if body is None else msgspec.json.encode(body)
-            headers = {"Connection": "close", "Content-Type": "application/json"}
-            connection.request(method, url.path + path, content, headers)
+            headers = {"Connection": "close", "Content-Type": "application/json", **NOT_CACHED}
+            # Many caches do not look at a request's headers: only a URL that nobody has asked for passes them.
+            unique = f"{'&' if '?' in path else '?'}unique={uuid.uuid4().hex}"
+            connection.request(method, url.path + path + unique, content, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
+            location = response.getheader("Location", "")
         except (OSError, HTTPException) as error:
             why = f" within {timeout:g} s: {error}" if isinstance(error, TimeoutError) else f": {error!r}"
             raise ReplyLost(f"{asked} failed{why}") from error
         finally:
             self._sockets.discard(own_socket)
             connection.close()
-        if status >= 500:
-            raise ReplyLost(f"{asked} answered {status} {answer[:80]!r}")
-        if status >= 400 and path != "/":
-            reason = f"{asked} answered {status} {answer[:200]!r}, unlike the API of atroposlib 0.4"
-            raise RolloutError(f"{reason}. Install that version where the API runs.")
+        another_server = path == "/" and 400 <= status < 500 and status not in (*NO_CREDENTIALS, TOO_MANY)
+        if status >= 300 and not another_server:
+            _raise_for_status(status, f"{asked} answered {status} {answer[:200]!r}", location)
         return status, answer
+
+
+def _raise_for_status(status: int, answered: str, location: str) -> None:
+    """Raises what an answer other than success says. The API itself answers so with 404, 422 or 500 only."""
+    if status >= 500:
+        raise ReplyLost(answered)
+    if status == TOO_MANY:
+        fix = (
+            "The Atropos API limits nobody, so a proxy before it does: exempt this trainer, which asks about 30 times "
+        )
+        raise RateLimited(answered, fix=f"{fix}a second, or set `atropos_url` to the API itself.")
+    if status in NO_CREDENTIALS:
+        fix = "The Atropos API asks nobody for credentials, so a proxy or another server answers there: let this "
+        raise RolloutError(answered, fix=f"{fix}trainer pass, or set `atropos_url` to the API itself.")
+    if status < 400:
+        raise RolloutError(answered, seen=location, fix="Set `atropos_url` to where the API itself answers.")
+    fix = "The API of atroposlib 0.4 does not: install that version where the API runs."
+    raise RolloutError(answered, fix=fix)
 
 
 def label_of(env_id: int | None, names: Mapping[int, str]) -> str:
@@ -236,8 +274,9 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         held, reset = client.info(), True
         if held.batch_size != UNREGISTERED:
             break
-        message = "The Atropos API at %s received %d groups before any trainer had registered. Resetting it."
-        logger.warning(message, client.url, client.status().queue_size)
+        # It tells no trainer how many they are.
+        message = "The Atropos API at %s received groups before any trainer had registered: resetting it loses them."
+        logger.warning(message, client.url)
     else:
         raise RolloutError(
             f"The Atropos API at {client.url} does not take a registration: batch_size is {UNREGISTERED} after "
@@ -246,20 +285,42 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
     wanted = Info(registration.batch_size, registration.max_token_len)
     if held != wanted:
         raise RolloutError(
-            f"The Atropos API at {client.url} still holds an earlier run's registration: batch_size "
+            f"The Atropos API at {client.url} still holds another registration, of {client.trainer()}: batch_size "
             f"{held.batch_size} and max_token_len {held.max_token_len}, and this run needs batch_size "
-            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). Set "
-            "`reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the rollouts "
-            "queued there, or restart the API; restart the environments in both cases."
+            f"{wanted.batch_size} and max_token_len {wanted.max_token_len} (its longest rollout + 1). If that run is "
+            "over, set `reset_atropos: true` (in code `reset_api: true` of the `AtroposSource`) to throw away the "
+            "rollouts queued there, or restart the API; restart the environments in both cases. If it is not, give "
+            "this run an API of its own (`atropos_url`)."
         )
     return client.status()
 
 
+def _remove_strays(state: Any) -> list[int]:
+    """Removes queued groups that no registered environment would send and whose size does not divide the batch, if
+    the API cannot assemble a batch of what is queued. Returns their sizes. The API looks at the `group_size` of an
+    environment only where a group has an `env_id`, and a group that is in no batch keeps all others waiting."""
+    from atroposlib.api.utils import grab_exact_from_heterogeneous_queue
+
+    queue, batch_size = getattr(state, "queue", []), getattr(state, "batchsize", 0)
+    known = {environment["group_size"] for environment in getattr(state, "envs", ())}
+    sizes = [len(group["tokens"]) for group in queue]
+    if sum(sizes) < batch_size or grab_exact_from_heterogeneous_queue(queue, batch_size)[0] is not None:
+        return []
+    strays = [size for size in sizes if size not in known and (size == 0 or batch_size % size)]
+    state.queue = [group for group, size in zip(queue, sizes, strict=True) if size not in strays]
+    return strays
+
+
 def main() -> None:
-    """Runs Atropos' own API, with its flags, and with one more route, which tells the names of environments."""
+    """Runs Atropos' own API, with its flags, and with two more routes: one tells the names of environments, the other
+    removes groups that keep the API from assembling batches."""
     from atroposlib.api import app
     from atroposlib.cli import run_api
 
+    async def remove_strays() -> list[int]:  # in the event loop, where no group is added at the same time
+        return _remove_strays(app.state)
+
+    app.post(REMOVE_STRAYS)(remove_strays)
     app.get(NAMES)(lambda: [environment["desired_name"] for environment in getattr(app.state, "envs", ())])
     run_api.main()
 

@@ -5,8 +5,11 @@ newest first; it assembles new ones only when it holds none. It delivers each ba
 it answers, so `GET /batch` is repeated only if it surely never left this machine. A batch that the API handed out and
 nobody received leaves a gap in its region. The gap is known as soon as the API is known to hold no batch: when it says
 so, or when its step rises.
+
+An HTTP cache before the API may answer with a batch that came before. The API's step tells: it counts no such batch.
 """
 
+import hashlib
 import logging
 import time
 import uuid
@@ -15,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import (
@@ -23,6 +27,7 @@ from trl_atropos.rollouts.api import (
     ApiUnreachable,
     AtroposClient,
     EnvironmentStatus,
+    RateLimited,
     Registration,
     ReplyLost,
     disconnect_command,
@@ -36,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_WARNING = 60.0  # seconds without a batch after which the log says what may be wrong
 LOST_IN_DELIVERY = "lost_in_delivery"
+STRAYS = 2.0  # seconds without a batch after which the API is asked to remove groups that are in its way
+PROGRESS = 10.0  # seconds between two lines about a long region
 LOOK_AGAIN = 1.0  # seconds without a `GET /batch`, at most
 NEARLY = 0.95  # of the length limit: an environment that came so close probably drops its next rollouts
 
@@ -70,6 +77,14 @@ class BatchPuller:
         self._diagnosis = Diagnosis(self.client, self.registration, self.names)
         self.why_quiet = self._diagnosis.why_quiet
         self._held: Batch | None = None  # pulled, and its place is not known yet
+        self._seen: set[bytes] = set()  # fingerprints of the batches that came
+        self._set_aside: list[Batch] = []  # came when the API held others of the region, and equal to one before
+        self._may_hold_older = False  # whether the API may hold batches that its step counted before this run joined
+        self.catching_up = 0.0  # seconds in which batches of a region came while older ones of it were to come
+        self._placed = self._progress_told = 0.0  # when the last batch was placed, and when the log told of progress
+        self._removes_strays = True  # whether the API can, as far as this run knows
+        self._strays_asked = 0.0  # when the API was last asked to
+        self._cached = False  # whether the log says that batches come twice
         self._holding = False  # whether requests wait, because a batch was given out
         self.policy_is_new = False  # whether some of them may begin
         self._unsure = False  # whether the API may have been restarted, or its step may have risen
@@ -103,6 +118,7 @@ class BatchPuller:
         self._unsure = self._losses = not anew  # the API may have handed out a batch that the spool does not have
         # A program that always registers under one name may have registered at a new API, whose step is lower.
         if held == before.registration and status.current_step >= before.step:
+            self._may_hold_older = before.step == ours.get(held)  # none has been assembled since
             return []
         if held not in ours or held == before.registration:
             message = (
@@ -111,6 +127,7 @@ class BatchPuller:
             )
             logger.info(message, self.client.url, held, status.queue_size, status.current_step)
             self.spool.note_registration(held, status.current_step)
+        self._may_hold_older = held != name or not anew
         lost = self._settle(with_api=True)
         self._region = self._next_region(held, self.spool.registrations[held], 0)
         return lost
@@ -142,6 +159,8 @@ class BatchPuller:
             if self._unsure:
                 return self._look()
             reply = self._batch()
+            if reply.batch and not self._has_registered_size(reply.batch):
+                return self._discard_of_other_size(reply.batch)
         except (ApiUnreachable, ReplyLost) as error:
             self._losses |= isinstance(error, ReplyLost)
             return self._note_failure(error)
@@ -151,13 +170,32 @@ class BatchPuller:
         if not reply.batch:
             self.pause = self.poll_interval
             lost = self._settle()
-            self._losses = False
+            self._losses = self._may_hold_older = False
             return lost + self._look_if_quiet()
         self.pause = 0.0
-        self.quiet_since = time.monotonic()
-        self._diagnosis.note(reply.batch)
         self._held = reply.batch
         return []
+
+    def _has_registered_size(self, batch: Batch) -> bool:
+        """Whether a batch may be of the size that this run registered: a group that is unreadable has size 0."""
+        sizes = [group.size for group in batch]
+        missing = self.registration.batch_size - sum(sizes)
+        return missing == 0 or (missing > 0 and 0 in sizes)
+
+    def _discard_of_other_size(self, batch: Batch) -> list[Arrival]:
+        """Such a batch has no place in this run. Usually the API was restarted and another trainer registered first:
+        then joining again raises `RolloutError` with its name."""
+        if self.client.trainer() == self._region.registration:
+            self._note_repeated()
+            self._unsure = True  # if the API's step counts that batch, it is lost
+            return []
+        rollouts = sum(group.size for group in batch)
+        message = (
+            "The Atropos API at %s answered with a batch of %d rollouts, and this run registered for %d: it was "
+            "restarted or reset, and another trainer registered first. They are not trained on."
+        )
+        logger.warning(message, self.client.url, rollouts, self.registration.batch_size)
+        return self._rejoin()
 
     def let_begin(self, rollouts: int) -> None:
         """With a new policy, as many of the requests that waited may begin as are for one batch. `rollouts` have been
@@ -212,15 +250,38 @@ class BatchPuller:
 
     def _place_held(self) -> list[Arrival]:
         """The API assembles batches and raises its step when a pull finds none: then the held batch is of those."""
+        assert self._held is not None
         rise = self._rise()
         self._unsure = rise < 0  # that API is gone
+        batch, self._held = self._held, None
         lost = []
+        came_before = _fingerprint(batch) in self._seen
+        uncounted = rise == 0 and not self._region.left
         if rise > 0:
             lost = self._open(rise)
-            self._losses = False
-        elif rise == 0 and not self._region.left:  # assembled before this run joined
+            self._losses = self._may_hold_older = False
+        elif came_before and self._region.left:
+            self._set_aside.append(batch)  # until the region's end tells how many are equal
+            return []
+        elif came_before or (uncounted and not self._may_hold_older):
+            self._note_repeated()
+            return []
+        elif uncounted:  # assembled before this run joined
             self._region = self._next_region(self._region.registration, self._region.step, 1)
-        return lost + self.give_back()
+        return [*lost, self._place(batch)]
+
+    def _note_repeated(self) -> None:
+        """A batch came that the API's step does not count."""
+        self.pause = self.poll_interval
+        if self._cached:
+            return
+        self._cached = True
+        message = (
+            "The Atropos API at %s answered with a batch that it had given out before, as its step tells: an HTTP "
+            "cache stands before it. Batches that come twice are not trained on again, but a cache costs time and "
+            "may lose others: exempt the API from it, or set `atropos_url` to the API itself. This is said once."
+        )
+        logger.warning(message, self.client.url)
 
     def _rise(self) -> int:
         """By how many batches the API's step has risen; -1 if it is not the API that this trainer registered at."""
@@ -231,13 +292,46 @@ class BatchPuller:
     def give_back(self) -> list[Arrival]:
         """Places the held batch, if any, without asking the API."""
         batch, self._held = self._held, None
-        if batch is None:
-            return []
-        if not self._region.left:
+        if batch is None or _fingerprint(batch) in self._seen:
+            return []  # if the API's step counts it all the same, the next life of the run finds that it is lost
+        return [self._place(batch)]
+
+    def _place(self, batch: Batch) -> Arrival:
+        """The batch is the newest that is left of the region."""
+        self.quiet_since = time.monotonic()
+        self._diagnosis.note(batch)
+        self._seen.add(_fingerprint(batch))
+        self._note_progress(self.quiet_since)
+        if not self._region.left:  # the API was not asked for its step, or is gone
             self._region = self._next_region(self._region.registration, self._region.step + 1, 1)
-        size, left = self._region.batch_size, self._region.left - 1  # it is the newest that is left
+        size = self._region.batch_size
+        left = self._region.left - 1
         self._region = replace(self._region, left=left)
-        return [(Part(self._region.base + left * size, size, self._region), batch)]
+        return Part(self._region.base + left * size, size, self._region), batch
+
+    def _note_progress(self, now: float) -> None:
+        """The oldest batches of a region come last, and nothing is handed out before them."""
+        region = self._region
+        if 0 < region.left < region.batches:
+            self.catching_up += now - self._placed
+        else:
+            self._progress_told = now
+        self._placed = now
+        if now - self._progress_told >= PROGRESS:
+            self._progress_told = now
+            message = "Pulled %d of %d batches that were queued at the Atropos API. The oldest comes last."
+            logger.info(message, region.batches - region.left + 1, region.batches)
+
+    def _place_set_aside(self) -> list[Arrival]:
+        """The region has ended: as many of the batches that equal others belong to it as it still lacks."""
+        placed = []
+        for batch in self._set_aside:
+            if self._region.left:
+                placed.append(self._place(batch))
+            else:
+                self._note_repeated()
+        self._set_aside.clear()
+        return placed
 
     def _open(self, batches: int) -> list[Arrival]:
         """The API had nothing left of the region, and has assembled `batches` new ones."""
@@ -247,8 +341,11 @@ class BatchPuller:
 
     def _settle(self, with_api: bool = False) -> list[Arrival]:
         """The API holds no batch: what is left of the region was lost on its way, or with an earlier API."""
+        if with_api:  # whether it had given out a batch once or twice, nobody can tell any more
+            self._set_aside.clear()
+        placed = self._place_set_aside()
         if not self._region.left:
-            return []
+            return placed
         size, self._region = self._region.left * self._region.batch_size, replace(self._region, left=0)
         if with_api:
             return [(Part(self._region.base, size, self._region, lost_with_api=size), None)]
@@ -265,7 +362,7 @@ class BatchPuller:
                 "Stop it, or give it an API of its own (`atropos_url`). Later losses are only counted in the metrics."
             )
             logger.warning(message, size, self.client.url)
-        return [(Part(self._region.base, size, self._region, {LOST_IN_DELIVERY: size}), None)]
+        return [*placed, (Part(self._region.base, size, self._region, {LOST_IN_DELIVERY: size}), None)]
 
     def _next_region(self, registration: str, step: int, batches: int) -> Region:
         """Its batch size is this run's; what the run resumes from may have had another."""
@@ -292,6 +389,8 @@ class BatchPuller:
             message = "The Atropos API gave no usable answer; trying for another %g s. %s"
             logger.warning(message, self.api_down_timeout, error)
         elif (seconds := time.monotonic() - self._failing_since) > self.api_down_timeout:
+            if isinstance(error, RateLimited):
+                raise error
             raise RolloutError(
                 f"The Atropos API at {self.client.url} has given no usable answer for {seconds:.0f} s. Start it again "
                 "(`python -m atroposlib.cli.run_api`), then the environments, and resume from the last checkpoint. "
@@ -299,8 +398,26 @@ class BatchPuller:
             ) from error
         return []
 
+    def _remove_strays(self) -> None:
+        """Once such groups are queued, the API assembles no batch any more."""
+        now = time.monotonic()
+        if not self._removes_strays or now - max(self.quiet_since, self._strays_asked) < STRAYS:
+            return
+        self._strays_asked = now
+        sizes = self.client.remove_strays()
+        self._removes_strays = sizes is not None
+        if not sizes:
+            return
+        message = (
+            "Removed %d groups of %s rollouts from the queue of the Atropos API at %s: no batch of %d can be "
+            "assembled while they are there, and no environment has registered with such a `group_size`. Have who "
+            "sends them register and set `env_id`, and make the batch size a multiple of every group size."
+        )
+        logger.warning(message, len(sizes), _list(sorted(set(sizes))), self.client.url, self.registration.batch_size)
+
     def _look_if_quiet(self) -> list[Arrival]:
         """After every minute without a batch, the log says what may be wrong."""
+        self._remove_strays()
         if time.monotonic() - self.quiet_since < QUIET_WARNING:
             return []
         self.quiet_since = time.monotonic()
@@ -309,6 +426,20 @@ class BatchPuller:
                 return self._rejoin()
         logger.warning("No batch for %g s. %s", QUIET_WARNING, self.explain(self.why_quiet()))
         return []
+
+
+def _fingerprint(batch: Batch) -> bytes:
+    """16 bytes, equal for batches of equal tokens, log-probabilities and scores."""
+    digest = hashlib.blake2b(digest_size=16)
+    for group in batch:
+        if isinstance(group, RejectedGroup):
+            digest.update(repr((str(group), group.env_id, group.size)).encode())
+            continue
+        digest.update(np.array([len(tokens) for tokens in group.tokens]).tobytes())
+        digest.update(np.array(group.scores).tobytes())
+        for values in (*group.tokens, *group.logprobs):
+            digest.update(b"" if values is None else values.tobytes())
+    return digest.digest()
 
 
 @dataclass
@@ -397,6 +528,8 @@ class Diagnosis:
         known = [f"{self._named([env_id])} sends groups of {_list(sorted(sizes[env_id]))}" for env_id in sorted(sizes)]
         if largest and largest not in every:
             known.append(f"the largest group queued is of {largest}")
+        if latest is not None and latest.env_id is None and latest.tokens:
+            known.append(f"the group that was queued last is of {len(latest.tokens)} and has no `env_id`")
         return (
             f"{holds} but cannot assemble exactly {batch} rollouts from them. {_sentence(known)} Make the batch size "
             "(`per_device_train_batch_size` x processes x `gradient_accumulation_steps`) a multiple of every group "

@@ -121,6 +121,7 @@ class Feed:
         self.dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics()`
         # Of each rollout handed out since then: its staleness, its environment, and seconds since it was pulled.
         self._handed: list[tuple[int | None, str | int | None, float]] = []
+        self._environments: set[str | int] = set()  # that rollouts came from: without any, the count is 0, not absent
         self._update_state()
 
     def _run(self) -> None:
@@ -269,7 +270,8 @@ class Feed:
                 metrics["rollouts/staleness_mean"] = fmean(known)
                 metrics["rollouts/staleness_max"] = float(max(known))
             counts = Counter(name for name in environments if name is not None)
-            metrics |= {f"rollouts/rows_env_{name}": float(count) for name, count in counts.items()}
+            self._environments |= counts.keys()
+            metrics |= {f"rollouts/rows_env_{name}": float(counts[name]) for name in self._environments}
         self.dropped, self._handed = Counter(), []
         return metrics
 

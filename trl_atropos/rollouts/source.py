@@ -76,6 +76,11 @@ class RolloutSource(Protocol):
         """Exactly `num_rollouts` rollouts, with their `staleness` where that is known, or None when `timeout` seconds
         passed without that many; then call again."""
 
+    def catching_up(self) -> float:
+        """Seconds since `start` in which rollouts came that are handed out after older ones, which come later. They
+        do not count towards `rollout_timeout`."""
+        return 0.0
+
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, to be logged."""
         return {}
@@ -287,6 +292,10 @@ class AtroposSource:
             self._puller.warn_if_hung()
         return rollouts
 
+    def catching_up(self) -> float:
+        """Seconds in which the API gave out what was queued there, of which the oldest comes last."""
+        return self._puller.catching_up
+
     def metrics(self) -> dict[str, float]:
         """Since the last call, of the rollouts that came in: the counts of `Intake.metrics`. Of those that were
         dropped: `rollouts/dropped_REASON`, `rollouts/share_dropped` and `rollouts/lost_batches`. Of those handed out:
@@ -295,6 +304,7 @@ class AtroposSource:
         environment whose name is not known). `rollouts/waiting_rows`: pulled, and not yet handed out.
         `rollouts/api_restarts`, and the metrics of `environments`."""
         metrics = {f"rollouts/dropped_{reason}": 0.0 for reason in (*DROPPED, LOST_IN_DELIVERY)}
+        metrics |= {f"rollouts/rows_env_{name}": 0.0 for name in self._environments.names().values()}
         metrics |= self._environments.metrics() | self._feed.metrics() | self._intake.metrics()
         metrics["rollouts/lost_batches"] = metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size
         restarts, self._restarts = self._puller.api_restarts - self._restarts, self._puller.api_restarts

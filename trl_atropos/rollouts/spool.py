@@ -143,6 +143,8 @@ class Spool:
         """Writes one batch, which then survives a power cut, and sets its rollouts' `index`."""
         for position, rollout in enumerate(rollouts):
             rollout.index = part.start + part.missing + position
+        counts = [*part.dropped.values(), part.lost_with_api]
+        assert min(counts) >= 0, f"{part} counts less than nothing"
         assert part.missing + len(rollouts) == part.size, f"{part} with {len(rollouts)} rollouts"
         header = json.dumps({"format": FORMAT, "spool": self.name, "crc32": f"{0:08x}", **asdict(part)})
         content = _file_content(to_table(rollouts).replace_schema_metadata({HEADER: header}))

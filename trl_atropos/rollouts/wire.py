@@ -174,14 +174,21 @@ def parse_group(raw: object) -> ScoredGroup:
         if isinstance(raw, bytes) and not raw.isascii():
             raw.decode()  # msgspec does not look at the text of fields that it leaves out
         group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, Group)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
         # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
         sent = _plain(raw)
         try:
-            group = msgspec.convert(sent, Group)
+            group = _converted(sent)
         except msgspec.ValidationError as error:
             raise RejectedGroup(_explained(sent, str(error))) from None
     return _checked(group)
+
+
+def _converted(sent: Any) -> Group:
+    try:
+        return msgspec.convert(sent, Group)
+    except UnicodeEncodeError:  # of half a surrogate pair in the key of an object
+        return msgspec.convert(json.loads(_dumps(sent)), Group)
 
 
 def _plain(raw: object) -> Any:
