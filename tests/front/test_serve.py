@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tests.forge import FORKED_ENGINES
 from tests.server_process import ENVIRONMENT, MAX_MODEL_LEN, Server, free_port, make_tiny_model
 from tests.weights.versions import wait_for
-from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, completion_key
+from trl_atropos.protocol import TOKEN_VARIABLE, SamplingSettings, VersionsReply, completion_key
 from trl_atropos.services.manager import Services, port_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -233,7 +233,7 @@ def test_the_versions_of_completions_outlive_the_engine_that_sampled_them(publis
     assert {tuple(span) for span in versions} == {(0, 0), (NEW_VERSION, NEW_VERSION)}
     told = front.control("POST", "/versions", {"keys": [*keys, "00"]}).json()
     assert told["versions"] == [*versions, None]
-    assert [SamplingSettings(*settings) for settings in told["settings"]] == [SamplingSettings()]
+    assert VersionsReply.model_validate(told).settings == [SamplingSettings()]
     assert told["sampled_with"] == [0] * len(keys) + [None]
 
 
