@@ -1,6 +1,7 @@
 """Single-copy weights on a real server: one memory, fenced steps, and a probe that sees when either breaks."""
 
 import contextlib
+import json
 import math
 import re
 import threading
@@ -404,10 +405,14 @@ def test_a_step_that_raises_leaves_a_server_that_nobody_can_sample_from(make_tra
     assert "This server is shutting down" in (tmp_path / "logs" / "vllm.log").read_text()
 
 
-def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(make_trainer, server):
+def test_a_run_that_fails_before_it_writes_leaves_the_server_as_it_was(make_trainer, server, tmp_path):
     trainer = make_trainer()
-    with pytest.raises(CheckpointError, match="no checkpoint in no such folder"):
-        trainer.train(resume_from_checkpoint="no such folder")
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1, "stateful_callbacks": {}}))
+    (checkpoint / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot be read into this model"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
     assert server.generate(prompt="a", max_tokens=1).status_code == 200
 
 
