@@ -120,13 +120,15 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
         publisher._resuming.result()
 
 
-def assert_proven(publisher: ServerPublisher, publishes: int) -> None:
-    """So many publishes were compared bit for bit, each parameter in each. On ranks with servers."""
+def assert_proven(publisher: ServerPublisher, publishes: int, left_out: tuple[str, ...] = ()) -> None:
+    """So many publishes were compared bit for bit, each parameter in each, and only `left_out` was not. On ranks
+    with servers."""
     proof = publisher._proof
     for subject in proof.subjects:
         assert proof._compared[subject.of] == min(publishes, subject.times or publishes)
         for client in publisher.servers.clients:
-            assert proof._refused[client.url, subject.of] == {}
+            assert tuple(proof._refused[client.url, subject.of]) == left_out
+    assert proof.complete == (not left_out)
 
 
 Weights = dict[str, torch.Tensor]  # by parameter name

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 3
 
 
-def train(servers: list[Server], mode: str, adapted: bool, recording: str, folder: Path) -> ServerPublisher:
+def train(
+    servers: list[Server], mode: str, adapted: bool, recording: str, folder: Path, left_out: tuple[str, ...] = ()
+) -> ServerPublisher:
     """A run on servers that have been trained before. Returns its publisher."""
     give_back_the_weights(servers, recording, folder)
     connected = Servers([one.url for one in servers], 60, servers[0].token)
@@ -37,7 +39,7 @@ def train(servers: list[Server], mode: str, adapted: bool, recording: str, folde
     trainer.train()
     assert publisher.policy_version == STEPS
     assert 0 < publisher.probe_max_abs_diff <= 1e-4
-    assert_proven(publisher, STEPS + 1)
+    assert_proven(publisher, STEPS + 1, left_out)
     for server in servers:
         samples = continuations(server)
         assert {(one.begun, one.ended) for one in samples} == {(STEPS, STEPS)}
@@ -146,7 +148,7 @@ def test_the_memory_of_one_copy_is_no_way_to_the_other(two_copies, recording, tm
 def train_both(server: Server, mode: str, adapted: bool, recording: str, folder: Path) -> ServerPublisher:
     """As `train`. Both engines of the server must have sampled."""
     before = sampled_by_engine(server)
-    publisher = train([server], mode, adapted, recording, folder)
+    publisher = train([server], mode, adapted, recording, folder, left_out=("copies 2 to 2 of the model",))
     after = sampled_by_engine(server)
     assert len(after) == 2
     assert all(after[engine] > before[engine] for engine in after)
