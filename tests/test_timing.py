@@ -38,6 +38,7 @@ from trl_atropos.metrics.timing import (
 from trl_atropos.report.summary import LineCallback
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.server_client import ServerClient
+from trl_atropos.weights.probe import Probe
 from trl_atropos.weights.publisher import NullPublisher, PolicyPublisher
 
 PAUSE = 0.3  # seconds, that a part is made to take
@@ -419,25 +420,32 @@ def test_the_next_batch_is_pulled_from_the_pause_on_and_none_after_the_last(
     assert deliveries.left == left
 
 
+def after_a_pause(function):
+    """`function`, which begins `PAUSE` seconds after it is called."""
+
+    def paused(*args):
+        time.sleep(PAUSE)
+        return function(*args)
+
+    return paused
+
+
 @pytest.mark.server
-def test_what_the_fence_does_around_the_optimizers_step_is_publishing(server, tiny_model, tmp_path):
+def test_what_the_fence_does_around_the_optimizers_step_is_publishing(server, tiny_model, tmp_path, monkeypatch):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     publisher = trainers.make_publisher(server, tmp_path)
-    send = publisher.transfer.send
-
-    def slow(version):
-        time.sleep(PAUSE)
-        return send(version)
-
-    publisher.transfer.send = slow
+    monkeypatch.setattr(publisher.transfer, "send", after_a_pause(publisher.transfer.send))
+    monkeypatch.setattr(Probe, "judge", after_a_pause(Probe.judge))
     trainer = trainers.make_trainer(
         publisher, recording, server.model, tmp_path / "run", learning_rate=0.0, max_steps=STEPS
     )
     with slow_optimizer(PAUSE):
         trainer.train()
     logs = medians(trainer)
-    assert logs[PUBLISH] >= PAUSE and logs[OPTIMIZER] >= PAUSE
-    assert 0 < logs["probe"] < logs[PUBLISH] - PAUSE
+    # Only lower bounds: a busy machine adds to each of them.
+    assert logs[OPTIMIZER] >= PAUSE
+    assert logs["probe"] >= PAUSE
+    assert logs[PUBLISH] >= 2 * PAUSE  # sending and probing
     for step in parts(trainer):
         assert sum(step[name] for name in PARTS) == pytest.approx(step["step"])
     client = ServerClient(server.url, 30, server.token)  # other tests expect version 0

@@ -215,7 +215,7 @@ def test_the_versions_are_told_in_a_pause(policy, book, server):
     try:
         began = time.monotonic()
         assert tagged(book, row_of(completion)) == [(policy.version, policy.version)]
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20  # seconds; a request that waits does so until the pause ends
     finally:
         policy.client.resume(policy.version)
 
