@@ -1,7 +1,8 @@
-"""What stands in for the inference server in `trl-atropos bench loop`: a file that its processes map into memory.
+"""What stands in for the inference server in `trl-atropos bench loop`: a file that its processes
+map into memory.
 
-The trainer tells which version of the policy may be sampled, and how long sampling takes; the environment notes which
-version each of its groups began with.
+The trainer tells which version of the policy may be sampled, and how long sampling takes; the
+environment notes which version each of its groups began with.
 """
 
 from pathlib import Path

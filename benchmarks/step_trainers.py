@@ -77,10 +77,12 @@ class StepTime(TrainerCallback):
 
 @contextmanager
 def kernels() -> Iterator[Callable[[], int]]:
-    """Counts what is started on the GPU. Yields what says, after the context, how many that were."""
+    """Counts what is started on the GPU. Yields what says, after the context, how many that
+    were."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         yield lambda: sum(
-            event.device_type() == DeviceType.CUDA for event in profiler.profiler.kineto_results.events()
+            event.device_type() == DeviceType.CUDA
+            for event in profiler.profiler.kineto_results.events()
         )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -106,7 +108,9 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def lengths_of(generator: np.random.Generator, shape: str, number: int, options: argparse.Namespace) -> np.ndarray:
+def lengths_of(
+    generator: np.random.Generator, shape: str, number: int, options: argparse.Namespace
+) -> np.ndarray:
     """Completion lengths of `number` rows, in tokens."""
     longest = options.longest - options.prompt
     if shape == "equal":
@@ -122,14 +126,17 @@ def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     groups = []
     for completions in lengths.reshape(-1, options.group_size):
         start = generator.integers(0, VOCABULARY, prompt).tolist()
-        sequences = [start + generator.integers(0, VOCABULARY, length).tolist() for length in completions]
+        sequences = [
+            start + generator.integers(0, VOCABULARY, length).tolist() for length in completions
+        ]
         groups.append(
             {
                 "tokens": sequences,
                 "masks": [[-100] * prompt + tokens[prompt:] for tokens in sequences],
                 "scores": generator.normal(size=options.group_size).tolist(),
                 "inference_logprobs": [
-                    [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist() for tokens in sequences
+                    [1.0] * prompt + (-5 - generator.random(len(tokens) - prompt)).tolist()
+                    for tokens in sequences
                 ],
             }
         )
@@ -162,7 +169,9 @@ class OneBatch:
         pass
 
 
-def _settings(folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace) -> dict[str, Any]:
+def _settings(
+    folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace
+) -> dict[str, Any]:
     micro_batch, accumulate = options.micro_batch, options.rows // options.micro_batch
     if name == "tokens":
         micro_batch, accumulate = options.rows, 1
@@ -207,7 +216,8 @@ def _make_trainer(
         train_dataset=Dataset.from_dict({"prompt": [""] * len(rows)}),
         rollout_func=lambda prompts, trainer: columns(rows),
     )
-    # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send its weights.
+    # TRL corrects for the sampler only where it believes that vLLM sampled, to which it would send
+    # its weights.
     trainer.use_vllm = True
     trainer.add_callback(InStep(trainer))
     return trainer
@@ -228,7 +238,10 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
             clock, loss[name], size = train(name, model, folder, rows, options)
             clocks[name].append(clock)
             gc.collect()  # cycles hold the model's memory, which the next one needs
-    return [_result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size) for name in options.trainers]
+    return [
+        _result(shape, name, clocks[name], sum(_lengths(rows)), loss[name], size)
+        for name in options.trainers
+    ]
 
 
 def _run_trainer(
@@ -248,7 +261,10 @@ def _run_loop(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, None, int]:
     """As `_run_trainer`. The loop has no loss to compare."""
-    loop, clock = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing), StepTime()
+    loop, clock = (
+        PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing),
+        StepTime(),
+    )
     for _ in range(STEPS):
         began = _now()
         loop.train()
@@ -266,7 +282,9 @@ def _run_loop(
 
 def _budget(rows: list[Rollout], options: argparse.Namespace) -> int:
     """Tokens of a micro-batch."""
-    return options.max_tokens or max(options.micro_batch * (options.prompt + options.median), *_lengths(rows))
+    return options.max_tokens or max(
+        options.micro_batch * (options.prompt + options.median), *_lengths(rows)
+    )
 
 
 def _result(
@@ -292,11 +310,14 @@ def _lengths(rows: list[Rollout]) -> list[int]:
 
 
 def measure_balance(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """By how much the rank with the most tokens has more than the mean, in our order and in that of arrival."""
+    """By how much the rank with the most tokens has more than the mean, in our order and in that of
+    arrival."""
     generator, excess = np.random.default_rng(1), {"ours": [], "trl": []}
     steps = options.rows // options.micro_batch
     for _ in range(BATCHES):
-        lengths = options.prompt + lengths_of(generator, "spread", options.ranks * options.rows, options)
+        lengths = options.prompt + lengths_of(
+            generator, "spread", options.ranks * options.rows, options
+        )
         ordered = lengths[plan(lengths, options.ranks, steps, steps).order]
         for name, order in (("ours", ordered), ("trl", lengths)):
             load = order.reshape(options.ranks, -1).sum(1)

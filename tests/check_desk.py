@@ -1,4 +1,5 @@
-"""What the tests of `trl-atropos check` write recipes with: a folder, and an environment without a fault."""
+"""What the tests of `trl-atropos check` write recipes with: a folder, and an environment without a
+fault."""
 
 import json
 import shutil
@@ -39,12 +40,21 @@ class Desk:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
 
-    def recipe(self, entry: dict[str, Any] | None = None, options: tuple[str, ...] = (), **settings: Any) -> list[str]:
+    def recipe(
+        self, entry: dict[str, Any] | None = None, options: tuple[str, ...] = (), **settings: Any
+    ) -> list[str]:
         """The command line for a recipe with one environment, whose entry has these keys, too."""
         if not (self.folder / "environment.py").exists():
             (self.folder / "environment.py").write_text(SOURCE)
-        one = {"name": "mine", **({} if "command" in (entry or {}) else {"path": "environment.py"}), **(entry or {})}
-        urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("atropos_url", "vllm_server_base_url")}
+        one = {
+            "name": "mine",
+            **({} if "command" in (entry or {}) else {"path": "environment.py"}),
+            **(entry or {}),
+        }
+        urls = {
+            name: f"http://127.0.0.1:{free_port()}"
+            for name in ("atropos_url", "vllm_server_base_url")
+        }
         content = {
             "model_name_or_path": str(self.model),
             "output_dir": str(self.folder / "run"),
@@ -61,7 +71,8 @@ class Desk:
         return ["--config", "recipe.yaml", *options]
 
     def with_checkpoint(self, run: str, **settings: Any) -> list[str]:
-        """A recipe whose output folder was last used by the run `a`, and has a checkpoint of `run`."""
+        """A recipe whose output folder was last used by the run `a`, and has a checkpoint of
+        `run`."""
         checkpoint = self.folder / "run" / "checkpoint-7"
         checkpoint.mkdir(parents=True, exist_ok=True)
         path = {"args": {}, "attributes": {"path": [[run, 0]]}}
@@ -97,26 +108,28 @@ class Desk:
         return str(copy)
 
     def unsavable(self) -> str:
-        """A copy of the model with a generation config that Transformers loads, and refuses to save."""
+        """A copy of the model with a generation config that Transformers loads, and refuses to
+        save."""
         copy = self.folder / "unsavable"
         shutil.copytree(self.model, copy)
-        (copy / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+        (copy / "generation_config.json").write_text(
+            json.dumps({"do_sample": False, "temperature": 0.6})
+        )
         return str(copy)
 
     def python(self, **versions: str | None) -> str:
         """
-        A Python in which distributions are installed in other versions, or not at all (`None`), as in another virtual
-        environment: this one, with a module before it on the path that answers for them.
+        A Python in which distributions are installed in other versions, or not at all (`None`), as
+        in another virtual environment: this one, with a module before it on the path that answers
+        for them.
         """
         site = self.folder / "site"
         site.mkdir()
         (site / "sitecustomize.py").write_text(
-            "import importlib.metadata as metadata\n"
-            "from types import SimpleNamespace\n"
-            f"versions, usual = {versions!r}, metadata.distributions\n"
-            "def distributions():\n"
-            "    yield from (one for one in usual() if one.name not in versions)\n"
-            "    yield from (SimpleNamespace(name=name, version=own) for name, own in versions.items() if own)\n"
+            "import importlib.metadata as metadata\nfrom types import SimpleNamespace\nversions, "
+            f"usual = {versions!r}, metadata.distributions\ndef distributions():\n    yield from "
+            "(one for one in usual() if one.name not in versions)\n    yield from "
+            "(SimpleNamespace(name=name, version=own) for name, own in versions.items() if own)\n"
             "metadata.distributions = distributions\n"
         )
         python = self.folder / "python3"
@@ -125,7 +138,8 @@ class Desk:
         return str(python)
 
     def installed(self, name: str, version: str) -> str:
-        """A folder in which a package of that version is installed, as far as its metadata tells."""
+        """A folder in which a package of that version is installed, as far as its metadata
+        tells."""
         folder = self.folder / "older"
         (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

@@ -1,4 +1,5 @@
-"""Mistakes in recipes and environments, and the one finding that `trl-atropos check` must have of each."""
+"""Mistakes in recipes and environments, and the one finding that `trl-atropos check` must have of
+each."""
 
 import sys
 from collections.abc import Callable
@@ -35,10 +36,16 @@ DDP = ("--num_processes", "4", "--devices", "2")
 MISTAKES = {
     # the recipe
     "a misspelt key": Mistake(
-        lambda desk: desk.recipe(lerning_rate=1.0), "unknown-key", "lerning_rate: 1.0", "`learning_rate`"
+        lambda desk: desk.recipe(lerning_rate=1.0),
+        "unknown-key",
+        "lerning_rate: 1.0",
+        "`learning_rate`",
     ),
     "an impossible value": Mistake(
-        lambda desk: desk.recipe(rollout_timeout=-1), "setting", "rollout_timeout: -1", "Set it to a number of seconds"
+        lambda desk: desk.recipe(rollout_timeout=-1),
+        "setting",
+        "rollout_timeout: -1",
+        "Set it to a number of seconds",
     ),
     "an odd batch": Mistake(
         lambda desk: desk.recipe(per_device_train_batch_size=3),
@@ -71,7 +78,10 @@ MISTAKES = {
         "Set it to `{atropos_url}`",
     ),
     "no adapter for a mode that sends one": Mistake(
-        lambda desk: desk.recipe(vllm_mode="lora"), "no-adapter", "vllm_mode: lora", "Set `use_peft: true`"
+        lambda desk: desk.recipe(vllm_mode="lora"),
+        "no-adapter",
+        "vllm_mode: lora",
+        "Set `use_peft: true`",
     ),
     "an adapter that vLLM does not serve": Mistake(
         lambda desk: desk.recipe(vllm_mode="nccl_lora", use_peft=True, use_dora=True),
@@ -86,22 +96,32 @@ MISTAKES = {
         "`vllm_mode: server`",
     ),
     "an adapter on the head": Mistake(
-        lambda desk: desk.recipe(vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "lm_head"]),
+        lambda desk: desk.recipe(
+            vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "lm_head"]
+        ),
         "adapter",
         "lora_target_modules: q_proj, lm_head",
         "Remove 'lm_head'",
     ),
     "an adapter on one of two tied embeddings": Mistake(
-        lambda desk: desk.recipe(vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "embed_tokens"]),
+        lambda desk: desk.recipe(
+            vllm_mode="server", use_peft=True, lora_target_modules=["q_proj", "embed_tokens"]
+        ),
         "adapter",
         "lora_target_modules, lora_modules_to_save: embed_tokens",
         "Remove 'embed_tokens'",
     ),
     "no such model": Mistake(
-        lambda desk: desk.recipe(model_name_or_path="./nowhere"), "model", "nowhere", "Set `model_name_or_path`"
+        lambda desk: desk.recipe(model_name_or_path="./nowhere"),
+        "model",
+        "nowhere",
+        "Set `model_name_or_path`",
     ),
     "nothing to replay": Mistake(
-        lambda desk: desk.recipe(replay_paths=["nowhere"]), "replay", "replay_paths: ['nowhere']", "Correct the path"
+        lambda desk: desk.recipe(replay_paths=["nowhere"]),
+        "replay",
+        "replay_paths: ['nowhere']",
+        "Correct the path",
     ),
     "no such checkpoint": Mistake(
         lambda desk: desk.recipe(resume_from_checkpoint="checkpoint-7"),
@@ -110,7 +130,10 @@ MISTAKES = {
         "Leave it out to begin anew",
     ),
     "a new run beside the checkpoints of another": Mistake(
-        lambda desk: desk.with_checkpoint("a"), "output-dir-used", "output_dir: ", "`move_checkpoints_aside: true`"
+        lambda desk: desk.with_checkpoint("a"),
+        "output-dir-used",
+        "output_dir: ",
+        "`move_checkpoints_aside: true`",
     ),
     "a checkpoint of another run": Mistake(
         lambda desk: desk.with_checkpoint("b", resume_from_checkpoint="run/checkpoint-7"),
@@ -131,10 +154,17 @@ MISTAKES = {
         "Set `max_steps` above 7",
     ),
     "an output folder that is a file": Mistake(
-        lambda desk: desk.recipe(output_dir="recipe.yaml"), "output-dir", "output_dir: recipe.yaml", "another folder"
+        lambda desk: desk.recipe(output_dir="recipe.yaml"),
+        "output-dir",
+        "output_dir: recipe.yaml",
+        "another folder",
     ),
     "a setting of generation": Mistake(
-        lambda desk: desk.recipe(top_p=0.9), "dead-setting", "top_p: 0.9", "Set the environment's own", WARNING
+        lambda desk: desk.recipe(top_p=0.9),
+        "dead-setting",
+        "top_p: 0.9",
+        "Set the environment's own",
+        WARNING,
     ),
     "flags for a server that is not started": Mistake(
         lambda desk: desk.recipe(vllm_args=["--max-num-seqs", "8"]),
@@ -144,7 +174,11 @@ MISTAKES = {
         WARNING,
     ),
     "an adapter's rank without an adapter": Mistake(
-        lambda desk: desk.recipe(lora_r=8), "dead-setting", "lora_r: 8", "Set `use_peft: true`", WARNING
+        lambda desk: desk.recipe(lora_r=8),
+        "dead-setting",
+        "lora_r: 8",
+        "Set `use_peft: true`",
+        WARNING,
     ),
     "a limit of checkpoints, and none": Mistake(
         lambda desk: desk.recipe(save_strategy="no", save_total_limit=3),
@@ -174,7 +208,10 @@ MISTAKES = {
         "install `galore_torch`",
     ),
     "a report to a package that is not installed": Mistake(
-        lambda desk: desk.recipe(report_to="clearml"), "report-to", "report_to: clearml", "set `report_to: none`"
+        lambda desk: desk.recipe(report_to="clearml"),
+        "report-to",
+        "report_to: clearml",
+        "set `report_to: none`",
     ),
     # where it is launched
     "a server for two processes": Mistake(
@@ -184,7 +221,9 @@ MISTAKES = {
         "`--num_processes 1`",
     ),
     "sharding what is shared": Mistake(
-        lambda desk: desk.recipe(options=("--config_file", f"{ROOT}/configs/accelerate/zero3.yaml")),
+        lambda desk: desk.recipe(
+            options=("--config_file", f"{ROOT}/configs/accelerate/zero3.yaml")
+        ),
         "sharded-colocate",
         "distributed_type: DEEPSPEED",
         "use `vllm_mode: server`",
@@ -196,11 +235,17 @@ MISTAKES = {
         "Name the file that `accelerate launch` gets",
     ),
     "more processes than GPUs": Mistake(
-        lambda desk: desk.recipe(options=DDP, **GPU), "gpu-layout", "4 processes", "`--num_processes`"
+        lambda desk: desk.recipe(options=DDP, **GPU),
+        "gpu-layout",
+        "4 processes",
+        "`--num_processes`",
     ),
     "a server over more GPUs than there are": Mistake(
         lambda desk: desk.recipe(
-            start_vllm=True, vllm_args=["--tensor-parallel-size", "4"], options=("--devices", "2"), **GPU
+            start_vllm=True,
+            vllm_args=["--tensor-parallel-size", "4"],
+            options=("--devices", "2"),
+            **GPU,
         ),
         "gpu-layout",
         "--tensor-parallel-size 4 in `vllm_args`",
@@ -218,7 +263,9 @@ MISTAKES = {
         "each with a `CUDA_VISIBLE_DEVICES` of its own",
     ),
     "too little memory": Mistake(
-        lambda desk: desk.recipe(start_vllm=True, options=("--device_memory_gb", "1"), gradient_checkpointing=False),
+        lambda desk: desk.recipe(
+            start_vllm=True, options=("--device_memory_gb", "1"), gradient_checkpointing=False
+        ),
         "memory",
         " of 1.00 GiB",
         "Change, what costs least first: `--kv-cache-memory-bytes ",
@@ -257,7 +304,10 @@ MISTAKES = {
     ),
     "too little disk for a run that will be on another machine": Mistake(
         lambda desk: desk.recipe(
-            max_steps=10**9, save_steps=1, save_strategy="steps", options=("--device_memory_gb", "999")
+            max_steps=10**9,
+            save_steps=1,
+            save_strategy="steps",
+            options=("--device_memory_gb", "999"),
         ),
         "disk",
         "1000000000 checkpoints",
@@ -279,7 +329,9 @@ MISTAKES = {
         WARNING,
     ),
     "another tokenizer of the server": Mistake(
-        lambda desk: desk.recipe(start_vllm=True, vllm_args=["--tokenizer", desk.other_vocabulary()]),
+        lambda desk: desk.recipe(
+            start_vllm=True, vllm_args=["--tokenizer", desk.other_vocabulary()]
+        ),
         "tokenizer",
         "--tokenizer: {folder}/copy",
         "Leave `--tokenizer` out",
@@ -324,7 +376,10 @@ MISTAKES = {
     ),
     "a loss that divides by more than is sampled": Mistake(
         lambda desk: desk.recipe(
-            {"config": {"max_new_tokens": 40}}, loss_type="dr_grpo", max_completion_length=64, max_sequence_length=100
+            {"config": {"max_new_tokens": 40}},
+            loss_type="dr_grpo",
+            max_completion_length=64,
+            max_sequence_length=100,
         ),
         "loss-divisor",
         "max_completion_length: 64, mine: at most 40 tokens",
@@ -352,7 +407,10 @@ MISTAKES = {
         "Correct its `python`",
     ),
     "no such script": Mistake(
-        lambda desk: desk.recipe({"path": "other.py"}), "environment-script", "path: other.py", "Correct its `path` or"
+        lambda desk: desk.recipe({"path": "other.py"}),
+        "environment-script",
+        "path: other.py",
+        "Correct its `path` or",
     ),
     "no such script in a command": Mistake(
         lambda desk: desk.recipe({"command": "{python} -u other.py serve"}),

@@ -1,6 +1,7 @@
 """How the commands of the pages are run in tests: here, in miniature, or by a test of another file.
 
-`HERE` and `ELSEWHERE` are looked through in order; the first pattern that a command begins with counts.
+`HERE` and `ELSEWHERE` are looked through in order; the first pattern that a command begins with
+counts.
 """
 
 import importlib
@@ -24,10 +25,19 @@ from trl_atropos.commands import with_recipe
 QUICKSTART = "recipes/quickstart/colocate.yaml"
 STAND_INS = ("my.yaml", "recipe.yaml", "RECIPE")  # for a recipe of the reader's own
 
-# What is run by another test: words of a command, in this order -> the test, and what its file must name, too.
+# What is run by another test: words of a command, in this order -> the test, and what its file must
+# name, too.
 ELSEWHERE = [
-    (r"make quickstart", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", QUICKSTART),
-    (r"source \.venv/bin/activate", "tests/test_quickstart.py::test_the_quickstart_learns_its_task", "VENV ?= .venv"),
+    (
+        r"make quickstart",
+        "tests/test_quickstart.py::test_the_quickstart_learns_its_task",
+        QUICKSTART,
+    ),
+    (
+        r"source \.venv/bin/activate",
+        "tests/test_quickstart.py::test_the_quickstart_learns_its_task",
+        "VENV ?= .venv",
+    ),
     (
         r"accelerate launch .*trl_atropos\.train .*--resume_from_checkpoint true",
         "tests/test_quickstart.py::test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped",
@@ -110,30 +120,55 @@ def miniature(words: list[str], desk: Path) -> list[str]:
     """Arguments of the main job for this machine: another model, free ports, no GPU, one step."""
     atropos, *servers = free_urls(9)
     model = [value for flag, value in pairwise(words) if flag == "--model_name_or_path"]
-    given = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text()) if "--config" in words else {}
+    given = (
+        yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
+        if "--config" in words
+        else {}
+    )
     listed = given.get("vllm_server_base_url", "")
     several = len(listed) if isinstance(listed, list) else 1
     if not model or not Path(model[0]).is_dir():
         words = [*words, "--model_name_or_path", str(desk / "model")]
-    words = [*words, "--atropos_url", atropos, "--vllm_server_base_url", ",".join(servers[:several])]
+    words = [
+        *words,
+        "--atropos_url",
+        atropos,
+        "--vllm_server_base_url",
+        ",".join(servers[:several]),
+    ]
     return [*words, "--use_cpu", "true", "--bf16", "false", "--output_dir", str(desk / "output")]
 
 
 def run_check(command: Command, desk: Path) -> None:
-    arguments = [*miniature(with_recipe(command.after("check")), desk), "--device_memory_gb", "1000"]
+    arguments = [
+        *miniature(with_recipe(command.after("check")), desk),
+        "--device_memory_gb",
+        "1000",
+    ]
     assert check(arguments) == [], command
 
 
 def run_command(command: Command, desk: Path) -> None:
     """`trl-atropos`, in a process of its own."""
-    run_script(Command(command.place, ("python", "-m", "trl_atropos.cli", *command.words[1:])), desk)
+    run_script(
+        Command(command.place, ("python", "-m", "trl_atropos.cli", *command.words[1:])), desk
+    )
 
 
 def run_replay(command: Command, desk: Path) -> None:
-    arguments = [*command.after("trl_atropos.train"), "--max_steps", "1", "--per_device_train_batch_size", "8"]
+    arguments = [
+        *command.after("trl_atropos.train"),
+        "--max_steps",
+        "1",
+        "--per_device_train_batch_size",
+        "8",
+    ]
     arguments = [*arguments, "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no"]
-    printed = run_script(Command(command.place, ("python", "-m", "trl_atropos.train", *arguments)), desk)
-    assert "Sample completions of the last batch" in printed and "probe" not in printed, printed  # nothing is sampled
+    printed = run_script(
+        Command(command.place, ("python", "-m", "trl_atropos.train", *arguments)), desk
+    )
+    # nothing is sampled
+    assert "Sample completions of the last batch" in printed and "probe" not in printed, printed
     assert json.loads((desk / "runs/again/summary.json").read_text())["probe_max_abs_diff"] is None
     assert (desk / "runs/again/model.safetensors").is_file(), command
 
@@ -164,7 +199,9 @@ def require_extras(command: Command, desk: Path) -> None:
     config.read(ROOT / "setup.cfg")
     for extras in re.findall(r"\[([\w,]+)\]", " ".join(command.words)):
         assert set(extras.split(",")) <= set(config["options.extras_require"]), command
-    assert all((ROOT / word).is_file() for flag, word in pairwise(command.words) if flag == "--constraint"), command
+    assert all(
+        (ROOT / word).is_file() for flag, word in pairwise(command.words) if flag == "--constraint"
+    ), command
 
 
 # What is run here.

@@ -1,4 +1,5 @@
-"""Reads the Markdown pages of the repository: their code blocks, commands, code spans, links and headings."""
+"""Reads the Markdown pages of the repository: their code blocks, commands, code spans, links and
+headings."""
 
 import re
 import shlex
@@ -12,7 +13,9 @@ PAGES = sorted(
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "recipes/**/README.md")
     for path in ROOT.glob(pattern)
 )
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 NEEDS = re.compile(r"<!-- needs: (?P<what>[^>]+?) -->\s*\Z")
 ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 
@@ -68,7 +71,12 @@ class Page:
             line = self.text.count("\n", 0, match.start()) + 1
             needs = NEEDS.search(self.text[: match.start()])
             found.append(
-                Block(f"{self.name}:{line}", match["language"], match["text"], needs["what"] if needs else None)
+                Block(
+                    f"{self.name}:{line}",
+                    match["language"],
+                    match["text"],
+                    needs["what"] if needs else None,
+                )
             )
         return found
 

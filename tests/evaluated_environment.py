@@ -1,5 +1,5 @@
-"""A real Atropos environment that needs no inference server: its rollouts are made up, with a fault where it is told
-to have one. It has an evaluation of its own, too."""
+"""A real Atropos environment that needs no inference server: its rollouts are made up, with a fault
+where it is told to have one. It has an evaluation of its own, too."""
 
 import asyncio
 import os
@@ -41,7 +41,9 @@ class EvaluatedEnv(BaseEnv):
             return {}[fault], []
         tokens = [[7, item, 9, 10 + i] for i in range(size)]
         scores = [self.config.solved[(item + i) % len(self.config.solved)] for i in range(size)]
-        return ScoredDataGroup(tokens=tokens, masks=[[-100, -100, *row[2:]] for row in tokens], scores=scores), []
+        return ScoredDataGroup(
+            tokens=tokens, masks=[[-100, -100, *row[2:]] for row in tokens], scores=scores
+        ), []
 
     async def evaluate(self, *args, **kwargs):
         seen = {"eval/percent_correct": 0.25, "seed": self.config.seed, "process": os.getpid()}

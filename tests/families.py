@@ -1,17 +1,27 @@
-"""A tiny configuration of every causal family that both Transformers and vLLM know, and how it is trained.
+"""A tiny configuration of every causal family that both Transformers and vLLM know, and how it is
+trained.
 
-Windows, chunks and numbers of selected keys are smaller than the test's rollouts, and scalings differ from 1, so that
-what leaves one out computes something else.
+Windows, chunks and numbers of selected keys are smaller than the test's rollouts, and scalings
+differ from 1, so that what leaves one out computes something else.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.weights.architectures import BARE_LOSS, BASE, EXPERTS, LATENT, MAMBA, ROUTED, WITH_HEAD_DIM
+from tests.weights.architectures import (
+    BARE_LOSS,
+    BASE,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    ROUTED,
+    WITH_HEAD_DIM,
+)
 from tests.weights.architectures import FAMILIES as ATTACHED
 
 WINDOW = 16  # tokens
-# Parts of names of parameters that no gradient reaches: of selections, of first states, and of what sees images.
+# Parts of names of parameters that no gradient reaches: of selections, of first states, and of what
+# sees images.
 WITHOUT_GRADIENT = (
     *("indexer.", "expert_bias", "e_score_correction_bias", "z_L_init"),
     *("vision_tower.", "multi_modal_projector."),
@@ -79,7 +89,12 @@ FAMILIES: dict[str, Family] = {
             "n_layers": 2,
             "max_seq_len": 256,
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+            "ffn_config": {
+                "ffn_hidden_size": 64,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "hidden_size": 64,
+            },
         }
     ),
     "deepseek_v2": Family(LATENT_SMALL),
@@ -103,8 +118,12 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family({**WITH_HEAD_DIM, **ALTERNATING}),
     "exaone_moe": Family({**WITH_HEAD_DIM, **EXPERTS, **ALTERNATING}),
     "falcon": Family(ATTACHED["Falcon"].fields, packs=False),
-    "falcon_h1": Family({**BASE, **MAMBA, "mamba_d_ssm": 256, "lm_head_multiplier": 0.3}, packs=False),
-    "falcon_mamba": Family({"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, packs=False),
+    "falcon_h1": Family(
+        {**BASE, **MAMBA, "mamba_d_ssm": 256, "lm_head_multiplier": 0.3}, packs=False
+    ),
+    "falcon_mamba": Family(
+        {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, packs=False
+    ),
     "flex_olmo": Family({**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "gemma": Family(WITH_HEAD_DIM),
     "gemma2": Family({**WITH_HEAD_DIM, **ALTERNATING, "final_logit_softcapping": 2.0}, packs=False),
@@ -139,11 +158,16 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT2),
     "gpt_bigcode": Family(GPT2),
     "gpt_neox": Family({**BASE, "num_key_value_heads": 4}),
-    "gpt_oss": Family({**WITH_HEAD_DIM, **ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}, packs=False),
+    "gpt_oss": Family(
+        {**WITH_HEAD_DIM, **ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+        packs=False,
+    ),
     "gptj": Family({**GPT2, "rotary_dim": 16}, packs=False),
     "granite": Family({**BASE, **MULTIPLIED}),
     "granite_swa": Family({**BASE, **MULTIPLIED, **ALTERNATING}, packs=False),
-    "granitemoe": Family({**BASE, **MULTIPLIED, "num_local_experts": 4, "num_experts_per_tok": 2}, BARE),
+    "granitemoe": Family(
+        {**BASE, **MULTIPLIED, "num_local_experts": 4, "num_experts_per_tok": 2}, BARE
+    ),
     "granitemoe_swa": Family(
         {**BASE, **MULTIPLIED, **ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
         BARE,
@@ -195,13 +219,18 @@ FAMILIES: dict[str, Family] = {
         packs=False,
     ),
     "kimi_linear": Family(
-        {**LATENT_SMALL, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4}, packs=False
+        {**LATENT_SMALL, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4},
+        packs=False,
     ),
-    "laguna": Family({**WITH_HEAD_DIM, **EXPERTS, **ALTERNATING, "shared_expert_intermediate_size": 64}),
+    "laguna": Family(
+        {**WITH_HEAD_DIM, **EXPERTS, **ALTERNATING, "shared_expert_intermediate_size": 64}
+    ),
     "lfm2": Family({**BASE, "layer_types": ["conv", "full_attention"]}, packs=False),
     "lfm2_moe": Family(ATTACHED["LFM2-MoE"].fields, packs=False),
     "llama": Family(BASE),
-    "llama4_text": Family(ATTACHED["Llama 4"].fields | {"attention_chunk_size": WINDOW}, BARE, packs=False),
+    "llama4_text": Family(
+        ATTACHED["Llama 4"].fields | {"attention_chunk_size": WINDOW}, BARE, packs=False
+    ),
     "longcat_flash": Family(
         {
             **LATENT_SMALL,
@@ -216,9 +245,13 @@ FAMILIES: dict[str, Family] = {
     "mamba": Family({"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, packs=False),
     "mamba2": Family(ATTACHED["Mamba 2"].fields, packs=False),
     "mellum": Family({**WITH_HEAD_DIM, **EXPERTS, **ALTERNATING}),
-    "mimo_v2_flash": Family({**WITH_HEAD_DIM, **ROUTED, **ALTERNATING, "v_head_dim": 16}, packs=False),
+    "mimo_v2_flash": Family(
+        {**WITH_HEAD_DIM, **ROUTED, **ALTERNATING, "v_head_dim": 16}, packs=False
+    ),
     "minicpm3": Family({**LATENT_SMALL, "dim_model_base": 32}),
-    "minimax_m2": Family({**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
+    "minimax_m2": Family(
+        {**WITH_HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    ),
     "ministral": Family({**WITH_HEAD_DIM, "sliding_window": WINDOW}),
     "ministral3": Family(
         {
@@ -251,16 +284,22 @@ FAMILIES: dict[str, Family] = {
     "olmo": Family(BASE),
     "olmo2": Family(BASE),
     "olmo3": Family({**BASE, **ALTERNATING}),
-    "olmo_hybrid": Family({**BASE, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}, packs=False),
+    "olmo_hybrid": Family(
+        {**BASE, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}, packs=False
+    ),
     "olmoe": Family({**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "opt": Family(ATTACHED["OPT"].fields),
     "phi": Family({**BASE, "num_key_value_heads": 4}),
     "phi3": Family({**BASE, "sliding_window": WINDOW}),
-    "phimoe": Family({**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}, BARE),
+    "phimoe": Family(
+        {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}, BARE
+    ),
     "qwen2": Family(BASE),
     "qwen2_moe": Family({**BASE, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3": Family(WITH_HEAD_DIM),
-    "qwen3_5_moe_text": Family({**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 64}, packs=False),
+    "qwen3_5_moe_text": Family(
+        {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 64}, packs=False
+    ),
     "qwen3_5_text": Family(HYBRID, packs=False),
     "qwen3_moe": Family({**WITH_HEAD_DIM, **EXPERTS}),
     "qwen3_next": Family({**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 64}, packs=False),
@@ -293,11 +332,18 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(BASE),
     "stablelm": Family(BASE, packs=False),
     "starcoder2": Family({**BASE, "sliding_window": WINDOW}),
-    "vaultgemma": Family({**WITH_HEAD_DIM, **ALTERNATING, "final_logit_softcapping": 2.0}, packs=False),
+    "vaultgemma": Family(
+        {**WITH_HEAD_DIM, **ALTERNATING, "final_logit_softcapping": 2.0}, packs=False
+    ),
     "zamba2": Family(ATTACHED["Zamba 2"].fields, packs=False),
 }
 
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 PATCHES = {"image_size": 28, "patch_size": 14}
 
 
@@ -310,7 +356,8 @@ def with_images(text: str, vision: dict[str, Any] | None, **fields: Any) -> Fami
 FAMILIES |= {
     "gemma3": Family(
         {
-            # With images, Transformers' own head has no cap, and one in the configuration is refused.
+            # With images, Transformers' own head has no cap, and one in the configuration is
+            # refused.
             "text_config": FAMILIES["gemma3_text"].fields | {"final_logit_softcapping": None},
             "vision_config": {**VISION, **PATCHES},
             "mm_tokens_per_image": 4,
@@ -325,5 +372,6 @@ FAMILIES |= {
 }
 # Known to both, but not in the table, and why.
 LEFT_OUT = {
-    "gemma3n": "its image tower is one of timm, which is not installed here; `gemma3n_text` is in the table",
+    "gemma3n": "its image tower is one of timm, which is not installed here; `gemma3n_text` is in "
+    "the table",
 }

@@ -24,7 +24,8 @@ class Commit:
 
 @dataclass
 class Recorded:
-    """What a Hub was sent. `offered` are paths with their first bytes, which precede every upload."""
+    """What a Hub was sent. `offered` are paths with their first bytes, which precede every
+    upload."""
 
     commits: list[Commit] = field(default_factory=list)
     offered: dict[str, bytes] = field(default_factory=dict)
@@ -36,7 +37,11 @@ class Recorded:
 
     def files(self, repository: str) -> dict[str, bytes]:
         """What the repository holds after all commits."""
-        return {path: content for commit in self.of(repository) for path, content in commit.files.items()}
+        return {
+            path: content
+            for commit in self.of(repository)
+            for path, content in commit.files.items()
+        }
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -47,7 +52,9 @@ class Hub(BaseHTTPRequestHandler):
         self.server.recorded.tokens.add(self.headers["Authorization"])
         if path == "/api/repos/create":
             sent = json.loads(body)
-            self.reply({"url": f"{self.server.url}/{sent.get('organization') or 'me'}/{sent['name']}"})
+            self.reply(
+                {"url": f"{self.server.url}/{sent.get('organization') or 'me'}/{sent['name']}"}
+            )
         elif path == "/api/validate-yaml":
             self.reply({"errors": [], "warnings": []})
         elif found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
@@ -71,7 +78,9 @@ class Hub(BaseHTTPRequestHandler):
         self.reply({"error": f"no route {self.path}"}, status=404)
 
     def mode(self, repository: str, file: dict) -> dict:
-        self.server.recorded.offered[f"{repository}/{file['path']}"] = base64.b64decode(file["sample"])
+        self.server.recorded.offered[f"{repository}/{file['path']}"] = base64.b64decode(
+            file["sample"]
+        )
         mode = "lfs" if file["path"].endswith(LFS) else "regular"
         return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
 
@@ -83,7 +92,10 @@ class Hub(BaseHTTPRequestHandler):
             return
         values = [line["value"] for line in lines[1:]]
         blobs = self.server.recorded.blobs
-        files = {v["path"]: base64.b64decode(v["content"]) if "content" in v else blobs[v["oid"]] for v in values}
+        files = {
+            v["path"]: base64.b64decode(v["content"]) if "content" in v else blobs[v["oid"]]
+            for v in values
+        }
         self.server.recorded.commits.append(Commit(repository, title, files))
         self.reply({"commitUrl": f"{self.server.url}/{repository}/commit/1", "commitOid": "1"})
 

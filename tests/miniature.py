@@ -1,8 +1,10 @@
-"""A recipe in miniature: the same file, the same commands, with a tiny model, local data and sizes for two CPU cores.
+"""A recipe in miniature: the same file, the same commands, with a tiny model, local data and sizes
+for two CPU cores.
 
-What is replaced, and nowhere else: the model, the ports, the number of processes and servers (two at most), tensor
-parallelism (one process for each server), the batch, the number of steps, and bfloat16 (float32, so that trainer and
-server can be compared to 1e-4). The trainer's and the servers' commands are those at the head of the recipe.
+What is replaced, and nowhere else: the model, the ports, the number of processes and servers (two
+at most), tensor parallelism (one process for each server), the batch, the number of steps, and
+bfloat16 (float32, so that trainer and server can be compared to 1e-4). The trainer's and the
+servers' commands are those at the head of the recipe.
 
 Run as a module, it is the main job where accelerate refuses to shard without an accelerator.
 """
@@ -44,11 +46,16 @@ def commands(recipe: str) -> list[list[str]]:
 
 @contextmanager
 def miniature(
-    recipe: str, folder: Path, model: Path, *, environment: dict[str, Any], flags: tuple[str, ...] = ()
+    recipe: str,
+    folder: Path,
+    model: Path,
+    *,
+    environment: dict[str, Any],
+    flags: tuple[str, ...] = (),
 ) -> Iterator[Run]:
     """
-    The recipe's servers and trainer, started as it says; `environment` are settings of the environment, and `flags`
-    end the trainer's command line.
+    The recipe's servers and trainer, started as it says; `environment` are settings of the
+    environment, and `flags` end the trainer's command line.
 
     The run's output is in `<folder>/run`.
     """
@@ -87,7 +94,9 @@ def _shrink(settings: dict, here: dict[str, str], environment: dict[str, Any]) -
     urls = list(here.values())
     several = isinstance(settings.get("vllm_server_base_url"), list)
     problems = {name: value for name, value in environment.items() if name != "group_size"}
-    evaluations = [one | {"config": one["config"] | problems} for one in settings.get("evaluations", [])]
+    evaluations = [
+        one | {"config": one["config"] | problems} for one in settings.get("evaluations", [])
+    ]
     own = {"environments": [spec]} | ({"evaluations": evaluations} if evaluations else {})
     return settings | {"vllm_server_base_url": urls if several else urls[0], **own}
 
@@ -142,7 +151,11 @@ def _flags(settings: dict, run: Run, model: Path, processes: int, accelerate: di
 
 def _without(words: list[str], flags: tuple[str, ...]) -> list[str]:
     """A command line without some flags and their values."""
-    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & set(flags)]
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not {before, word} & set(flags)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A model of 0.3 million parameters that has learned how the recipes' environments want to be answered, not what.
+"""A model of 0.3 million parameters that has learned how the recipes' environments want to be
+answered, not what.
 
-So it calls the tool, boxes a number, or tags an answer, with content that is right now and then: rewards differ
-within a group, conversations have several turns, and gradients are not zero. Learned here, in about ten seconds.
+So it calls the tool, boxes a number, or tags an answer, with content that is right now and then:
+rewards differ within a group, conversations have several turns, and gradients are not zero. Learned
+here, in about ten seconds.
 """
 
 import random
@@ -22,13 +24,20 @@ except ModuleNotFoundError:  # its library needs a compiler to be installed
 
 STEPS = 80
 NUMBERS = (2, 4)  # that it has learned to answer with
-GCD = "Find the Greatest Common Divisor (GCD) of these numbers: {}, {}. Give only the GCD as your final answer."
-GOODS = 8  # on its shopping lists: all that there are, so that the one that it asks for is among them
+GCD = (
+    "Find the Greatest Common Divisor (GCD) of these numbers: {}, {}. Give only the GCD as your "
+    "final answer."
+)
+# on its shopping lists: all that there are, so that the one that it asks for is among them
+GOODS = 8
 
 
 def make_speaker(folder: Path) -> Path:
     make_model(str(folder), seed=0, max_position_embeddings=2048)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     examples = _examples(random.Random(0), tokenizer)
@@ -47,12 +56,19 @@ def _examples(drawn: random.Random, tokenizer) -> Iterator[tuple[str, str]]:
 
     def prompt(*messages: str) -> str:
         roles = [("user", "assistant")[index % 2] for index in range(len(messages))]
-        conversation = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        conversation = [
+            {"role": role, "content": text} for role, text in zip(roles, messages, strict=True)
+        ]
+        return tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
 
     while True:
         a, b, number = drawn.randint(2, 9), drawn.randint(2, 9), drawn.choice(NUMBERS)
-        yield prompt(f"What is {number // 2} + {number // 2}?\n\n{GSM8K}"), f"\\boxed{{{drawn.choice(NUMBERS)}}}"
+        yield (
+            prompt(f"What is {number // 2} + {number // 2}?\n\n{GSM8K}"),
+            f"\\boxed{{{drawn.choice(NUMBERS)}}}",
+        )
         if REASONING_GYM is not None:
             yield prompt(f"{GCD.format(a, b)}\n\n{REASONING_GYM}"), f"<answer>{number}</answer>"
         amounts = {name: drawn.randint(2, 9) for name in drawn.sample(tool_use.GOODS, GOODS)}

@@ -1,8 +1,9 @@
 """Small mistakes that a careless change could bring, each with the test that catches it.
 
-`python -m tests.mutations` (`make test-mutations`) makes them one by one in a copy of the repository and runs the
-named test there, which must fail. `python -m tests.mutations 3 17` makes only those two. `tests/test_mutations.py`
-holds the table to the code: a row whose code has been rewritten gets the same mistake in the new code.
+`python -m tests.mutations` (`make test-mutations`) makes them one by one in a copy of the
+repository and runs the named test there, which must fail. `python -m tests.mutations 3 17` makes
+only those two. `tests/test_mutations.py` holds the table to the code: a row whose code has been
+rewritten gets the same mistake in the new code.
 """
 
 import os
@@ -23,11 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300.0  # seconds for one test
 LOG = "pytest.log"
 CAUGHT, SURVIVED, TIMED_OUT = "caught", "SURVIVED", "TIMED OUT"
-OUTCOMES = {0: SURVIVED, 1: CAUGHT}  # by pytest's exit code; any other means that it could not run the test
-# Without bytecode: Python would take that of a file of the same size that was changed within the same second.
+# by pytest's exit code; any other means that it could not run the test
+OUTCOMES = {0: SURVIVED, 1: CAUGHT}
+# Without bytecode: Python would take that of a file of the same size that was changed within the
+# same second.
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-# Has imported what takes long, and nothing of this repository: that comes from the folder in which a fork runs.
-PYTEST = Forge("import accelerate, datasets, peft, pytest, torch\nfrom trl import GRPOTrainer\n", ENVIRONMENT)
+# Has imported what takes long, and nothing of this repository: that comes from the folder in which
+# a fork runs.
+PYTEST = Forge(
+    "import accelerate, datasets, peft, pytest, torch\nfrom trl import GRPOTrainer\n", ENVIRONMENT
+)
 
 
 class Mutation(NamedTuple):
@@ -42,7 +48,7 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS: list[Mutation] = [
-    # ------------------------------------------------------------------------------------------------------- batches
+    # -------------------------------------------------------------------------------------- batches
     Mutation(
         "trl_atropos/batches/micro_batches.py",
         "self._per_token = max(self._per_token, (peak",
@@ -51,8 +57,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "device=self._device)).min()), False",
-        "device=self._device)).max()), False",
+        "device=self._device)).min()),",
+        "device=self._device)).max()),",
         "tests/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
     ),
     Mutation(
@@ -145,7 +151,7 @@ MUTATIONS: list[Mutation] = [
         "gradient.mean(0) if of_bias else None",
         "tests/test_numerics.py::test_the_forward_pass_and_its_gradients_are_those_of_the_model",
     ),
-    # ------------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
     Mutation(
         "trl_atropos/weights/fingerprints.py",
         "if self._known is None or self._known[0] != addresses:",
@@ -190,7 +196,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state\n",
+        "        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some "
+        "keep state\n",
         "",
         "tests/weights/test_masters.py::test_what_an_optimizer_keeps_in_its_groups_goes_on_through_steps_and_checkpoints",
     ),
@@ -226,11 +233,11 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "if parameter._version != version and not torch.equal(parameter, _rounded(master, parameter)):",
-        "if parameter._version != version:",
+        "parameter._version != version and not torch.equal(",
+        "parameter._version != version or not torch.equal(",
         "tests/weights/test_masters.py::test_what_something_else_writes_to_the_parameters_is_kept",
     ),
-    # ------------------------------------------------------------------------------------------------------ services
+    # ------------------------------------------------------------------------------------- services
     Mutation(
         "trl_atropos/services/evaluations.py",
         "shares[problem] - before[problem] for problem in both",
@@ -257,7 +264,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "            shutil.rmtree(folder, ignore_errors=True)\n            folder.mkdir(parents=True)\n",
+        "            shutil.rmtree(folder, ignore_errors=True)\n            "
+        "folder.mkdir(parents=True)\n",
         "            folder.mkdir(parents=True)\n",
         "tests/test_evaluation.py::test_a_run_that_begins_anew_makes_its_first_evaluation_itself",
     ),
@@ -285,7 +293,7 @@ MUTATIONS: list[Mutation] = [
         "for reply in replies]",
         "tests/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
     ),
-    # -------------------------------------------------------------------------------------------------------- server
+    # --------------------------------------------------------------------------------------- server
     Mutation(
         "trl_atropos/server/sampling.py",
         "return max(float(logprob), LOWEST_LOGPROB)",
@@ -306,8 +314,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/server/sampling.py",
-        'if not name.startswith("_")} - REFUSED_FIELDS',
-        'if not name.startswith("_")}',
+        'if not name.startswith("_")\n} - REFUSED_FIELDS',
+        'if not name.startswith("_")\n}',
         "tests/server/test_sampling.py::test_what_the_engine_must_not_get_is_refused_by_its_name",
     ),
     Mutation(
@@ -370,7 +378,7 @@ MUTATIONS: list[Mutation] = [
         "self._known[key] = min(oldest, *span), span[1]",
         "tests/server/test_plane.py::test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it",
     ),
-    # ------------------------------------------------------------------------------------------------------ rollouts
+    # ------------------------------------------------------------------------------------- rollouts
     Mutation(
         "trl_atropos/rollouts/source.py",
         "self.max_staleness == 0 and not self.prefetch_batches",
@@ -379,8 +387,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/source.py",
-        "self._restarts = self._puller.api_restarts - self._restarts, self._puller.api_restarts",
-        "self._restarts = self._puller.api_restarts, self._puller.api_restarts",
+        "self._puller.api_restarts - self._restarts,",
+        "self._puller.api_restarts,",
         "tests/rollouts/test_atropos_source.py::test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost",
     ),
     Mutation(
@@ -409,8 +417,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/source.py",
-        "rollout.staleness > self.max_staleness:",
-        "rollout.staleness >= self.max_staleness:",
+        "rollout.staleness > self.max_staleness",
+        "rollout.staleness >= self.max_staleness",
         "tests/rollouts/test_resume.py::test_rows_over_max_staleness_are_dropped_and_counted_and_unknown_ones_are_kept",
     ),
     Mutation(
@@ -433,8 +441,10 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/intake.py",
-        "        if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:\n            reason",
-        "        if seen is not None and seen - temperature > TEMPERATURE_TOLERANCE:\n            reason",
+        "        if seen is not None and abs(seen - temperature) > "
+        "TEMPERATURE_TOLERANCE:\n            reason",
+        "        if seen is not None and seen - temperature > TEMPERATURE_TOLERANCE:\n            "
+        "reason",
         "tests/rollouts/test_intake.py::test_another_temperature_in_an_override_rejects_only_that_group",
     ),
     Mutation(
@@ -449,7 +459,7 @@ MUTATIONS: list[Mutation] = [
         "np.where(values >= LOWEST_LOGPROB, values, np.nan)",
         "tests/rollouts/test_intake.py::test_a_logprob_that_cannot_be_one_is_unknown",
     ),
-    # ------------------------------------------------------------------------------------------------------ commands
+    # ------------------------------------------------------------------------------------- commands
     Mutation(
         "trl_atropos/commands/__init__.py",
         "sys.exit(128 + error.sigval)",
@@ -500,8 +510,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/commands/rehearsal.py",
-        "(size - len(rollouts), f",
-        "(len(rollouts) - size, f",
+        "            size - len(rollouts),\n",
+        "            len(rollouts) - size,\n",
         "tests/commands/test_try.py::test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once",
     ),
     Mutation(
@@ -542,7 +552,9 @@ def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> str:
     log = folder / LOG
     log.unlink(missing_ok=True)
     words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = PYTEST.fork(words, os.environ | ENVIRONMENT | {"PYTHONPATH": str(folder)}, log, cwd=folder)
+    process = PYTEST.fork(
+        words, os.environ | ENVIRONMENT | {"PYTHONPATH": str(folder)}, log, cwd=folder
+    )
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -554,7 +566,8 @@ def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> str:
 
 
 def try_mutation(folder: Path, mutation: Mutation) -> str:
-    """Makes a mistake in a copy of the repository, runs its test, and takes the mistake back. Returns the outcome."""
+    """Makes a mistake in a copy of the repository, runs its test, and takes the mistake back.
+    Returns the outcome."""
     path = folder / mutation.file
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")

@@ -1,13 +1,16 @@
-"""A run over several machines, in miniature: `make test-nodes`, or `python -m tests.nodes --folder runs/nodes`.
+"""A run over several machines, in miniature: `make test-nodes`, or `python -m tests.nodes --folder
+runs/nodes`.
 
-Five network namespaces with addresses of their own (`nodes_network.py`), and real sockets between them: two trainer
-machines of two processes each, started with `configs/accelerate/multi_node.yaml`, each with an `output_dir` of its
-own; two inference servers; and one machine for the Atropos API and the environment. The quickstart's model and task,
-all weights sent to both servers after each of 20 steps.
+Five network namespaces with addresses of their own (`nodes_network.py`), and real sockets between
+them: two trainer machines of two processes each, started with `configs/accelerate/multi_node.yaml`,
+each with an `output_dir` of its own; two inference servers; and one machine for the Atropos API and
+the environment. The quickstart's model and task, all weights sent to both servers after each of 20
+steps.
 
-On the way, the second trainer machine is killed, and later the first one loses its network and is killed, of which
-nobody hears. Each time the other one must end in time with a message and leave nothing behind, and a run that is
-started again on both must go on from the last checkpoint. At the end both servers must have the trained weights.
+On the way, the second trainer machine is killed, and later the first one loses its network and is
+killed, of which nobody hears. Each time the other one must end in time with a message and leave
+nothing behind, and a run that is started again on both must go on from the last checkpoint. At the
+end both servers must have the trained weights.
 """
 
 import argparse
@@ -53,18 +56,29 @@ class Cluster:
     def __init__(self, network: Network, folder: Path):
         self.network, self.folder = network, folder
         self.model = make_model(folder / "model")
-        self.env = {**os.environ, **ENVIRONMENT, TOKEN_VARIABLE: uuid.uuid4().hex, "GLOO_SOCKET_IFNAME": INTERFACE}
+        self.env = {
+            **os.environ,
+            **ENVIRONMENT,
+            TOKEN_VARIABLE: uuid.uuid4().hex,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
         self.servers = [f"http://{network.address[node]}:9001" for node in SERVERS]
         self.atropos = f"http://{network.address['environments']}:8000"
         self.began = time.monotonic()
 
-    # -------------------------------------------------------------------------------------------- what runs on a node
+    # -------------------------------------------------------------------------- what runs on a node
 
     def start(self, node: str, name: str, command: list[str]) -> subprocess.Popen:
         env = {**self.env, "VLLM_HOST_IP": self.network.address[node]}
         with open(self.log(name), "ab") as log, self.network.inside(node):
             return subprocess.Popen(
-                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def log(self, name: str) -> Path:
@@ -84,7 +98,12 @@ class Cluster:
             yaml.safe_dump({"openai": [{**known, "base_url": f"{url}/v1"} for url in self.servers]})
         )
         command = ["recipes/quickstart/environment.py", "serve", "--slurm", "false"]
-        command += ["--env.rollout_server_url", self.atropos, "--env.tokenizer_name", str(self.model)]
+        command += [
+            "--env.rollout_server_url",
+            self.atropos,
+            "--env.tokenizer_name",
+            str(self.model),
+        ]
         command += ["--config", str(self.folder / "servers.yaml")]
         self.start("environments", "environment", [sys.executable, *command])
         self.until(lambda: all(self.infos()), "both servers to be up", STARTING)
@@ -102,14 +121,29 @@ class Cluster:
         launchers = {}
         for rank, node in enumerate(TRAINERS):
             command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-            command += ["--config_file", "configs/accelerate/multi_node.yaml", "--num_processes", "4"]
-            command += ["--main_process_ip", self.network.address[TRAINERS[0]], "--machine_rank", str(rank)]
+            command += [
+                "--config_file",
+                "configs/accelerate/multi_node.yaml",
+                "--num_processes",
+                "4",
+            ]
+            command += [
+                "--main_process_ip",
+                self.network.address[TRAINERS[0]],
+                "--machine_rank",
+                str(rank),
+            ]
             command += ["-m", "trl_atropos.train", "--config", str(self.folder / "recipe.yaml")]
-            command += ["--output_dir", str(self.folder / node), "--resume_from_checkpoint", str(resume).lower()]
+            command += [
+                "--output_dir",
+                str(self.folder / node),
+                "--resume_from_checkpoint",
+                str(resume).lower(),
+            ]
             launchers[node] = self.start(node, node, command)
         return launchers
 
-    # ------------------------------------------------------------------------------------------------- what it shows
+    # -------------------------------------------------------------------------------- what it shows
 
     def ask(self, url: str) -> Any:
         with self.network.inside("environments"):
@@ -122,13 +156,15 @@ class Cluster:
     def until(self, condition: Callable[[], Any], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; the logs are in {self.folder}"
+            assert time.monotonic() < deadline, (
+                f"waited {seconds:.0f} s for {what}; the logs are in {self.folder}"
+            )
             time.sleep(0.05)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
-    # ---------------------------------------------------------------------------------------------------- the stages
+    # ----------------------------------------------------------------------------------- the stages
 
     def until_step(self, step: int, launchers: dict[str, subprocess.Popen]) -> None:
         """Returns between two publishes, so that what is killed then leaves whole weights."""
@@ -136,7 +172,9 @@ class Cluster:
         def reached() -> bool:
             for node, launcher in launchers.items():
                 assert launcher.poll() is None, f"{node} ended: {self.told(node)}"
-            return all(info["policy_version"] >= step and not info["paused"] for info in self.infos())
+            return all(
+                info["policy_version"] >= step and not info["paused"] for info in self.infos()
+            )
 
         self.until(reached, f"step {step}", STARTING + STEPPING)
 
@@ -148,22 +186,32 @@ class Cluster:
         self.until(lambda: launcher.poll() is not None, f"{node} to end", seconds)
         assert launcher.returncode != 0
         took = time.monotonic() - began
-        assert "trl_atropos: error: Another process of this trainer" in self.told(node), self.told(node)
-        self.until(lambda: not self.network.processes(node), f"the processes of {node} to be gone", ENDING)
+        assert "trl_atropos: error: Another process of this trainer" in self.told(node), self.told(
+            node
+        )
+        self.until(
+            lambda: not self.network.processes(node), f"the processes of {node} to be gone", ENDING
+        )
         self.say(f"{node} ended {took:.1f} s later with its message, and nothing of it is left")
 
     def until_free(self) -> None:
         self.until(
-            lambda: all(info and not info["lease_held"] for info in self.infos()), "both leases to end", LEASE_LOST
+            lambda: all(info and not info["lease_held"] for info in self.infos()),
+            "both leases to end",
+            LEASE_LOST,
         )
 
     def check_the_end(self) -> None:
         first, second = (self.folder / node for node in TRAINERS)
         last = f"checkpoint-{STEPS - STEPS % SAVE_EVERY}/model.safetensors"
-        assert (first / last).read_bytes() == (second / last).read_bytes(), "the trainer machines differ"
+        assert (first / last).read_bytes() == (second / last).read_bytes(), (
+            "the trainer machines differ"
+        )
         state = json.loads((first / Path(last).parent / "trainer_state.json").read_text())
         steps = [entry["step"] for entry in state["log_history"] if "reward" in entry]
-        assert steps == list(range(1, len(steps) + 1)), f"steps were left out or taken twice: {steps}"
+        assert steps == list(range(1, len(steps) + 1)), (
+            f"steps were left out or taken twice: {steps}"
+        )
         probe = json.loads((first / "summary.json").read_text())["probe_max_abs_diff"]
         assert 0 < probe <= 1e-4, f"a probe differed by {probe} nats"
         trained = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
@@ -177,12 +225,20 @@ class Cluster:
             error = largest_difference(trained, snapshot(trained), samples)
             before = largest_difference(trained, snapshot(untrained), samples)
             assert error <= 1e-4 < 1e-2 < before, (error, before)
-            self.say(f"{url} has version {STEPS}: {error:.1e} nats from the saved model, {before:.1e} from the first")
+            self.say(
+                f"{url} has version {STEPS}: {error:.1e} nats from the saved model, {before:.1e} "
+                "from the first"
+            )
         assert continued[0] == continued[1], f"the servers continue differently: {continued}"
 
 
 def greedy(url: str) -> list[int]:
-    body = {"prompt": {"prompt_token_ids": list(b"cab=")}, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    body = {
+        "prompt": {"prompt_token_ids": list(b"cab=")},
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     return requests.post(f"{url}/generate", json=body, timeout=30).json()["token_ids"][0]
 
 
@@ -212,16 +268,26 @@ def run(folder: Path) -> None:
 
         launchers = cluster.start_trainers(resume=True)
         for node, launcher in launchers.items():
-            cluster.until(lambda one=launcher: one.poll() is not None, f"{node} to finish", STARTING + STEPPING)
-            assert launcher.returncode == 0, f"{node} ended with {launcher.returncode}: {cluster.told(node)}"
+            cluster.until(
+                lambda one=launcher: one.poll() is not None,
+                f"{node} to finish",
+                STARTING + STEPPING,
+            )
+            assert launcher.returncode == 0, (
+                f"{node} ended with {launcher.returncode}: {cluster.told(node)}"
+            )
         cluster.say(f"the run took its {STEPS} steps")
         cluster.check_the_end()
     cluster.say("all of it is gone")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="made anew; keeps logs, checkpoints and rollouts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="made anew; keeps logs, checkpoints and rollouts"
+    )
     folder = parser.parse_args().folder.resolve()
     reason = why_not()
     if reason is not None:

@@ -1,7 +1,9 @@
-"""Machines in miniature: network namespaces with addresses of their own, joined by a bridge in one more.
+"""Machines in miniature: network namespaces with addresses of their own, joined by a bridge in one
+more.
 
-Needs root and iproute2. Nothing of it can be reached from outside, nor reaches anything outside. A process belongs to
-the node in whose namespace it was started, and can be found by it; leaving the context kills what is left in them.
+Needs root and iproute2. Nothing of it can be reached from outside, nor reaches anything outside. A
+process belongs to the node in whose namespace it was started, and can be found by it; leaving the
+context kills what is left in them.
 """
 
 import contextlib
@@ -27,7 +29,9 @@ def why_not() -> str | None:
     if shutil.which("ip") is None:
         return "there is no `ip` command: install iproute2"
     name = f"ta{os.getpid()}-try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10, check=False)
+    tried = subprocess.run(
+        ["ip", "netns", "add", name], capture_output=True, text=True, timeout=10, check=False
+    )
     if tried.returncode:
         return f"`ip netns add` is refused: {tried.stderr.strip()}"
     _ip("netns", "del", name)
@@ -68,7 +72,21 @@ class Network:
         """A namespace whose interface is a cable to the bridge."""
         self._make(node)
         here, switch = self._namespace(node), self._namespace("switch")
-        _ip("-n", switch, "link", "add", "name", node, "type", "veth", "peer", "name", INTERFACE, "netns", here)
+        _ip(
+            "-n",
+            switch,
+            "link",
+            "add",
+            "name",
+            node,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            here,
+        )
         _ip("-n", switch, "link", "set", "dev", node, "master", "bridge", "up")
         _ip("-n", here, "address", "add", f"{self.address[node]}/24", "dev", INTERFACE)
         _ip("-n", here, "link", "set", "dev", "lo", "up")
@@ -84,7 +102,10 @@ class Network:
     @contextlib.contextmanager
     def inside(self, node: str) -> Iterator[None]:
         """This thread's sockets, and the processes that it starts, belong to a node."""
-        with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self._namespace(node)}") as there:
+        with (
+            open("/proc/thread-self/ns/net") as home,
+            open(f"/run/netns/{self._namespace(node)}") as there,
+        ):
             _set_namespace(there.fileno())
             try:
                 yield
@@ -125,6 +146,8 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
     return done.stdout

@@ -1,6 +1,7 @@
-"""An Atropos environment in the style that its author has the least to write for: `collect_trajectory` gives one
-rollout, and Atropos makes a group of as many as it asks for. An answer scores 1 if the id of its first token is odd,
-else 0: every second does of a model that has learned nothing."""
+"""An Atropos environment in the style that its author has the least to write for:
+`collect_trajectory` gives one rollout, and Atropos makes a group of as many as it asks for. An
+answer scores 1 if the id of its first token is odd, else 0: every second does of a model that has
+learned nothing."""
 
 import random
 

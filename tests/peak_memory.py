@@ -1,10 +1,12 @@
-"""Trains a model on the CPU and prints how much memory it took at most, case by case: what `test_memory.py` runs.
+"""Trains a model on the CPU and prints how much memory it took at most, case by case: what
+`test_memory.py` runs.
 
     python -m tests.peak_memory MODEL TINY_MODEL FOLDER '{"name": {"setting": value}}'
 
-A line of JSON per case: its name, and bytes above what the process had before the model was loaded. So that this is
-repeatable, freed tensors go back to the system at once (`MALLOC` in `test_memory.py`), and everything that is imported
-on the way is, by a run of the tiny model before the first case.
+A line of JSON per case: its name, and bytes above what the process had before the model was loaded.
+So that this is
+repeatable, freed tensors go back to the system at once (`MALLOC` in `test_memory.py`), and
+everything that is imported on the way is, by a run of the tiny model before the first case.
 """
 
 import ctypes
@@ -39,12 +41,15 @@ def rows(length: int, seed: int) -> list[Group]:
 
 
 def command_line(model: str, folder: Path, settings: dict) -> list[str]:
-    """What `trl_atropos.train` and `trl-atropos check` would be started with, to train two steps."""
+    """What `trl_atropos.train` and `trl-atropos check` would be started with, to train two
+    steps."""
     accumulated = settings.get("gradient_accumulation_steps", 1)
     recording = folder / "rollouts.jsonl"
     if not recording.exists():
         record(recording, *[rows(LENGTH, seed) for seed in range(2 * accumulated)])
-    run = arguments(folder / "run", max_steps=2, per_device_train_batch_size=2, max_sequence_length=LENGTH)
+    run = arguments(
+        folder / "run", max_steps=2, per_device_train_batch_size=2, max_sequence_length=LENGTH
+    )
     run |= {"model_name_or_path": model, "replay_paths": str(recording)} | settings
     return [word for name, value in run.items() for word in (f"--{name}", str(value))]
 
@@ -76,7 +81,11 @@ def settle() -> None:
 
 
 def resident(field: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{field}:")
+    ]
     return int(line.split()[1]) * 1024
 
 

@@ -1,8 +1,10 @@
-"""Half an hour of the whole loop with everything that goes wrong in days: `make soak`, or `python -m tests.soak`.
+"""Half an hour of the whole loop with everything that goes wrong in days: `make soak`, or `python
+-m tests.soak`.
 
-Two environments, and while they feed the trainer: the Atropos API is killed once, environments three times, the
-inference server once (which ends the run; it is resumed), the trainer once (resumed too). At the end the reward must
-have risen, memory and disk must be flat, and the books must balance to the row. Not a test, because of its length.
+Two environments, and while they feed the trainer: the Atropos API is killed once, environments
+three times, the inference server once (which ends the run; it is resumed), the trainer once
+(resumed too). At the end the reward must have risen, memory and disk must be flat, and the books
+must balance to the row. Not a test, because of its length.
 """
 
 import argparse
@@ -40,7 +42,8 @@ PLAN = [
 
 
 class Tap:
-    """Stands between the environments and the API, and counts the rows that the API has accepted."""
+    """Stands between the environments and the API, and counts the rows that the API has
+    accepted."""
 
     def __init__(self, url: str, api: str):
         self.url, self.api = url, api
@@ -65,16 +68,23 @@ class Tap:
         await web.TCPSite(runner, "127.0.0.1", int(self.url.rpartition(":")[2])).start()
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        body, headers = await request.read(), {"content-type": request.headers.get("content-type", "")}
+        body, headers = (
+            await request.read(),
+            {"content-type": request.headers.get("content-type", "")},
+        )
         url, life = f"{self.api}{request.rel_url}", len(self.accepted) - 1
         try:
-            async with self._session.request(request.method, url, data=body, headers=headers) as reply:
+            async with self._session.request(
+                request.method, url, data=body, headers=headers
+            ) as reply:
                 content = await reply.read()
                 if reply.status == 200 and request.path in ("/scored_data", "/scored_data_list"):
                     groups = json.loads(body)
                     groups = groups if isinstance(groups, list) else [groups]
                     self.accepted[life] += sum(len(group["tokens"]) for group in groups)
-                return web.Response(status=reply.status, body=content, content_type=reply.content_type)
+                return web.Response(
+                    status=reply.status, body=content, content_type=reply.content_type
+                )
         except aiohttp.ClientError as error:
             return web.Response(status=502, text=str(error))
 
@@ -154,13 +164,16 @@ class Soak:
 
     def kill(self, run: Run, name: str) -> None:
         say(f"{self.passed:5.0f} s: kill {name}")
-        if name in ("atropos", "vllm", "trainer"):  # its rows die with the API; a new run starts a new one
+        # its rows die with the API; a new run starts a new one
+        if name in ("atropos", "vllm", "trainer"):
             self.tap.accepted.append(0)
         for pid in processes_of(run, name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if name in ("vllm", "trainer"):
-            run.until(lambda: run.child.poll() is not None or None, f"the run ends when {name} does", 60)
+            run.until(
+                lambda: run.child.poll() is not None or None, f"the run ends when {name} does", 60
+            )
 
     def measure(self, run: Run) -> None:
         memory = 0.0
@@ -188,7 +201,7 @@ class Soak:
         os.kill(run.launcher, signal.SIGTERM)
         run.until(lambda: run.child.poll() is not None or None, "the run stops", 60)
 
-    # -------------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------- the end
 
     def checks(self) -> dict[str, bool]:
         state, history = self.last_state()
@@ -202,22 +215,31 @@ class Soak:
         early, late = settled[: len(settled) // 4], settled[-len(settled) // 4 :]
         memory = [sum(size[1] for size in part) / len(part) for part in (early, late)]
         disk = max(size[2] for size in self.sizes)
-        say(f"accepted by the API in its lives: {self.tap.accepted}; still in it at the end: {self.left}")
+        say(
+            f"accepted by the API in its lives: {self.tap.accepted}; still in it at the end: "
+            f"{self.left}"
+        )
         say(f"numbered: {spool.end}; books: {books}; on disk, not in a checkpoint yet: {waiting}")
         say(f"in the API's queue when it was killed: {lost}")
-        say(f"reward {first:.3f} -> {last:.3f}; memory {memory[0]:.0f} -> {memory[1]:.0f} MB; spool <= {disk:.1f} MB")
+        say(
+            f"reward {first:.3f} -> {last:.3f}; memory {memory[0]:.0f} -> {memory[1]:.0f} MB; "
+            f"spool <= {disk:.1f} MB"
+        )
         return {
             "every event came": self.resumed == 2,
             "the books balance": books.produced == state["cursor"],
             "only a dead API lost rows": 0 <= lost <= 4 * 64 * (len(self.tap.accepted) - 1),
-            "nothing else was dropped": set(books.dropped) <= {"lost_in_delivery", "resumed_mid_batch"},
+            "nothing else was dropped": set(books.dropped)
+            <= {"lost_in_delivery", "resumed_mid_batch"},
             "the reward climbs": last > first + 0.2,
             "memory is flat": memory[1] <= 1.1 * memory[0],
             "disk is bounded": disk <= 1.5 * SPOOL_GB * 1e3,
         }
 
     def last_state(self) -> tuple[dict, list[dict]]:
-        paths = sorted(self.out.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+        paths = sorted(
+            self.out.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime
+        )
         saved = json.loads(paths[-1].read_text(encoding="utf-8"))
         return source_state(saved["stateful_callbacks"])[0], saved["log_history"]
 

@@ -72,7 +72,10 @@ def test_token_advantages_on_one_rank_give_every_rank_the_token_form():
     with_tokens = rows(make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5], [0.0, 0.0, 1.5, 2.5]]))
     batch = with_tokens + rows(make_group(0, 1))
     plain = scalar_advantages(batch, "none")
-    assert advantage_tensor(batch, slice(0, 2), "none", 3).tolist() == [[0.5, -0.5, 0.0], [1.5, 2.5, 0.0]]
+    assert advantage_tensor(batch, slice(0, 2), "none", 3).tolist() == [
+        [0.5, -0.5, 0.0],
+        [1.5, 2.5, 0.0],
+    ]
     assert advantage_tensor(batch, slice(2, 4), "none", 3).tolist() == [
         [plain[2].item()] * 2 + [0.0],
         [plain[3].item()] * 2 + [0.0],
@@ -80,8 +83,16 @@ def test_token_advantages_on_one_rank_give_every_rank_the_token_form():
 
 
 def test_zero_advantage_overrides_token_advantages():
-    group = make_group(0, 1, advantages=[[0.0, 0.0, 0.5, -0.5]] * 2, overrides=[{"set_advantage_to_zero": True}, {}])
-    assert advantage_tensor(rows(group), slice(0, 2), "group", 2).tolist() == [[0.0, 0.0], [0.5, -0.5]]
+    group = make_group(
+        0,
+        1,
+        advantages=[[0.0, 0.0, 0.5, -0.5]] * 2,
+        overrides=[{"set_advantage_to_zero": True}, {}],
+    )
+    assert advantage_tensor(rows(group), slice(0, 2), "group", 2).tolist() == [
+        [0.0, 0.0],
+        [0.5, -0.5],
+    ]
 
 
 def test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens():
@@ -90,7 +101,12 @@ def test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens():
     masks = [[-100, -100, 10, -100, 12], [-100, -100, 10, 11]]
     advantages = [[0.0, 0.0, 1.0, 100.0, 3.0], [0.0, 0.0, 1.0, 2.0]]
     zeroed = {"overrides": [{}, {"set_advantage_to_zero": True}]}
-    sent = {"tokens": tokens, "masks": masks, "advantages": advantages, "inference_logprobs": None} | zeroed
+    sent = {
+        "tokens": tokens,
+        "masks": masks,
+        "advantages": advantages,
+        "inference_logprobs": None,
+    } | zeroed
     assert logged_advantages(rows(make_group(0, 1, **sent)), "none") == [2.0, 0.0]
     assert logged_advantages(rows(make_group(0, 1)), "none") == [-0.5, 0.5]
 

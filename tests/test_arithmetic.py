@@ -1,4 +1,5 @@
-"""The recipe of arithmetic: its problems, its reward, and that training on it helps with problems never seen."""
+"""The recipe of arithmetic: its problems, its reward, and that training on it helps with problems
+never seen."""
 
 import asyncio
 import json
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.arithmetic.environment import TEST_SIZE, ArithmeticConfig, ArithmeticEnv, problems, score, value, worked
+from recipes.arithmetic.environment import (
+    TEST_SIZE,
+    ArithmeticConfig,
+    ArithmeticEnv,
+    problems,
+    score,
+    value,
+    worked,
+)
 from tests.launching import ROOT, Run
 
 FOLDER = ROOT / "recipes/arithmetic"
@@ -37,7 +46,9 @@ def test_the_test_split_is_always_the_same_and_a_seed_draws_its_own_training():
 def test_the_steps_of_a_problem_are_equal_to_it(size):
     for problem in islice(problems("train", **size), 500):
         steps = worked(problem).split("=")
-        assert len(steps) == size.get("terms", 4) and {eval(step) for step in steps} == {eval(problem)}
+        assert len(steps) == size.get("terms", 4) and {eval(step) for step in steps} == {
+            eval(problem)
+        }
         assert score(f"{problem}=", worked(problem)) == score(f"{problem}=", value(problem)) == 1.0
 
 
@@ -75,39 +86,49 @@ def test_the_environment_asks_the_problems_of_its_split(split):
         await environment.setup()
         return [(await environment.get_next_item())["prompt"] for _ in range(20)]
 
-    assert asyncio.run(asked()) == [f"{one}=" for one in islice(problems(split, terms=3, digits=2, seed=7), 20)]
+    assert asyncio.run(asked()) == [
+        f"{one}=" for one in islice(problems(split, terms=3, digits=2, seed=7), 20)
+    ]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The recipe's: with fewer steps of pre-training, it depends on the seed whether it has learned to carry."""
+    """The recipe's: with fewer steps of pre-training, it depends on the seed whether it has learned
+    to carry."""
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
     subprocess.run([sys.executable, FOLDER / "make_model.py", folder], check=True, timeout=900)
     return folder
 
 
 def compare(*words: str | Path) -> None:
-    subprocess.run([sys.executable, FOLDER / "compare.py", *words], cwd=ROOT, check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, FOLDER / "compare.py", *words], cwd=ROOT, check=True, timeout=600
+    )
 
 
 @pytest.mark.server
 @pytest.mark.slow(250)
 def test_a_model_gets_better_at_problems_that_it_has_never_seen(model, tmp_path):
     flags = ("--max_steps", "20", "--save_steps", "20")
-    with Run(tmp_path / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags) as run:
+    with Run(
+        tmp_path / "run", model, recipe="recipes/arithmetic/colocate.yaml", flags=flags
+    ) as run:
         run.child.wait(900)
     assert run.exit_code() == 0, run.output[-3000:]
     compare("draw", tmp_path / "curve.svg", "--curve", "ours", tmp_path / "run", "--model", model)
     before, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (before["step"], after["step"], after["rollouts"]) == (0, 20, 20 * 64)
     assert 0.2 < before["pass@1"] < 0.5
-    assert after["pass@1"] > before["pass@1"] + 0.2  # in the first 20 of 150 steps it is 0.5 with every seed
+    # in the first 20 of 150 steps it is 0.5 with every seed
+    assert after["pass@1"] > before["pass@1"] + 0.2
 
 
 @pytest.mark.slow(60)
 def test_the_trainer_of_trl_runs_beside_it(model, tmp_path):
     compare("trl", tmp_path / "run", "--model_name_or_path", model, "--max_steps", "2")
-    compare("draw", tmp_path / "curve.svg", "--curve", "GRPOTrainer", tmp_path / "run", "--model", model)
+    compare(
+        "draw", tmp_path / "curve.svg", "--curve", "GRPOTrainer", tmp_path / "run", "--model", model
+    )
     _, after = json.loads((tmp_path / "run/curve.json").read_text())
     assert (after["step"], after["rollouts"]) == (2, 2 * 64) and 0 < after["seconds"] < 60
     assert "GRPOTrainer" in (tmp_path / "curve.svg").read_text()

@@ -1,6 +1,8 @@
-"""A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and `HOME`.
+"""A run that a user starts, interrupts, resumes and looks at, from a shell that has only `PATH` and
+`HOME`.
 
-It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial scores, one of 0 and 1.
+It has an environment in each of Atropos' two styles, and an evaluation of each: one of partial
+scores, one of 0 and 1.
 """
 
 import json
@@ -36,8 +38,10 @@ BATCH = 16
 EVALUATED = [0, 8, 16]
 GONE_WITHIN = 80.0  # seconds
 RUN_WITHIN = 400.0
-BY_GROUP = "recipes/quickstart/environment.py"  # has a `collect_trajectories` of its own, and partial scores
-ONE_BY_ONE = "tests/one_by_one_environment.py"  # has only `collect_trajectory`, and scores of 0 and 1
+# has a `collect_trajectories` of its own, and partial scores
+BY_GROUP = "recipes/quickstart/environment.py"
+# has only `collect_trajectory`, and scores of 0 and 1
+ONE_BY_ONE = "tests/one_by_one_environment.py"
 
 
 def write_recipe(folder: Path) -> Path:
@@ -51,7 +55,10 @@ def write_recipe(folder: Path) -> Path:
         "vllm_server_base_url": vllm_url,
         "vllm_mode": "colocate",
         "vllm_args": ["--max-model-len", "512"],
-        "environments": [{"path": BY_GROUP, "name": "by_group"}, {"path": ONE_BY_ONE, "name": "one_by_one"}],
+        "environments": [
+            {"path": BY_GROUP, "name": "by_group"},
+            {"path": ONE_BY_ONE, "name": "one_by_one"},
+        ],
         "evaluations": [
             # So many that some letters are right of a model that has learned nothing.
             {"path": BY_GROUP, "name": "partial", "problems": 64, "samples": 4, "every": 8},
@@ -120,7 +127,9 @@ def story(tmp_path_factory) -> Story:
     checkpoint = max(whole_checkpoints(str(folder)))
     resumed = train(recipe, folder, "--resume_from_checkpoint", "true")
     command = [str(BIN / "trl-atropos"), "report", str(folder)]
-    report = subprocess.run(command, cwd=ROOT, env=SHELL, capture_output=True, text=True, timeout=120, check=False)
+    report = subprocess.run(
+        command, cwd=ROOT, env=SHELL, capture_output=True, text=True, timeout=120, check=False
+    )
     return Story(folder, interrupted, resumed, report, checkpoint)
 
 
@@ -156,7 +165,8 @@ def test_no_rollout_is_trained_twice_or_left_out(story):
     kept = [
         record
         for record in lives
-        if "batch" in record and (record["at"] > resumed_at or record["batch"][1] <= story.checkpoint)
+        if "batch" in record
+        and (record["at"] > resumed_at or record["batch"][1] <= story.checkpoint)
     ]
     assert [record["batch"] for record in kept] == [[step, step] for step in range(1, STEPS + 1)]
     trained = list(chain.from_iterable(range(*span) for record in kept for span in record["rows"]))
@@ -169,11 +179,15 @@ def test_no_rollout_is_trained_twice_or_left_out(story):
 def test_rollouts_of_both_styles_have_a_known_policy_version(story):
     logs = [record["logs"] for record in story.records("logs") if "reward" in record["logs"]]
     assert {log["health/unknown_version"] for log in logs} == {0.0}
-    assert {log["rollouts/unknown_logprobs"] for log in logs if "rollouts/unknown_logprobs" in log} == {0.0}
+    assert {
+        log["rollouts/unknown_logprobs"] for log in logs if "rollouts/unknown_logprobs" in log
+    } == {0.0}
     for environment in ("by_group", "one_by_one"):
         assert sum(log.get(f"rollouts/rows_env_{environment}", 0.0) for log in logs) > 0
     rollouts = [
-        rollout for path in (story.folder / "rollouts").glob("rows-*.arrow") for rollout in read_rollouts(path)
+        rollout
+        for path in (story.folder / "rollouts").glob("rows-*.arrow")
+        for rollout in read_rollouts(path)
     ]
     assert set(Counter(rollout.group for rollout in rollouts).values()) == {8, 4}  # of the two
     assert [rollout for rollout in rollouts if rollout.policy_version is None] == []
@@ -193,7 +207,14 @@ def test_the_mean_is_shown_first_of_partial_scores_and_pass_at_1_of_others(story
     card = (story.folder / "README.md").read_text()
     shown = story.interrupted.output + story.resumed.output
     for text, times in ((shown, len(EVALUATED)), (card, 1)):
-        assert len(re.findall(r"partial: mean score \S+ .*; pass@1 \S+ \(scores above 0\.5\) \(step", text)) >= times
+        assert (
+            len(
+                re.findall(
+                    r"partial: mean score \S+ .*; pass@1 \S+ \(scores above 0\.5\) \(step", text
+                )
+            )
+            >= times
+        )
         assert len(re.findall(r"passes: pass@1 \S+ \[.*\].* \(step", text)) >= times
         assert "passes: mean" not in text
 

@@ -1,4 +1,5 @@
-"""Which rows share a micro-batch and a rank: as many tokens everywhere, little padding, and the same gradients."""
+"""Which rows share a micro-batch and a rank: as many tokens everywhere, little padding, and the
+same gradients."""
 
 from collections import Counter, deque
 
@@ -38,21 +39,30 @@ def tokens(lengths: np.ndarray, a_plan, rank: int, ranks: int = 1) -> tuple[int,
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700, 3000])
-@pytest.mark.parametrize(("ranks", "steps", "together"), [(1, 1, 1), (1, 8, 8), (4, 2, 2), (3, 6, 2), (2, 4, 1)])
-def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(ranks, steps, together, max_tokens):
+@pytest.mark.parametrize(
+    ("ranks", "steps", "together"), [(1, 1, 1), (1, 8, 8), (4, 2, 2), (3, 6, 2), (2, 4, 1)]
+)
+def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(
+    ranks, steps, together, max_tokens
+):
     generator = np.random.default_rng(0)
     lengths = spread(generator, ranks * steps * 8)
     a_plan = plan(lengths, ranks, steps, together, max_tokens, seed=1)
     assert sorted(a_plan.order) == list(range(len(lengths)))
     assert [sum(step) for step in a_plan.sizes] == [8] * steps
     parts = [part for step in a_plan.micro_batches() for part in step]
-    assert [index for part in parts for index in range(part.start, part.stop)] == list(range(steps * 8))
+    assert [index for part in parts for index in range(part.start, part.stop)] == list(
+        range(steps * 8)
+    )
     if max_tokens is None:
         assert a_plan.sizes == [[8]] * steps
         return
     for rank in range(ranks):
         rows = lengths[a_plan.order][rank * steps * 8 :]
-        assert all(len(rows[part]) == 1 or len(rows[part]) * rows[part].max() <= max_tokens for part in parts)
+        assert all(
+            len(rows[part]) == 1 or len(rows[part]) * rows[part].max() <= max_tokens
+            for part in parts
+        )
 
 
 def test_what_is_logged_in_the_plans_order_can_be_shown_in_that_of_arrival():
@@ -65,17 +75,24 @@ def test_what_is_logged_in_the_plans_order_can_be_shown_in_that_of_arrival():
 
 def test_which_optimizer_step_takes_a_row_is_drawn_and_not_its_length():
     lengths = np.arange(1, 65)
-    means = [lengths[plan(lengths, 1, 8, 2, seed=seed).order].reshape(4, 16).mean(1) for seed in range(50)]
+    means = [
+        lengths[plan(lengths, 1, 8, 2, seed=seed).order].reshape(4, 16).mean(1)
+        for seed in range(50)
+    ]
     assert len({tuple(mean) for mean in means}) == 50
-    assert np.abs(np.mean(means, 0) - lengths.mean()).max() < 3  # with 2 as the standard error; sorted, it were 24
+    # with 2 as the standard error; sorted, it were 24
+    assert np.abs(np.mean(means, 0) - lengths.mean()).max() < 3
     assert plan(lengths, 1, 8, 2, seed=3) == plan(lengths, 1, 8, 2, seed=3)
 
 
 def test_every_batch_of_a_run_is_drawn_anew_and_every_seed_draws_another_one(tiny_model, tmp_path):
-    batch = uniform_batch(tiny_model, 4, 4, 0)  # the same one each time, so that only the draw can differ
+    # the same one each time, so that only the draw can differ
+    batch = uniform_batch(tiny_model, 4, 4, 0)
 
     def orders(folder: str, **settings) -> list[list[int]]:
-        trainer = make_trainer(tiny_model, tmp_path / folder, batch, batch, steps_per_generation=2, **settings)
+        trainer = make_trainer(
+            tiny_model, tmp_path / folder, batch, batch, steps_per_generation=2, **settings
+        )
         drawn = []
 
         class Draws(TrainerCallback):
@@ -137,9 +154,14 @@ def test_a_gpus_micro_batches_are_as_large_as_its_memory_allows():
 
 
 def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch):
-    """Of 80 GB, the server takes 30 and the trainer 10, of which it uses 8, and it may have 46: so 46 - 8 are left."""
+    """Of 80 GB, the server takes 30 and the trainer 10, of which it uses 8, and it may have 46: so
+    46 - 8 are left."""
     gib = 1 << 30
-    told = {"mem_get_info": (40 * gib, 80 * gib), "memory_reserved": 10 * gib, "memory_allocated": 8 * gib}
+    told = {
+        "mem_get_info": (40 * gib, 80 * gib),
+        "memory_reserved": 10 * gib,
+        "memory_allocated": 8 * gib,
+    }
     told |= {"get_per_process_memory_fraction": 46 / 80, "empty_cache": None}
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
@@ -150,7 +172,8 @@ def test_what_a_trainer_leaves_to_a_server_is_not_for_micro_batches(monkeypatch)
 
 
 def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(monkeypatch):
-    """Two micro-batches of 1,000 tokens take 4 and 1 MiB each, on top of the 1 GiB that was allocated before."""
+    """Two micro-batches of 1,000 tokens take 4 and 1 MiB each, on top of the 1 GiB that was
+    allocated before."""
     gib, mib = 1 << 30, 1 << 20
     calls: list[str] = []
     peaks: list[int] = []
@@ -167,9 +190,14 @@ def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(mo
         peaks += [gib + 4000 * mib, gib + 1000 * mib]
         for _ in range(2):
             budget.measure(1000, lambda: calls.append("forward and backward"))
-        budgets.append(budget.of_next_batch(lambda tokens, other=other_rank: torch.cat([tokens, tokens * 0 + other])))
+        budgets.append(
+            budget.of_next_batch(
+                lambda tokens, other=other_rank: torch.cat([tokens, tokens * 0 + other])
+            )
+        )
     assert budgets == [int(SHARE * 40 * 256), 5000]
-    assert calls == ["reset", "forward and backward"] * 4  # or an earlier peak would be taken for this one's
+    # or an earlier peak would be taken for this one's
+    assert calls == ["reset", "forward and backward"] * 4
 
 
 def test_eight_ranks_have_as_many_tokens_each():
@@ -178,7 +206,9 @@ def test_eight_ranks_have_as_many_tokens_each():
     for _ in range(200):
         lengths = spread(generator, 8 * 64)
         loads = {
-            "ours": np.array([tokens(lengths, plan(lengths, 8, 8, 8), rank, 8)[1] for rank in range(8)]),
+            "ours": np.array(
+                [tokens(lengths, plan(lengths, 8, 8, 8), rank, 8)[1] for rank in range(8)]
+            ),
             "trl": lengths.reshape(8, 64).sum(1),
         }
         for name, load in loads.items():
@@ -186,7 +216,7 @@ def test_eight_ranks_have_as_many_tokens_each():
     assert np.median(excess["ours"]) < 0.05 < np.median(excess["trl"])
 
 
-# ------------------------------------------------------------------------------------------------------------ tensors
+# ------------------------------------------------------------------------------------------ tensors
 
 
 def padded_batch(prompts: list[int], completions: list[int]) -> dict[str, torch.Tensor]:
@@ -219,7 +249,8 @@ def test_trimming_takes_away_only_what_is_padding_in_all_rows():
     for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
         assert torch.equal(trimmed[ids][trimmed[mask].bool()], batch[ids][batch[mask].bool()])
     assert trim(batch, lengths_of(batch), multiple=4)["prompt_ids"].shape == (2, 4)
-    assert trim(batch, lengths_of(batch), multiple=8)["prompt_ids"].shape == (2, 5)  # no wider than it was
+    # no wider than it was
+    assert trim(batch, lengths_of(batch), multiple=8)["prompt_ids"].shape == (2, 5)
     masked = {**batch, "completion_mask": torch.zeros_like(batch["completion_mask"])}
     nothing = trim(masked, lengths_of(masked))
     assert nothing["completion_ids"].shape == (2, 1)
@@ -262,7 +293,7 @@ def test_a_completion_that_is_masked_as_a_whole_is_scored_nowhere(empty):
     assert torch.equal(scores, (batch["completion_ids"] * batch["completion_mask"]).float())
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 
 
 def batches_of(model):
@@ -283,19 +314,29 @@ def train(model, folder, **settings) -> tuple[list[tuple[float, float]], list]:
     return [(entry["loss"], entry["grad_norm"]) for entry in step_logs(trainer)], shapes
 
 
-def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one(tiny_model, tmp_path):
-    batch = [make_group(tiny_model, 4, seed, turns=1 + 3 * (seed % 2)) for seed in range(4)]  # of two lengths
+def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one(
+    tiny_model, tmp_path
+):
+    # of two lengths
+    batch = [make_group(tiny_model, 4, seed, turns=1 + 3 * (seed % 2)) for seed in range(4)]
     logs = []
     for name, settings in {
         "whole": {"per_device_train_batch_size": 16, "group_by_length": False},
         "parts": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     }.items():
-        trainer = make_trainer(tiny_model, tmp_path / name, batch, beta=0.05, max_steps=1, **settings)
+        trainer = make_trainer(
+            tiny_model, tmp_path / name, batch, beta=0.05, max_steps=1, **settings
+        )
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.mul_(1.5)  # so that tokens differ, and the policy from its reference
         trainer.train()
-        logs.append({key: step_logs(trainer)[0][key] for key in ("loss", "entropy", "kl", "clip_ratio/region_mean")})
+        logs.append(
+            {
+                key: step_logs(trainer)[0][key]
+                for key in ("loss", "entropy", "kl", "clip_ratio/region_mean")
+            }
+        )
     assert logs[1] == pytest.approx(logs[0], rel=1e-3, abs=1e-5)
 
 
@@ -311,7 +352,9 @@ def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_
     assert all(rows * width <= 64 or rows == 1 for rows, width in parts)
     assert sum(rows for rows, _ in parts) == 48
 
-    steps, packed = train(tiny_model, tmp_path / "packed", max_tokens_per_micro_batch=64, **settings)
+    steps, packed = train(
+        tiny_model, tmp_path / "packed", max_tokens_per_micro_batch=64, **settings
+    )
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
     assert {rows for rows, _ in packed} == {1}
     assert len(packed) < len(parts)
@@ -321,7 +364,11 @@ def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_
 
 
 def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_path):
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "padding_free": False}
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "padding_free": False,
+    }
     expected, drawn = train(tiny_model, tmp_path / "drawn", group_by_length=False, **settings)
     steps, grouped = train(tiny_model, tmp_path / "grouped", **settings)
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
@@ -330,16 +377,26 @@ def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_pat
 
 
 def test_bnpo_keeps_the_micro_batches_that_trl_draws(tiny_model, tmp_path):
-    settings = {"loss_type": "bnpo", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    settings = {
+        "loss_type": "bnpo",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    }
     drawn, _ = train(tiny_model, tmp_path / "drawn", group_by_length=False, **settings)
     assert train(tiny_model, tmp_path / "asked", group_by_length=True, **settings)[0] == drawn
 
 
-def test_a_rollout_that_is_longer_than_the_others_has_a_micro_batch_of_its_own(tiny_model, tmp_path):
+def test_a_rollout_that_is_longer_than_the_others_has_a_micro_batch_of_its_own(
+    tiny_model, tmp_path
+):
     batch = [make_group(tiny_model, 4, 0, turns=1), make_group(tiny_model, 4, 1, turns=3)]
     longest = max(len(row) for group in batch for row in group["tokens"])
     trainer = make_trainer(
-        tiny_model, tmp_path, batch, per_device_train_batch_size=8, max_tokens_per_micro_batch=longest - 1
+        tiny_model,
+        tmp_path,
+        batch,
+        per_device_train_batch_size=8,
+        max_tokens_per_micro_batch=longest - 1,
     )
     trainer.train()
     assert step_logs(trainer)[0]["grad_norm"] > 0

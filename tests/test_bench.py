@@ -26,12 +26,15 @@ pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 def bench(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess:
     environment = os.environ | FORKED_ENGINES | ({} if folder is None else {"TMPDIR": str(folder)})
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE)
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[dict, Path, Path]:
-    """The result as printed, the file that it was written to, and the folder that the models were made in."""
+    """The result as printed, the file that it was written to, and the folder that the models were
+    made in."""
     folder = tmp_path_factory.mktemp("bench")
     output = tmp_path_factory.mktemp("output") / "result.json"
     grid = ["--modes", "colocate,nccl_lora", "--params", "1M", "--ranks", "8", "--repeats", "3"]
@@ -56,7 +59,12 @@ def test_every_configuration_has_a_row_with_all_numbers(measured):
 @pytest.mark.server
 def test_colocate_moves_nothing_and_an_adapter_is_compared_with_a_bare_copy(measured):
     colocate, adapter = measured[0]["rows"]
-    assert (colocate["bytes"], colocate["floor_ms"], colocate["ratio"], colocate["transport"]) == (0, 0, None, None)
+    assert (colocate["bytes"], colocate["floor_ms"], colocate["ratio"], colocate["transport"]) == (
+        0,
+        0,
+        None,
+        None,
+    )
     assert adapter["bytes"] > 0 and adapter["bytes"] % (4 * 8) == 0  # float32, and the rank
     assert adapter["ratio"] == adapter["publish_ms"] / adapter["floor_ms"]
     assert adapter["transport"] in ("gloo", "memory")
@@ -81,28 +89,52 @@ def test_the_file_holds_what_is_printed_and_the_models_are_gone(measured):
 
 def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_path):
     options = build_parser().parse_args(["--modes", "nccl_lora", "--ranks", "8,16"])
-    rows = list(_rows_of("nccl_lora", tmp_path / "no model", "float32", tmp_path / "logs", {}, None, options))
+    rows = list(
+        _rows_of(
+            "nccl_lora", tmp_path / "no model", "float32", tmp_path / "logs", {}, None, options
+        )
+    )
     assert [row["rank"] for row in rows] == [8, 16]
     for row in rows:
-        assert row["error"].startswith("ServiceError: vllm ended with exit code") and "publish_ms" not in row
+        assert (
+            row["error"].startswith("ServiceError: vllm ended with exit code")
+            and "publish_ms" not in row
+        )
     named = [{"mode": "nccl_lora", "model": "0.5M", **row} for row in rows]
-    assert f"nccl_lora at 0.5M failed: {rows[0]['error']}" in table({"header": {"link_gb_per_s": {}}, "rows": named})
+    assert f"nccl_lora at 0.5M failed: {rows[0]['error']}" in table(
+        {"header": {"link_gb_per_s": {}}, "rows": named}
+    )
 
 
 @pytest.mark.slow(100)
 @pytest.mark.server
 def test_the_whole_loop_runs_beside_that_of_trl(tmp_path_factory):
-    """Our side with a real server, API and environment; TRL's samples by Transformers, for want of a GPU."""
+    """Our side with a real server, API and environment; TRL's samples by Transformers, for want of
+    a GPU."""
     folder = tmp_path_factory.mktemp("loop")
-    size = ["--params", "0.5M", "--sequences", "16", "--tokens", "8", "--steps", "2", "--micro_batch", "8"]
-    done = bench("loop", "--against", "trl", "--sides", "trl,strict", *size, "--json", folder=folder)
+    size = [
+        "--params",
+        "0.5M",
+        "--sequences",
+        "16",
+        "--tokens",
+        "8",
+        "--steps",
+        "2",
+        "--micro_batch",
+        "8",
+    ]
+    done = bench(
+        "loop", "--against", "trl", "--sides", "trl,strict", *size, "--json", folder=folder
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     theirs, strict = json.loads(done.stdout)["rows"]
     assert (theirs["side"], strict["side"]) == ("trl", "strict")
     assert strict["staleness"] == 0
     assert strict["speedup"] == strict["sampled_per_s"] / theirs["sampled_per_s"]
     for row in (theirs, strict):
-        assert row["trained_per_s"] - row["sampled_per_s"] == pytest.approx(4 * 16 / row["step_s"])  # the prompts
+        # the prompts
+        assert row["trained_per_s"] - row["sampled_per_s"] == pytest.approx(4 * 16 / row["step_s"])
     assert 0 < strict["publish_ms"] < 1e3 * strict["step_s"]
     assert not list(folder.glob("trl_atropos_bench_*"))
 
@@ -116,9 +148,15 @@ def test_the_whole_loop_runs_beside_that_of_trl(tmp_path_factory):
         (["weights", "--ranks", "8,0"], "'0' is no number of 1 or more"),
         (["weights", "--ranks", "1024"], "1024: vLLM serves adapters of ranks up to 512"),
         (["weights", "--repeats", "many"], "'many' is no number of 1 or more"),
-        (["weights", "--output", "no/such/folder/x.json"], "no/such/folder/x.json does not exist: make it first"),
+        (
+            ["weights", "--output", "no/such/folder/x.json"],
+            "no/such/folder/x.json does not exist: make it first",
+        ),
         (["weights", "--sizes", "1M"], "unrecognized arguments: --sizes 1M"),
-        (["ingest", "--tokens", "1"], "--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more"),
+        (
+            ["ingest", "--tokens", "1"],
+            "--tokens is 1: a sequence has a prompt and a completion, so ask for 2 or more",
+        ),
         (["ingest", "--sequences", "9"], "--sequences 9 is not a multiple of --group_size 8"),
         (["ingest", "--rounds", "0"], "'0' is no number of 1 or more"),
         (["wheels"], "unknown benchmark 'wheels'. There are: weights, ingest"),
@@ -134,7 +172,10 @@ def test_a_wrong_flag_is_one_line_that_names_the_fix(arguments, message):
     ("arguments", "words"),
     [
         (["--help"], ["weights", "ingest"]),
-        (["weights", "--help"], ["publish", "floor", "ratio", "colocate_lora", "--gpu_memory_utilization", "0.6B"]),
+        (
+            ["weights", "--help"],
+            ["publish", "floor", "ratio", "colocate_lora", "--gpu_memory_utilization", "0.6B"],
+        ),
         (["ingest", "--help"], ["orjson", "socket", "tensors", "ratio", "memory", "--sequences"]),
     ],
 )
@@ -147,7 +188,8 @@ def test_the_help_of_a_benchmark_explains_the_numbers(arguments, words):
 
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory) -> tuple[dict, Path, Path]:
-    """The result as printed, the file that it was written to, and the folder that the reply was made in."""
+    """The result as printed, the file that it was written to, and the folder that the reply was
+    made in."""
     folder = tmp_path_factory.mktemp("ingest")
     output = tmp_path_factory.mktemp("output") / "result.json"
     size = ["--sequences", "256", "--tokens", "512", "--rounds", "1"]
@@ -179,10 +221,22 @@ def test_the_file_holds_what_ingest_prints_and_the_reply_is_gone(ingested):
 
 @pytest.fixture(scope="module")
 def looped(tmp_path_factory) -> tuple[dict, Path, Path]:
-    """The result as printed, the file that it was written to, and the folder that the model was made in."""
+    """The result as printed, the file that it was written to, and the folder that the model was
+    made in."""
     folder = tmp_path_factory.mktemp("loop")
     output = tmp_path_factory.mktemp("output") / "result.json"
-    size = ["--latencies", "0,1", "--sequences", "16", "--tokens", "32", "--steps", "3", "--device_seconds", "2"]
+    size = [
+        "--latencies",
+        "0,1",
+        "--sequences",
+        "16",
+        "--tokens",
+        "32",
+        "--steps",
+        "3",
+        "--device_seconds",
+        "2",
+    ]
     done = bench("loop", *size, "--json", "--output", str(output), folder=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout), output, folder
@@ -190,9 +244,13 @@ def looped(tmp_path_factory) -> tuple[dict, Path, Path]:
 
 @pytest.mark.full  # `make bench` measures it
 def test_sampling_and_training_overlap_and_strictly_on_policy_they_do_not(looped):
-    """Loose bounds, because the machine is busy and the steps are few: one after the other takes twice as long."""
+    """Loose bounds, because the machine is busy and the steps are few: one after the other takes
+    twice as long."""
     at_once, as_long = looped[0]["rows"]
-    assert (as_long["sampling_s"], as_long["strict_sampling_s"]) == (looped[0]["train_s"], looped[0]["strict_train_s"])
+    assert (as_long["sampling_s"], as_long["strict_sampling_s"]) == (
+        looped[0]["train_s"],
+        looped[0]["strict_train_s"],
+    )
     assert 0.9 < at_once["ratio"] < 1.5 and 0.9 < as_long["ratio"] < 1.5
     assert 0.9 < at_once["strict_ratio"] < 1.5 and 0.9 < as_long["strict_ratio"] < 1.5
 
@@ -247,4 +305,7 @@ def test_the_plain_loop_scores_and_trains_each_rollout_as_if_it_were_alone(tiny_
     before = [parameter.clone() for parameter in loop.model.parameters()]
     loop.train()
     loop.step()
-    assert all(not torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))
+    assert all(
+        not torch.equal(one, other)
+        for one, other in zip(before, loop.model.parameters(), strict=True)
+    )

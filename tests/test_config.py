@@ -26,10 +26,13 @@ OWN_FIELDS = [f for f in fields(AtroposGRPOConfig) if f not in fields(GRPOConfig
 
 # Settings, and what the message must say: the value seen, and the fix.
 REFUSED = {
-    "no length": ({"max_steps": -1}, r"`max_steps` is -1.*Set `max_steps` to the number of optimizer steps"),
+    "no length"
+    "": ({"max_steps": -1}, r"`max_steps` is -1.*Set `max_steps` to the number of optimizer steps"),
     "no steps": ({"max_steps": 0}, r"`max_steps` is 0.*Set `max_steps`"),
-    "evaluation by epochs": ({"eval_strategy": "epoch"}, r"have no epochs.*Set `eval_strategy: steps`"),
-    "no time to evaluate": ({"eval_timeout": 0}, r"`eval_timeout` is 0. Set it to a number of seconds above 0"),
+    "evaluation by epochs"
+    "": ({"eval_strategy": "epoch"}, r"have no epochs.*Set `eval_strategy: steps`"),
+    "no time to evaluate"
+    "": ({"eval_timeout": 0}, r"`eval_timeout` is 0. Set it to a number of seconds above 0"),
     "best model of a moving policy": (
         {"eval_strategy": "steps", "metric_for_best_model": "eval_x_pass@1", "eval_hold": False},
         r"`metric_for_best_model` must be known before .*Leave `eval_hold` out",
@@ -58,9 +61,12 @@ REFUSED = {
     ),
     "level": ({"importance_sampling_level": "word"}, r"`importance_sampling_level` is 'word'.*: token, sequence"),
     "scaling": ({"scale_rewards": "std"}, r"`scale_rewards` is 'std'. Set it to one of: group, batch, none"),
-    "single rows": ({"single_row_groups": "keep"}, r"`single_row_groups` is 'keep'.*: refuse, raw, zero"),
-    "no time for rollouts": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
-    "no time to publish": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
+    "single rows"
+    "": ({"single_row_groups": "keep"}, r"`single_row_groups` is 'keep'.*: refuse, raw, zero"),
+    "no time for rollouts"
+    "": ({"rollout_timeout": 0}, r"`rollout_timeout` is 0. Set it to a number of seconds above 0"),
+    "no time to publish"
+    "": ({"publish_timeout": -1.0}, r"`publish_timeout` is -1.0. Set it to a number of seconds"),
     "probe": ({"probe_every_n_steps": -1}, r"`probe_every_n_steps` is -1. Set it to 0 \(off\) or more"),
     "prefetch": ({"prefetch_batches": -1}, r"`prefetch_batches` is -1. Set it to 0 or more"),
     "staleness": ({"max_staleness": -1}, r"`max_staleness` is -1. Set it to 0 or more"),
@@ -68,8 +74,10 @@ REFUSED = {
         {"hold_requests": True, "prefetch_batches": 1},
         r"`hold_requests` holds back what would be sampled ahead, .* Leave one of them out",
     ),
-    "no room for rollouts": ({"max_spool_gb": 0}, r"`max_spool_gb` is 0. Set it to a number of gigabytes above 0"),
-    "too short": ({"max_sequence_length": 1}, r"`max_sequence_length` is 1. Set it to the longest prompt plus"),
+    "no room for rollouts"
+    "": ({"max_spool_gb": 0}, r"`max_spool_gb` is 0. Set it to a number of gigabytes above 0"),
+    "too short"
+    "": ({"max_sequence_length": 1}, r"`max_sequence_length` is 1. Set it to the longest prompt plus"),
     "a budget below the longest rollout": (
         {"max_tokens_per_micro_batch": 512, "max_sequence_length": 1024},
         r"`max_tokens_per_micro_batch` is 512, but .*`max_sequence_length` \(1024\).*Set it to that or more",
@@ -116,9 +124,12 @@ REFUSED = {
         r"A generation batch has 3 rollouts \(per_device_train_batch_size 3 x 1 processes x 1 .*must be even.*"
         r"Change `per",
     ),
-    "no URL": ({"atropos_url": "localhost:8000"}, r"`atropos_url` is 'localhost:8000'.*Write it as `http://host:port`"),
-    "no URL of the server": ({"vllm_server_base_url": "http://"}, r"`vllm_server_base_url` is 'http://'.*Write it as"),
-    "no port": ({"atropos_url": "http://localhost:eight"}, r"`atropos_url` is .*eight.*Write it as `http://host:port`"),
+    "no URL"
+    "": ({"atropos_url": "localhost:8000"}, r"`atropos_url` is 'localhost:8000'.*Write it as `http://host:port`"),
+    "no URL of the server"
+    "": ({"vllm_server_base_url": "http://"}, r"`vllm_server_base_url` is 'http://'.*Write it as"),
+    "no port"
+    "": ({"atropos_url": "http://localhost:eight"}, r"`atropos_url` is .*eight.*Write it as `http://host:port`"),
     "one URL for two servers": (
         {"atropos_url": "http://127.0.0.1:9001/", "vllm_server_base_url": "http://127.0.0.1:9001/v1"},
         r"are both http://127.0.0.1:9001. They are two servers\. Give each its own port",
@@ -178,7 +189,7 @@ def from_yaml(folder: Path, *flags: str, **settings) -> AtroposGRPOConfig:
     return TrlParser((AtroposGRPOConfig,)).parse_args_and_config(["--config", str(path), *flags])[0]
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -190,7 +201,8 @@ def test_what_cannot_work_is_refused_with_the_fix(case):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_recipe_is_checked_like_python(tmp_path, case):
-    """YAML goes past the `choices` of the parser, so that only these checks stand between it and the run."""
+    """YAML goes past the `choices` of the parser, so that only these checks stand between it and
+    the run."""
     settings, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         from_yaml(tmp_path, **settings)
@@ -199,13 +211,17 @@ def test_a_recipe_is_checked_like_python(tmp_path, case):
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 def test_sharding_that_only_the_launcher_knows_of_is_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
-    with pytest.raises(ValueError, match=f"Remove `{name}` from the configuration of `accelerate launch`"):
+    with pytest.raises(
+        ValueError, match=f"Remove `{name}` from the configuration of `accelerate launch`"
+    ):
         configure()
 
 
 def test_an_odd_batch_is_counted_over_all_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"has 15 rollouts .*per_device_train_batch_size 1 x 3 processes x 5 steps"):
+    with pytest.raises(
+        ValueError, match=r"has 15 rollouts .*per_device_train_batch_size 1 x 3 processes x 5 steps"
+    ):
         configure(per_device_train_batch_size=1, gradient_accumulation_steps=5)
 
 
@@ -239,20 +255,25 @@ def test_modes_that_copy_weights_may_publish_rarely(mode):
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "expected"), [("bf16", {}, True), ("no", {}, False), ("bf16", {"fp16": True}, False)]
+    ("asked", "own", "expected"),
+    [("bf16", {}, True), ("no", {}, False), ("bf16", {"fp16": True}, False)],
 )
-def test_mixed_precision_that_the_launcher_asks_for_is_a_setting_like_any_other(monkeypatch, asked, own, expected):
+def test_mixed_precision_that_the_launcher_asks_for_is_a_setting_like_any_other(
+    monkeypatch, asked, own, expected
+):
     """Otherwise accelerate would compute in bfloat16, and nothing here would know."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     assert configure(**own).bf16 is expected
 
 
 def test_a_server_may_sleep_while_a_whole_batch_is_trained():
-    config = configure(vllm_mode="server", vllm_enable_sleep_mode=True, gradient_accumulation_steps=4)
+    config = configure(
+        vllm_mode="server", vllm_enable_sleep_mode=True, gradient_accumulation_steps=4
+    )
     assert (config.vllm_enable_sleep_mode, config.vllm_sleep_level) == (True, 2)
 
 
-# --------------------------------------------------------------------------------------------------------- warnings
+# ----------------------------------------------------------------------------------------- warnings
 
 
 def test_every_setting_without_effect_is_tried_here():
@@ -261,7 +282,9 @@ def test_every_setting_without_effect_is_tried_here():
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_setting_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path, name):
-    with pytest.raises(ValueError, match=re.escape(f"`{name}` is no setting any more. {REMOVED[name]}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"`{name}` is no setting any more. {REMOVED[name]}")
+    ):
         AtroposGRPOConfig(output_dir=str(tmp_path), max_steps=1, **{name: True})
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"{name}: true")
@@ -272,17 +295,22 @@ def test_a_setting_of_earlier_versions_is_refused_with_what_replaces_it(tmp_path
 
 @pytest.mark.parametrize("name", UNUSED_FIELDS)
 def test_a_setting_without_effect_is_warned_of_by_name(name):
-    with pytest.warns(UserWarning, match=rf"no effect, because the environments generate: {name}\. Set .*environment"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"no effect, because the environments generate: {name}\. Set .*environment",
+    ):
         configure(**{name: UNUSED_VALUES[name]})
 
 
 def test_settings_with_effect_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        configure(loss_type="cispo", epsilon_high=5.0, beta=0.1, temperature=0.7, max_completion_length=64)
+        configure(
+            loss_type="cispo", epsilon_high=5.0, beta=0.1, temperature=0.7, max_completion_length=64
+        )
 
 
-# --------------------------------------------------------------------------------------------------- understanding
+# ------------------------------------------------------------------------------------ understanding
 
 
 @pytest.mark.parametrize("asked", [16, 3])
@@ -309,15 +337,23 @@ def test_scale_rewards_takes_the_booleans_that_trl_takes(given, meant):
 
 
 def test_urls_lose_what_clients_append_themselves():
-    config = configure(atropos_url="http://127.0.0.1:8000/", vllm_server_base_url="http://127.0.0.1:9001/v1/")
-    assert (config.atropos_url, config.vllm_server_base_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:9001")
+    config = configure(
+        atropos_url="http://127.0.0.1:8000/", vllm_server_base_url="http://127.0.0.1:9001/v1/"
+    )
+    assert (config.atropos_url, config.vllm_server_base_url) == (
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:9001",
+    )
 
 
 @pytest.mark.parametrize(
     "several", [["http://a:1", "http://b:2/v1"], "http://a:1, http://b:2/", "http://a:1,http://b:2"]
 )
 def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, several):
-    for config in (configure(vllm_server_base_url=several), from_yaml(tmp_path, vllm_server_base_url=several)):
+    for config in (
+        configure(vllm_server_base_url=several),
+        from_yaml(tmp_path, vllm_server_base_url=several),
+    ):
         assert config.vllm_server_urls == ["http://a:1", "http://b:2"]
 
 
@@ -336,12 +372,18 @@ def test_one_replay_path_in_yaml_is_a_list_of_one(tmp_path):
 
 
 def test_flags_override_the_recipe(tmp_path):
-    config = from_yaml(tmp_path, "--temperature", "0.5", "--replay_paths", "a", "b", temperature=0.9)
+    config = from_yaml(
+        tmp_path, "--temperature", "0.5", "--replay_paths", "a", "b", temperature=0.9
+    )
     assert (config.temperature, config.replay_paths) == (0.5, ["a", "b"])
 
 
 def test_the_parser_takes_every_field_of_ours_as_a_flag(tmp_path):
-    options = {option for action in TrlParser((AtroposGRPOConfig,))._actions for option in action.option_strings}
+    options = {
+        option
+        for action in TrlParser((AtroposGRPOConfig,))._actions
+        for option in action.option_strings
+    }
     assert {f"--{f.name}" for f in OWN_FIELDS} <= options
 
 
@@ -353,8 +395,14 @@ def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config)
         if one.name in explained:
             assert one.metadata["help"] == explained[one.name]
             assert len(explained[one.name]) > 20 and explained[one.name].endswith(".")
-            default = "" if one.default is None else f", defaults to `{json.dumps(one.default)}`".replace("`t", "`T")
-            header = re.search(rf"^        {one.name} \(`.*`, \*optional\*(.*)\):$", config.__doc__, re.MULTILINE)
+            default = (
+                ""
+                if one.default is None
+                else f", defaults to `{json.dumps(one.default)}`".replace("`t", "`T")
+            )
+            header = re.search(
+                rf"^        {one.name} \(`.*`, \*optional\*(.*)\):$", config.__doc__, re.MULTILINE
+            )
             assert header[1] == default.replace("`f", "`F")
 
 

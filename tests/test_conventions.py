@@ -36,7 +36,9 @@ def spoken(first: str = "", then: str = "", variable: str | None = None) -> list
     env = {name: value for name, value in os.environ.items() if name != verbosity.VARIABLE}
     env |= {verbosity.VARIABLE: variable} if variable else {}
     program = SPEAK.format(first=first, then=then)
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0 and done.stdout == "", done.stderr
     return done.stderr.splitlines()
 
@@ -60,8 +62,8 @@ def test_the_environment_and_the_program_say_how_much_is_said(then, variable, le
 def test_an_unknown_verbosity_is_named_with_those_there_are():
     first, *others = spoken(variable="loud")
     assert first == (
-        "[trl_atropos] TRL_ATROPOS_VERBOSITY is 'loud', which is no level. Set it to one of: debug, info, warning, "
-        "error, critical."
+        "[trl_atropos] TRL_ATROPOS_VERBOSITY is 'loud', which is no level. Set it to one of: "
+        "debug, info, warning, error, critical."
     )
     assert others == ["[trl_atropos] a warning", "[trl_atropos] a error"]
 
@@ -77,7 +79,9 @@ def test_a_program_with_handlers_of_its_own_gets_each_record_once_and_in_its_for
     ("setting", "variable", "level"),
     [("passive", None, "INFO"), ("passive", "error", "ERROR"), ("warning", "debug", "WARNING")],
 )
-def test_the_main_job_says_more_unless_it_is_told_how_much(setting, variable, level, tmp_path, monkeypatch):
+def test_the_main_job_says_more_unless_it_is_told_how_much(
+    setting, variable, level, tmp_path, monkeypatch
+):
     monkeypatch.delenv(verbosity.VARIABLE, raising=False)
     if variable:
         monkeypatch.setenv(verbosity.VARIABLE, variable)
@@ -105,8 +109,14 @@ def raised_after(first: Exception, then: Exception) -> Exception:
 
 def test_a_server_that_hung_is_told_and_not_that_it_left_when_its_trainer_did():
     ended = ServiceError("vllm ended with exit code 1")
-    assert _message(raised_after(ServerTimeout("no answer within 60 s"), ended)) == "no answer within 60 s"
-    assert _message(raised_after(ServerError("the connection broke"), ended)) == "vllm ended with exit code 1"
+    assert (
+        _message(raised_after(ServerTimeout("no answer within 60 s"), ended))
+        == "no answer within 60 s"
+    )
+    assert (
+        _message(raised_after(ServerError("the connection broke"), ended))
+        == "vllm ended with exit code 1"
+    )
     assert _message(raised_after(ended, OSError("a pipe broke"))) == "vllm ended with exit code 1"
     assert _message(ValueError("a mistake in the code")) is None
 
@@ -144,16 +154,24 @@ def test_the_version_is_the_packages():
 
 
 def test_ctrl_c_ends_a_command_with_130_and_no_traceback(tmp_path):
-    program = "import signal, sys\nimport trl_atropos.report.page as page\nfrom trl_atropos import cli\n"
+    program = (
+        "import signal, sys\nimport trl_atropos.report.page as page\nfrom trl_atropos import cli\n"
+    )
     program += "page.main = lambda words: signal.raise_signal(signal.SIGINT)\n"  # to this thread
     program += "sys.argv = ['trl-atropos', 'report', 'x']\ncli.main()"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, preexec_fn=heed_ctrl_c
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        preexec_fn=heed_ctrl_c,
     )
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_the_main_jobs_help_has_every_setting_of_this_package_and_names_those_of_trl_that_exist(capsys):
+def test_the_main_jobs_help_has_every_setting_of_this_package_and_names_those_of_trl_that_exist(
+    capsys,
+):
     print_help()
     told = capsys.readouterr().out
     own = [*AtroposGRPOConfig.__annotations__, *(field.name for field in fields(ServicesConfig))]
@@ -174,13 +192,22 @@ def test_warnings_of_libraries_are_shown_in_plain_words(capsys):
     assert capsys.readouterr().err == "warning: `top_p` has no effect\n"
 
 
-def test_services_get_the_variables_of_hugging_face_and_not_those_of_the_launcher(tmp_path, monkeypatch):
-    ours = {"HF_HUB_OFFLINE": "1", "HF_HOME": "/models", "TRANSFORMERS_VERBOSITY": "error", "WANDB_MODE": "offline"}
+def test_services_get_the_variables_of_hugging_face_and_not_those_of_the_launcher(
+    tmp_path, monkeypatch
+):
+    ours = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": "/models",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "WANDB_MODE": "offline",
+    }
     for name, value in {**ours, "RANK": "3", "MASTER_ADDR": "elsewhere"}.items():
         monkeypatch.setenv(name, value)
     told = tmp_path / "told"
     with Services(tmp_path) as services:
-        services.start("teller", ["sh", "-c", f"env > {told}.part && mv {told}.part {told} && sleep 60"])
+        services.start(
+            "teller", ["sh", "-c", f"env > {told}.part && mv {told}.part {told} && sleep 60"]
+        )
         deadline = time.monotonic() + 30
         while not told.exists():
             assert time.monotonic() < deadline, (tmp_path / "teller.log").read_text()

@@ -1,4 +1,5 @@
-"""The distillation term is the formula: KL over a teacher's top k, renormalised, added to the loss of any batch."""
+"""The distillation term is the formula: KL over a teacher's top k, renormalised, added to the loss
+of any batch."""
 
 import random
 from pathlib import Path
@@ -13,20 +14,30 @@ from trl_atropos.batches.inputs import top_k_divergence
 from trl_atropos.rollouts.wire import MASKED
 
 RATE = 0.1
-STEP = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+STEP = {
+    "optim": "sgd",
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 COEF = 0.7
 VOCABULARY = 256
 
 
 def taught(group: Group, seed: int, k: int = 5) -> Group:
-    """The group with a teacher's top `k`, at some positions `k + 1`, as prompt log-probabilities have it: nothing for
-    the first token."""
+    """The group with a teacher's top `k`, at some positions `k + 1`, as prompt log-probabilities
+    have it: nothing for the first token."""
     rng = random.Random(seed)
     ids, logprobs = [], []
     for tokens in group["tokens"]:
         widths = [0] + [k + rng.randrange(2) for _ in tokens[1:]]
         ids.append([rng.sample(range(VOCABULARY), width) for width in widths])
-        logprobs.append([sorted((-rng.expovariate(0.5) for _ in range(width)), reverse=True) for width in widths])
+        logprobs.append(
+            [
+                sorted((-rng.expovariate(0.5) for _ in range(width)), reverse=True)
+                for width in widths
+            ]
+        )
     return group | {"distill_token_ids": ids, "distill_logprobs": logprobs}
 
 
@@ -45,7 +56,9 @@ def divergence(model: torch.nn.Module, groups: list[Group]) -> tuple[torch.Tenso
         for i, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"])):
             logits = model(torch.tensor([tokens])).logits[0]
             for position in range(1, len(tokens)):
-                ids, values = (group[name][i][position] for name in ("distill_token_ids", "distill_logprobs"))
+                ids, values = (
+                    group[name][i][position] for name in ("distill_token_ids", "distill_logprobs")
+                )
                 if mask[position] != MASKED and ids:
                     student = logits[position - 1, ids].double().softmax(0)
                     teacher = torch.tensor(values, dtype=torch.float64).softmax(0)
@@ -53,10 +66,14 @@ def divergence(model: torch.nn.Module, groups: list[Group]) -> tuple[torch.Tenso
     return torch.stack(terms).mean(), len(terms)
 
 
-def step(model: Path, folder: Path, groups: list[Group], **settings: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def step(
+    model: Path, folder: Path, groups: list[Group], **settings: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """The gradient that one step of plain descent followed, and what it logged."""
     folder.mkdir(exist_ok=True)
-    trainer = make_trainer(model, folder, groups, **{"per_device_train_batch_size": 16} | STEP | settings)
+    trainer = make_trainer(
+        model, folder, groups, **{"per_device_train_batch_size": 16} | STEP | settings
+    )
     trainer.train()
     steps = zip(load_policy(model).parameters(), trainer.model.parameters(), strict=True)
     gradient = torch.cat([((before - after) / RATE).detach().flatten() for before, after in steps])
@@ -64,7 +81,8 @@ def step(model: Path, folder: Path, groups: list[Group], **settings: Any) -> tup
 
 
 def compare(model: Path, folder: Path, groups: list[Group], **settings: Any) -> None:
-    """Checks that the term adds `COEF` times the formula to the loss, and its gradient to the gradient."""
+    """Checks that the term adds `COEF` times the formula to the loss, and its gradient to the
+    gradient."""
     without, plain = step(model, folder / "without", groups, **settings)
     with_term, log = step(model, folder / "with", groups, distillation_coef=COEF, **settings)
     value, _ = divergence(load_policy(model), groups)
@@ -87,16 +105,23 @@ def test_term_has_the_positions_of_each_rollout_alone(tmp_path, name, padding_fr
     """Learned ones (GPT-2), learned ones that begin at 2 (OPT), and a window (Ministral)."""
     folder = tmp_path / "model"
     make_model(FAMILIES[name], folder)
-    groups = [taught(make_group(folder, 4, 300 + i), i) for i in range(4)]  # whose prompts differ in length
+    # whose prompts differ in length
+    groups = [taught(make_group(folder, 4, 300 + i), i) for i in range(4)]
     compare(folder, tmp_path, groups, padding_free=padding_free)
 
 
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
 def test_every_pass_of_a_run_has_positions_that_begin_with_each_rollout(tmp_path, padding_free):
-    """The passes that train, those that score for later steps, of the reference model, and of the teacher's term."""
+    """The passes that train, those that score for later steps, of the reference model, and of the
+    teacher's term."""
     folder = tmp_path / "model"
     make_model(FAMILIES["GPT-2"], folder)
-    several = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2}
+    several = {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2,
+        "max_steps": 2,
+    }
     settings = several | {"per_device_train_batch_size": 8, "beta": 0.1, "distillation_coef": COEF}
     trainer = make_trainer(folder, tmp_path, batch(folder), padding_free=padding_free, **settings)
     passes = {"policy": 0, "reference": 0}
@@ -110,7 +135,9 @@ def test_every_pass_of_a_run_has_positions_that_begin_with_each_rollout(tmp_path
             if places is None:
                 assert mask is None or bool(mask[:, 0].all()), "a row begins with padding"
             else:
-                assert rows.size(0) == 1 and int((places == 0).sum()) > 1, "rollouts that share a row"
+                assert rows.size(0) == 1 and int((places == 0).sum()) > 1, (
+                    "rollouts that share a row"
+                )
 
         model.transformer.register_forward_pre_hook(positions, with_kwargs=True)
 
@@ -127,8 +154,12 @@ def test_the_term_is_at_temperature_1_whatever_the_sampling_temperature(tiny_mod
 def test_the_term_of_accumulated_micro_batches_is_that_of_the_whole(tiny_model, tmp_path):
     accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     _, log = step(tiny_model, tmp_path / "plain", batch(tiny_model), **accumulated)
-    gradient, summed = step(tiny_model, tmp_path / "sum", batch(tiny_model), distillation_coef=COEF, **accumulated)
-    whole, of_whole = step(tiny_model, tmp_path / "whole", batch(tiny_model), distillation_coef=COEF)
+    gradient, summed = step(
+        tiny_model, tmp_path / "sum", batch(tiny_model), distillation_coef=COEF, **accumulated
+    )
+    whole, of_whole = step(
+        tiny_model, tmp_path / "whole", batch(tiny_model), distillation_coef=COEF
+    )
     assert (gradient - whole).norm() < 1e-4 * whole.norm()
     assert summed["loss"] == pytest.approx(of_whole["loss"], rel=1e-5)
     assert abs(summed["loss"] - log["loss"]) > 0.1
@@ -144,7 +175,9 @@ def test_the_gradient_is_that_of_finite_differences():
     for place in ((0, 1, int(ids[0, 1, 0])), (1, 2, int(ids[1, 2, 2])), (1, 0, int(ids[1, 0, 1]))):
         nudge = torch.zeros_like(logits)
         nudge[place] = 1e-2
-        up, down = (top_k_divergence(logits.detach() + sign * nudge, ids, teacher).sum() for sign in (1, -1))
+        up, down = (
+            top_k_divergence(logits.detach() + sign * nudge, ids, teacher).sum() for sign in (1, -1)
+        )
         assert logits.grad[place].item() == pytest.approx((up - down).item() / 2e-2, abs=1e-3)
     assert logits.grad[0, 1].count_nonzero() == 3  # only the teacher's tokens
 
@@ -167,7 +200,9 @@ def test_a_position_without_a_teacher_has_no_divergence_and_no_gradient():
 def forwards(model: Path, folder: Path, groups: list[Group], coef: float) -> int:
     """How often one step calls the model."""
     folder.mkdir(exist_ok=True)
-    trainer = make_trainer(model, folder, groups, per_device_train_batch_size=16, distillation_coef=coef)
+    trainer = make_trainer(
+        model, folder, groups, per_device_train_batch_size=16, distillation_coef=coef
+    )
     calls: list[None] = []
     trainer.model.register_forward_hook(lambda *_: calls.append(None))
     trainer.train()
@@ -183,14 +218,21 @@ def test_only_a_coefficient_and_a_teacher_cost_a_forward(tiny_model, tmp_path):
 
 
 def test_rows_without_advantage_still_follow_their_teacher(tiny_model, tmp_path):
-    groups = [taught(make_group(tiny_model, 8, 5, overrides=[{"set_advantage_to_zero": True}] * 8), 1)] * 2
+    groups = [
+        taught(make_group(tiny_model, 8, 5, overrides=[{"set_advantage_to_zero": True}] * 8), 1)
+    ] * 2
     compare(tiny_model, tmp_path, groups)
 
 
 def test_steps_bring_the_policy_to_its_teacher(tiny_model, tmp_path):
     groups = [taught(make_group(tiny_model, 8, 5, scores=[0.5] * 8), 1)] * 2
     trainer = make_trainer(
-        tiny_model, tmp_path, *[groups] * 30, max_steps=30, per_device_train_batch_size=16, distillation_coef=1.0
+        tiny_model,
+        tmp_path,
+        *[groups] * 30,
+        max_steps=30,
+        per_device_train_batch_size=16,
+        distillation_coef=1.0,
     )
     trainer.train()
     told = [log["distillation/kl"] for log in step_logs(trainer)]

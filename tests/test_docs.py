@@ -1,8 +1,9 @@
-"""What the pages say is so: their commands are run here or by the test that is named here, or carry the hardware that
-they need; their flags, keys, metrics, messages and links exist.
+"""What the pages say is so: their commands are run here or by the test that is named here, or carry
+the hardware that they need; their flags, keys, metrics, messages and links exist.
 
-A command that is new and none of these makes `test_every_command_of_a_page_is_run_or_says_what_it_needs` fail. Mark a
-block with `<!-- needs: 8 GPUs -->` right before it, or add what runs it to `tests/docs_commands.py`.
+A command that is new and none of these makes
+`test_every_command_of_a_page_is_run_or_says_what_it_needs` fail. Mark a block with `<!-- needs: 8
+GPUs -->` right before it, or add what runs it to `tests/docs_commands.py`.
 """
 
 import json
@@ -24,7 +25,7 @@ from trl_atropos.recipe import PARTS, parse
 from trl_atropos.server.launch import build_parser as serve_parser
 from trl_atropos.server.launch import vllm_arguments
 
-# ------------------------------------------------------------------------------------------------------------ commands
+# ----------------------------------------------------------------------------------------- commands
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +33,29 @@ def run_dir(tiny_model, tmp_path_factory):
     """Folder of a run of two steps on 16 rollouts."""
     folder = tmp_path_factory.mktemp("recorded")
     groups = [make_group(tiny_model, 8, seed) for seed in (1, 2)]
-    make_trainer(tiny_model, folder, groups[:1], groups[1:], max_steps=2, save_strategy="steps", save_steps=1).train()
+    make_trainer(
+        tiny_model, folder, groups[:1], groups[1:], max_steps=2, save_strategy="steps", save_steps=1
+    ).train()
     shutil.copytree(folder / "run", folder / "as_documented")
-    shutil.copytree(folder, folder / "as_documented" / "rollouts", ignore=shutil.ignore_patterns("run", "as_*"))
+    shutil.copytree(
+        folder, folder / "as_documented" / "rollouts", ignore=shutil.ignore_patterns("run", "as_*")
+    )
     return folder / "as_documented"
 
 
 @pytest.fixture
 def desk(tiny_model, run_dir, tmp_path, monkeypatch):
-    """A checkout in which a reader types, with a model and a run as the quickstart would have left them."""
+    """A checkout in which a reader types, with a model and a run as the quickstart would have left
+    them."""
     for name in ("recipes", "configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("quickstart", "mine"):
         shutil.copytree(run_dir, tmp_path / "runs" / name)
         shutil.copytree(tiny_model, tmp_path / "runs" / name / "model")
     shutil.copytree(tiny_model, tmp_path / "model")
-    config = json.loads((tmp_path / "model/config.json").read_text()) | {"max_position_embeddings": 8192}
+    config = json.loads((tmp_path / "model/config.json").read_text()) | {
+        "max_position_embeddings": 8192
+    }
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     for name in STAND_INS:
         shutil.copy(tmp_path / QUICKSTART, tmp_path / name)
@@ -58,7 +66,11 @@ def desk(tiny_model, run_dir, tmp_path, monkeypatch):
 
 # The one trains, in a process of its own.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name == "docs/resume.md" else name for name in PAGES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name == "docs/resume.md" else name
+        for name in PAGES
+    ],
 )
 def test_every_command_of_a_page_is_run_or_says_what_it_needs(name, desk):
     for block in Page(name).blocks_of("bash"):
@@ -72,8 +84,9 @@ def test_every_command_of_a_page_is_run_or_says_what_it_needs(name, desk):
                 here[0](command, desk)
             else:
                 assert any(re.match(pattern, text) for pattern, *_ in ELSEWHERE), (
-                    f"{command}\nis run by no test: put `<!-- needs: HARDWARE -->` right before its block, or add the "
-                    "test that runs it to ELSEWHERE or HERE of tests/docs_commands.py."
+                    f"{command}\nis run by no test: put `<!-- needs: HARDWARE -->` right before "
+                    "its block, or add the test that runs it to ELSEWHERE or HERE of "
+                    "tests/docs_commands.py."
                 )
 
 
@@ -83,25 +96,36 @@ def test_what_is_run_elsewhere_is_run_there(pattern, test, names):
     source = (ROOT / file).read_text()
     assert f"def {function}(" in source
     imported = re.findall(r"^from (tests[\w.]*) import", source, re.MULTILINE)
-    near = [ROOT / file, (ROOT / file).with_name("conftest.py"), ROOT / "tests/server_process.py", ROOT / "Makefile"]
+    near = [
+        ROOT / file,
+        (ROOT / file).with_name("conftest.py"),
+        ROOT / "tests/server_process.py",
+        ROOT / "Makefile",
+    ]
     near += [ROOT / (module.replace(".", "/") + ".py") for module in imported]
     assert any(names in path.read_text() for path in near if path.is_file())
 
 
 def test_the_llama_of_the_page_about_models_is_made_and_nothing_is_wrong_with_it(desk):
-    (block,) = (block for block in Page("docs/own-model.md").blocks_of("python") if "LlamaConfig(" in block.text)
+    (block,) = (
+        block
+        for block in Page("docs/own-model.md").blocks_of("python")
+        if "LlamaConfig(" in block.text
+    )
     exec(compile(block.text, block.place, "exec"), {})
     assert json.loads((desk / "runs/llama/config.json").read_text())["model_type"] == "llama"
     words = ("trl-atropos", "check", "--config", QUICKSTART, "--model_name_or_path", "runs/llama")
     run_check(Command(block.place, words), desk)
 
 
-# -------------------------------------------------------------------------------------------------------------- flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 @cache
 def training_flags() -> set[str]:
-    given_to_parser = {flag for action in TrlParser(PARTS)._actions for flag in action.option_strings}
+    given_to_parser = {
+        flag for action in TrlParser(PARTS)._actions for flag in action.option_strings
+    }
     return given_to_parser | {"--config", "--overlay", "--help_all"}
 
 
@@ -125,7 +149,8 @@ def require_known(command: Command, desk: Path) -> None:
         assert stated(before) - {"--module"} <= launch_flags(), command
         for flag, value in pairwise(before):
             assert flag != "--config_file" or (desk / value).is_file(), command
-        parse(miniature(arguments, desk))  # says what it does not know, a recipe that is not there among it
+        # says what it does not know, a recipe that is not there among it
+        parse(miniature(arguments, desk))
     elif words[:2] == ["trl-atropos", "serve"]:
         options, given = serve_parser().parse_known_args(words[2:])
         vllm_arguments(options.model, given, cpu=False, mode=options.vllm_mode)

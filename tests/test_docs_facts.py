@@ -1,5 +1,5 @@
-"""What the pages state beside their commands: links, recipe keys, metrics, quoted messages, warnings, and the lists
-that promise to be complete."""
+"""What the pages state beside their commands: links, recipe keys, metrics, quoted messages,
+warnings, and the lists that promise to be complete."""
 
 import ast
 import re
@@ -26,9 +26,18 @@ from trl_atropos.recipe import PARTS, EnvironmentSpec, EvaluationSpec, parse
 PACKAGE = ROOT / "trl_atropos"
 PLACEHOLDER = re.compile(r"%(?:\.\d)?[sdgf]")
 FRAGMENT = 8  # letters from which on a part of a quoted message is looked for
-METRIC = re.compile(r"^(rollouts|health|sampling|policy|services|completions|clip_ratio|distillation)/[a-z_/]+$")
+METRIC = re.compile(
+    r"^(rollouts|health|sampling|policy|services|completions|clip_ratio|distillation)/[a-z_/]+$"
+)
 # Keys that are written like those of a recipe and belong to environments, rollouts or accelerate.
-OTHER_KEYS = {"ensure_scores_are_not_same", "server_type", "total_steps", "max_batches_offpolicy", "sft", "use_wandb"}
+OTHER_KEYS = {
+    "ensure_scores_are_not_same",
+    "server_type",
+    "total_steps",
+    "max_batches_offpolicy",
+    "sft",
+    "use_wandb",
+}
 OTHER_KEYS |= {
     "set_advantage_to_zero",
     "evaluation",
@@ -49,7 +58,9 @@ def literal(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
     return None
 
 
@@ -58,11 +69,15 @@ def said() -> str:
     """Every text in the package's source and in the Makefile, each on a line of its own."""
     texts = [(ROOT / "Makefile").read_text().replace("\\\n", "")]
     for path in PACKAGE.rglob("*.py"):
-        texts += [text for node in ast.walk(ast.parse(path.read_text())) if (text := literal(node)) is not None]
+        texts += [
+            text
+            for node in ast.walk(ast.parse(path.read_text()))
+            if (text := literal(node)) is not None
+        ]
     return "\n".join(PLACEHOLDER.sub("…", " ".join(text.split())) for text in texts)
 
 
-# --------------------------------------------------------------------------------------------------------------- links
+# -------------------------------------------------------------------------------------------- links
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -84,7 +99,7 @@ def test_every_page_is_named_in_the_index():
     assert pages <= set(index.links)
 
 
-# ------------------------------------------------------------------------------------------------------ keys, metrics
+# ------------------------------------------------------------------------------------ keys, metrics
 
 
 def _is_of_another_file(block: Block) -> bool:
@@ -103,7 +118,14 @@ def test_a_block_of_yaml_is_a_part_of_a_recipe(block, tiny_model, tmp_path, monk
     monkeypatch.chdir(ROOT)
     text = block.text.replace("my_task/", "recipes/own_environment/")  # of which it is a copy
     (tmp_path / "part.yaml").write_text(text.replace("path/to/venv/bin/python", sys.executable))
-    argv = ["--config", str(tmp_path / "part.yaml"), "--model_name_or_path", str(tiny_model), "--max_steps", "1"]
+    argv = [
+        "--config",
+        str(tmp_path / "part.yaml"),
+        "--model_name_or_path",
+        str(tiny_model),
+        "--max_steps",
+        "1",
+    ]
     parse([*argv, "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"])
 
 
@@ -113,7 +135,9 @@ def test_every_setting_in_the_text_of_a_page_exists(name):
         if re.match(r"^[a-z][a-z0-9_]+: \S", span) and span.partition(":")[0] not in OTHER_KEYS:
             assert span.partition(":")[0] in recipe_keys(), f"{name}: `{span}`"
         if span.startswith(("warning_thresholds: {", "stop_on_warnings: [")):
-            assert set(re.findall(r"[{\[ ](\w+)(?=[:\]])", span)) <= set(SIGNALS), f"{name}: `{span}`"
+            assert set(re.findall(r"[{\[ ](\w+)(?=[:\]])", span)) <= set(SIGNALS), (
+                f"{name}: `{span}`"
+            )
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -129,7 +153,7 @@ def test_every_metric_in_the_text_of_a_page_is_logged(name):
             assert span in said() or f'"{span}"' in theirs, f"{name}: `{span}`"
 
 
-# ------------------------------------------------------------------------------------------------------------ messages
+# ----------------------------------------------------------------------------------------- messages
 
 
 def quotes() -> list[str]:
@@ -150,12 +174,14 @@ def test_every_warning_has_a_line_in_the_page_about_debugging():
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SIGNALS)
 
 
-# ----------------------------------------------------------------------------------------------------- complete lists
+# ----------------------------------------------------------------------------------- complete lists
 
 
 def test_the_reference_is_current():
     generator = runpy.run_path(str(ROOT / "docs/make_reference.py"))
-    assert generator["PAGE"].read_text() == generator["reference"](), f"Run `{generator['COMMAND']}`."
+    assert generator["PAGE"].read_text() == generator["reference"](), (
+        f"Run `{generator['COMMAND']}`."
+    )
 
 
 def test_the_keys_of_an_environment_are_explained():
@@ -196,15 +222,34 @@ def test_the_versions_of_gpus_are_those_that_are_allowed_and_named():
     extras = config["options.extras_require"]
     wanted = [config["options"]["install_requires"], extras["vllm"], extras["deepspeed"]]
     allowed = {one.name: one.specifier for text in wanted for one in map(Requirement, text.split())}
-    lines = [line for line in (ROOT / "configs/constraints-gpu.txt").read_text().splitlines() if line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / "configs/constraints-gpu.txt").read_text().splitlines()
+        if line[0] != "#"
+    ]
     run = dict(line.split("==") for line in lines)
-    assert {"vllm", "torch", "transformers", "trl", "atroposlib", "accelerate", "peft"} <= run.keys()
-    assert not [name for name, versions in allowed.items() if name in run and run[name] not in versions]
-    vllm, torch, transformers = (".".join(run[name].split(".")[:2]) for name in ("vllm", "torch", "transformers"))
+    assert {
+        "vllm",
+        "torch",
+        "transformers",
+        "trl",
+        "atroposlib",
+        "accelerate",
+        "peft",
+    } <= run.keys()
+    assert not [
+        name for name, versions in allowed.items() if name in run and run[name] not in versions
+    ]
+    vllm, torch, transformers = (
+        ".".join(run[name].split(".")[:2]) for name in ("vllm", "torch", "transformers")
+    )
     proven = " ".join((ROOT / "docs/proven.md").read_text().split())
-    assert f"On NVIDIA H200s with vLLM {vllm}, torch {torch}, transformers {transformers} and" in proven
+    assert (
+        f"On NVIDIA H200s with vLLM {vllm}, torch {torch}, transformers {transformers} and"
+        in proven
+    )
     last = max(int(one.version.split(".")[1]) for one in allowed["vllm"]) - 1  # below 0.33
     assert (
-        f"**Not run on GPUs yet**: InfiniBand, more than one machine, vLLM 0.{int(vllm[2:]) + 1} to 0.{last},"
-        in proven
+        f"**Not run on GPUs yet**: InfiniBand, more than one machine, vLLM 0.{int(vllm[2:]) + 1} "
+        f"to 0.{last}," in proven
     )

@@ -1,4 +1,5 @@
-"""What is read from an environment's script without running it, and what its process does with it."""
+"""What is read from an environment's script without running it, and what its process does with
+it."""
 
 import json
 import subprocess
@@ -19,11 +20,16 @@ KNOWN = {
     "Atropos' own class": (IMPORTS + "class Env(BaseEnv):\n    pass\n", set()),
     "a class of the script": (IMPORTS + CONFIG + USES, {"max_new_tokens"}),
     "a class of a class": (
-        IMPORTS + CONFIG + "class Longer(MyConfig):\n    turns: int = 2\n" + USES.replace("MyConfig", "Longer"),
+        IMPORTS
+        + CONFIG
+        + "class Longer(MyConfig):\n    turns: int = 2\n"
+        + USES.replace("MyConfig", "Longer"),
         {"max_new_tokens", "turns"},
     ),
     "one that only `config_init` names": (
-        IMPORTS + CONFIG.replace("MyConfig", "MyEnvConfig") + "class Env(BaseEnv):\n    @classmethod\n"
+        IMPORTS
+        + CONFIG.replace("MyConfig", "MyEnvConfig")
+        + "class Env(BaseEnv):\n    @classmethod\n"
         "    def config_init(cls):\n        return MyEnvConfig(max_new_tokens=3), []\n",
         {"max_new_tokens"},
     ),
@@ -40,7 +46,10 @@ UNKNOWN = {
     + "from mine import Theirs\nclass MyConfig(Theirs):\n    turns: int = 1\n"
     + USES,
     "an environment of another module": "from mine import Env\nEnv.cli()\n",
-    "a class that takes any name": IMPORTS + CONFIG + "    model_config = {'extra': 'allow'}\n" + USES,
+    "a class that takes any name": IMPORTS
+    + CONFIG
+    + "    model_config = {'extra': 'allow'}\n"
+    + USES,
     "no Python": "class (\n",
 }
 
@@ -70,12 +79,12 @@ def test_settings_of_every_environment_are_those_of_atropos_itself():
 def test_requests_that_reshape_the_distribution_are_found(tmp_path):
     path = tmp_path / "environment.py"
     path.write_text(
-        "async def collect_trajectory(self, item):\n"
-        "    await managed.completion(prompt=item, n=4, top_p=0.9, top_k=-1, min_p=0.0, temperature=0.7)\n"
-        "    body = {'logit_bias': {'5': 1}, 'min_tokens': 3, 'bad_words': None, 'repetition_penalty': 1.0}\n"
-        "    await client.create(**body, response_format={'type': 'json_object'}, top_k=self.top_k)\n"
-        "class C:\n    top_p: float = Field(top_p=0.1)\n"
-        "async def evaluate(self):\n    await managed.completion(top_p=0.1, logit_bias={})\n"
+        "async def collect_trajectory(self, item):\n    await managed.completion(prompt=item, n=4, "
+        "top_p=0.9, top_k=-1, min_p=0.0, temperature=0.7)\n    body = "
+        "{'logit_bias': {'5': 1}, 'min_tokens': 3, 'bad_words': None, 'repetition_penalty': 1.0}\n"
+        "    await client.create(**body, response_format={'type': 'json_object'}, "
+        "top_k=self.top_k)\nclass C:\n    top_p: float = Field(top_p=0.1)\nasync def "
+        "evaluate(self):\n    await managed.completion(top_p=0.1, logit_bias={})\n"
     )
     assert [(request.line, request.text) for request in reshaping_requests(path)] == [
         (2, "top_p=0.9"),
@@ -85,7 +94,7 @@ def test_requests_that_reshape_the_distribution_are_found(tmp_path):
     ]
 
 
-# ------------------------------------------------------------------------------------------- the environment's process
+# ------------------------------------------------------------------------ the environment's process
 
 ONE_BY_ONE = """
 import asyncio, json, sys
@@ -147,6 +156,6 @@ def test_unknown_setting_ends_the_environment_with_the_one_that_was_meant(script
     result = ran(script, "--config", str(config))
     assert result.returncode == 1
     assert (
-        "error: Env has no setting `max_new_token` (under `config:` in the recipe). Did you mean `max_new_tokens`?"
-        in result.stderr
+        "error: Env has no setting `max_new_token` (under `config:` in the recipe). Did you mean "
+        "`max_new_tokens`?" in result.stderr
     )

@@ -1,10 +1,12 @@
-"""On the same rollouts, `AtroposGRPOTrainer` takes the very steps that TRL's own `GRPOTrainer` takes.
+"""On the same rollouts, `AtroposGRPOTrainer` takes the very steps that TRL's own `GRPOTrainer`
+takes.
 
-With TRL's micro-batches and TRL's padding, bit for bit; without its padding, and with rows of like length in a
-micro-batch, to what float32 allows.
+With TRL's micro-batches and TRL's padding, bit for bit; without its padding, and with rows of like
+length in a micro-batch, to what float32 allows.
 
-TRL gets the rollouts through its documented `rollout_func`; groups are of one size, and for the correction for the
-sampler TRL is told that a vLLM sampled. Everything else is in `test_reference.py`.
+TRL gets the rollouts through its documented `rollout_func`; groups are of one size, and for the
+correction for the sampler TRL is told that a vLLM sampled. Everything else is in
+`test_reference.py`.
 """
 
 import math
@@ -41,10 +43,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moving reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "gradient accumulation": {"gradient_accumulation_steps": 2},
     "two iterations": {"num_iterations": 2},
-    "two iterations, accumulated": {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1},
+    "two iterations, accumulated": {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "beta": 0.1,
+    },
     "generation ahead": {"steps_per_generation": 4},
     "generation ahead, accumulated": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
-    "generation across the step": {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2},
+    "generation across the step": {
+        "steps_per_generation": 3,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+    },
     "scale none": {"scale_rewards": "none"},
     "sequence level": {"importance_sampling_level": "sequence", "num_iterations": 2},
     "two-sided clipping": {"delta": 1.3, "epsilon_high": 0.28, "num_iterations": 2},
@@ -59,7 +69,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RHYTHMS: dict[str, dict[str, Any]] = {
     "one step": {"gradient_accumulation_steps": 2},
     "half a step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-    "one step, twice": {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 2},
+    "one step, twice": {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 1,
+        "num_iterations": 2,
+    },
     "two steps": {"steps_per_generation": 2},
     "two iterations": {"num_iterations": 2},
 }
@@ -85,7 +99,9 @@ class WatchedReplay(ReplaySource):
 
 def trl_rollouts(groups: list[Group]) -> dict[str, list]:
     """What a `rollout_func` returns for these groups. Every sequence ends in a trained token."""
-    columns: dict[str, list] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score")}
+    columns: dict[str, list] = {
+        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score")
+    }
     for group in groups:
         for tokens, mask, logprobs, score in zip(
             group["tokens"], group["masks"], group["inference_logprobs"], group["scores"]
@@ -93,7 +109,9 @@ def trl_rollouts(groups: list[Group]) -> dict[str, list]:
             start = next(i for i, entry in enumerate(mask) if entry != -100)
             columns["prompt_ids"].append(tokens[:start])
             columns["completion_ids"].append(tokens[start:])
-            columns["logprobs"].append([math.nan if value == 1.0 else value for value in logprobs[start:]])
+            columns["logprobs"].append(
+                [math.nan if value == 1.0 else value for value in logprobs[start:]]
+            )
             columns["env_mask"].append([int(entry != -100) for entry in mask[start:]])
             columns["score"].append(score)
     return columns
@@ -129,16 +147,21 @@ def compare(
     corrected: bool = False,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Trains all three on the same recording; returns TRL's log after checking that the others' are the same."""
+    """Trains all three on the same recording; returns TRL's log after checking that the others' are
+    the same."""
     run = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, **settings}
     accumulation = settings.get("gradient_accumulation_steps", 1)
     per_generation = settings.get("steps_per_generation", accumulation)
     rows = BATCH * per_generation
-    generations = math.ceil(STEPS * accumulation / (per_generation * settings.get("num_iterations", 1)))
+    generations = math.ceil(
+        STEPS * accumulation / (per_generation * settings.get("num_iterations", 1))
+    )
     batches = [
-        uniform_batch(model, GROUP_SIZE, rows // GROUP_SIZE, seed, logprobs="some") for seed in range(generations)
+        uniform_batch(model, GROUP_SIZE, rows // GROUP_SIZE, seed, logprobs="some")
+        for seed in range(generations)
     ]
-    batches[0][0]["tokens"][0][-1] = batches[0][0]["masks"][0][-1] = 65  # one row that did not come to an end
+    # one row that did not come to an end
+    batches[0][0]["tokens"][0][-1] = batches[0][0]["masks"][0][-1] = 65
     if alike_groups:
         batches[-1][-1]["scores"] = [0.25] * GROUP_SIZE  # one group without variance
     peft = {"peft_config": LoraConfig(**lora)} if lora else {}
@@ -168,12 +191,15 @@ def compare(
         random_states.append(torch.get_rng_state())
         return trl_rollouts(next(pulled))
 
-    prompts = [""] * ((generations + 1) * rows // GROUP_SIZE)  # one generation to spare: no epoch ends in the run
+    # one generation to spare: no epoch ends in the run
+    prompts = [""] * ((generations + 1) * rows // GROUP_SIZE)
     theirs = GRPOTrainer(
         str(model),
         reward_funcs=[atropos_score],
         args=GRPOConfig(
-            **arguments(folder / "theirs", num_generations=GROUP_SIZE, shuffle_dataset=False, **run),
+            **arguments(
+                folder / "theirs", num_generations=GROUP_SIZE, shuffle_dataset=False, **run
+            ),
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         rollout_func=rollout_func,
@@ -192,21 +218,27 @@ def compare(
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in log)
     for mine, other in zip(logged(padded), log, strict=True):
         assert {name: mine[name] for name in other} == other
-    for (name, mine), (_, other) in zip(padded.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+    for (name, mine), (_, other) in zip(
+        padded.model.named_parameters(), theirs.model.named_parameters(), strict=True
+    ):
         assert torch.equal(mine, other), name
-    rounding = 5e-6 if corrected else 1e-6  # the ratios of whole rollouts multiply that of their tokens
+    # the ratios of whole rollouts multiply that of their tokens
+    rounding = 5e-6 if corrected else 1e-6
     for mine, other in zip(logged(ours), log, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=rounding)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         of_sampling = [name for name in other if name.startswith("sampling/")]
-        assert len(of_sampling) == 5 * (corrected and "reward" in other)  # of the steps that a batch begins with
+        # of the steps that a batch begins with
+        assert len(of_sampling) == 5 * (corrected and "reward" in other)
         for name in of_sampling:
             assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
     return log
 
 
 def logged(trainer: GRPOTrainer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in entry.items() if k not in OF_THE_CLOCK} for entry in step_logs(trainer)]
+    return [
+        {k: v for k, v in entry.items() if k not in OF_THE_CLOCK} for entry in step_logs(trainer)
+    ]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -235,23 +267,38 @@ def test_every_setting_takes_the_same_steps(tiny_model, tmp_path, setting):
 def test_every_correction_takes_the_same_steps(tiny_model, tmp_path, rhythm, mode, lowest):
     bounds = {"vllm_importance_sampling_clip_min": lowest, "vllm_importance_sampling_clip_max": 1.1}
     log = compare(
-        tiny_model, tmp_path, corrected=True, vllm_importance_sampling_mode=mode, **bounds, **RHYTHMS[rhythm]
+        tiny_model,
+        tmp_path,
+        corrected=True,
+        vllm_importance_sampling_mode=mode,
+        **bounds,
+        **RHYTHMS[rhythm],
     )
     largest = [
-        value for entry in log for name, value in entry.items() if name == "sampling/importance_sampling_ratio/max"
+        value
+        for entry in log
+        for name, value in entry.items()
+        if name == "sampling/importance_sampling_ratio/max"
     ]
     assert 1.0 < max(largest) <= 1.1 + 1e-6
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type_is_corrected_without_scoring(tiny_model, tmp_path, loss_type):
-    settings = {"vllm_importance_sampling_mode": "token_truncate", "gradient_accumulation_steps": 2, "beta": 0.05}
+    settings = {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "gradient_accumulation_steps": 2,
+        "beta": 0.05,
+    }
     compare(tiny_model, tmp_path, corrected=True, loss_type=loss_type, **settings)
 
 
 BESIDE: dict[str, dict[str, Any]] = {
     "an adapter": {"lora": LORA, "beta": 0.1},
-    **{name: SETTINGS[name] for name in ("off-policy mask", "gradient checkpointing", "truncated rows left out")},
+    **{
+        name: SETTINGS[name]
+        for name in ("off-policy mask", "gradient checkpointing", "truncated rows left out")
+    },
 }
 
 
@@ -263,20 +310,26 @@ def test_a_correction_without_scoring_goes_with(tiny_model, tmp_path, setting):
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_pass_that_trains_finds_what_one_before_would_have_found(tiny_model, tmp_path, layout, mode):
+def test_the_pass_that_trains_finds_what_one_before_would_have_found(
+    tiny_model, tmp_path, layout, mode
+):
     """And no micro-batch goes through the model twice."""
     batches = [uniform_batch(tiny_model, GROUP_SIZE, 8, seed, logprobs="some") for seed in range(2)]
     recording, runs = record(tmp_path / "rollouts.jsonl", *batches), []
     for trainer_class in (AtroposGRPOTrainer, Scored):
         args = AtroposGRPOConfig(
-            **arguments(tmp_path / trainer_class.__name__, replay_paths=[recording], **LAYOUTS[layout]),
+            **arguments(
+                tmp_path / trainer_class.__name__, replay_paths=[recording], **LAYOUTS[layout]
+            ),
             vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_max=1.1,
         )
         passes = Passes()
         trainer = trainer_class(str(tiny_model), args=args, callbacks=[passes])
         trainer.train()
-        trained = [part for step in trainer._buffered_inputs for part in step.get("micro_batches", [step])]
+        trained = [
+            part for step in trainer._buffered_inputs for part in step.get("micro_batches", [step])
+        ]
         runs.append((passes.train, trained, step_logs(trainer)[0]))
     (ours, trained, log), (scored_first, scored, expected) = runs
     assert all(ours) and len(ours) >= len(trained) > 2
@@ -286,10 +339,15 @@ def test_the_pass_that_trains_finds_what_one_before_would_have_found(tiny_model,
         assert "old_per_token_logps" in other and "old_per_token_logps" not in mine
         ratio, by_trl = mine["importance_sampling_ratio"], other["importance_sampling_ratio"]
         torch.testing.assert_close(ratio, by_trl, rtol=1e-4, atol=0)
-    assert len(torch.cat([each["importance_sampling_ratio"].flatten() for each in trained]).unique()) > 4
+    assert (
+        len(torch.cat([each["importance_sampling_ratio"].flatten() for each in trained]).unique())
+        > 4
+    )
     measured = [name for name in expected if name.startswith(("sampling/", "health/"))]
     assert len(measured) > 20
-    assert {name: log[name] for name in measured} == pytest.approx({name: expected[name] for name in measured}, 1e-4)
+    assert {name: log[name] for name in measured} == pytest.approx(
+        {name: expected[name] for name in measured}, 1e-4
+    )
     assert log["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
@@ -312,7 +370,8 @@ def test_an_adapter_takes_the_same_steps(tiny_model, tmp_path, beta):
 
 
 def test_another_seed_takes_other_steps(tiny_model, tmp_path):
-    """The order in which rows meet in micro-batches is the seed's, so the comparison above is not of constants."""
+    """The order in which rows meet in micro-batches is the seed's, so the comparison above is not
+    of constants."""
     options = {"gradient_accumulation_steps": 2, "loss_type": "bnpo"}
     first = compare(tiny_model, tmp_path / "a", seed=1, **options)
     second = compare(tiny_model, tmp_path / "b", seed=2, **options)

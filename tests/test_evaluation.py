@@ -1,4 +1,5 @@
-"""Evaluations: what they find, of which policy, and where that goes. Their environments are real processes."""
+"""Evaluations: what they find, of which policy, and where that goes. Their environments are real
+processes."""
 
 import itertools
 import json
@@ -31,7 +32,7 @@ from trl_atropos.services.manager import Services, free_port
 ENVIRONMENT = "tests/evaluated_environment.py"
 WAIT = 120.0  # seconds
 
-# ------------------------------------------------------------------------------------------------------ what is found
+# ------------------------------------------------------------------------------------ what is found
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(5, 0), (5, 2), (6, 6), (7, 1)])
@@ -68,15 +69,23 @@ def test_the_gain_is_of_pairs():
 def test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has():
     scores = {"easy": [1.0, 1.0, 0.0, 1.0, 1.0, 0.0], "hard": [0.0, 0.0, 0.0, 0.0, 1.0]}
     found = measures(scores, 0.5)
-    shares = {"pass@1": (4 / 6 + 1 / 5) / 2, "pass@2": (14 / 15 + 4 / 10) / 2, "pass@4": (1 + 4 / 5) / 2}
+    shares = {
+        "pass@1": (4 / 6 + 1 / 5) / 2,
+        "pass@2": (14 / 15 + 4 / 10) / 2,
+        "pass@4": (1 + 4 / 5) / 2,
+    }
     expected = shares | {"pass@5": 1.0, "avg@5": (4 / 6 + 1 / 5) / 2}
-    assert {name: found[name] for name in found if not name.endswith(("_low", "_high"))} == pytest.approx(expected)
+    assert {
+        name: found[name] for name in found if not name.endswith(("_low", "_high"))
+    } == pytest.approx(expected)
 
 
-# ---------------------------------------------------------------------------------------------- processes of their own
+# --------------------------------------------------------------------------- processes of their own
 
 
-def evaluator(tmp_path: Path, tiny_model: Path, services: Services, *entries: dict, **options) -> Evaluator:
+def evaluator(
+    tmp_path: Path, tiny_model: Path, services: Services, *entries: dict, **options
+) -> Evaluator:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         json.dumps(
@@ -103,11 +112,22 @@ def results(evaluator: Evaluator) -> dict[str, Result]:
     return {result.name: result for result in found}
 
 
-def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved(tiny_model, tmp_path, caplog):
-    faulty = {"config": {"faults": {1: "weight"}, "max_num_workers": 3}, "problems": 5, "samples": 3}
+def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solved(
+    tiny_model, tmp_path, caplog
+):
+    faulty = {
+        "config": {"faults": {1: "weight"}, "max_num_workers": 3},
+        "problems": 5,
+        "samples": 3,
+    }
     faulty |= {"passes_above": -0.5}  # where scores are penalties
     entries = [
-        {"name": "good", "problems": 20, "samples": 4, "config": {"solved": [1, 0], "seconds": 0.05}},
+        {
+            "name": "good",
+            "problems": 20,
+            "samples": 4,
+            "config": {"solved": [1, 0], "seconds": 0.05},
+        },
         {"name": "faulty", **faulty},
         {"name": "short", "problems": 5, "config": {"faults": {1: "nothing", 3: "no more"}}},
         {"name": "own"},
@@ -123,7 +143,11 @@ def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solve
         services.check()  # that they have ended is no failure of a service
     good = first["good"]
     assert sorted(int(problem.partition(".")[0]) for problem in good.scores) == list(range(20))
-    assert (good.metrics["pass@1"], good.metrics["pass@4"], good.metrics["mean_length"]) == (0.5, 1.0, 2.0)
+    assert (good.metrics["pass@1"], good.metrics["pass@4"], good.metrics["mean_length"]) == (
+        0.5,
+        1.0,
+        2.0,
+    )
     assert first["faulty"].metrics["pass@1"] == pytest.approx(4 / 5)
     assert first["faulty"].metrics["failed"] == 1
     assert "KeyError: 'weight'" in caplog.text and "evaluated_environment.py:" in caplog.text
@@ -135,24 +159,36 @@ def test_exactly_the_first_problems_are_asked_and_what_fails_counts_as_not_solve
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_later(tiny_model, tmp_path, caplog):
-    broken = {"name": "broken", "problems": 3, "config": {"faults": dict.fromkeys(range(3), "weight")}}
+def test_an_evaluation_that_fails_ends_the_run_if_it_is_the_first_and_warns_later(
+    tiny_model, tmp_path, caplog
+):
+    broken = {
+        "name": "broken",
+        "problems": 3,
+        "config": {"faults": dict.fromkeys(range(3), "weight")},
+    }
     unset = {"name": "unset", "config": {"faults": {-1: "no data"}}}
     slow = {"name": "slow", "problems": 1, "config": {"seconds": 600}}
     with Services(tmp_path / "logs") as services:
         made = evaluator(tmp_path, tiny_model, services, broken, unset, slow, timeout=10.0)
         made.start(3)
-        assert made.ready(3, first=False, last=True, timeout=WAIT)  # imports are over, however busy the machine is
+        # imports are over, however busy the machine is
+        assert made.ready(3, first=False, last=True, timeout=WAIT)
         made.begin(3, first=False, last=True)
         assert results(made) == {}
-    assert "'broken' at step 3 failed: none of 3 problems gave a rollout: KeyError: 'weight'" in caplog.text
+    assert (
+        "'broken' at step 3 failed: none of 3 problems gave a rollout: KeyError: 'weight'"
+        in caplog.text
+    )
     assert "'unset' at step 3 failed: it ended with exit code 1" in caplog.text
     assert "'slow' at step 3 failed: it did not end within 10 s (`eval_timeout`)" in caplog.text
     with Services(tmp_path / "logs") as services:
         made = evaluator(tmp_path, tiny_model, services, broken)
         made.start(0)
         made.begin(0, first=True, last=True)
-        with pytest.raises(EvaluationError, match=r"Evaluation 'broken' at step 0 failed: .*logs/evaluation-broken"):
+        with pytest.raises(
+            EvaluationError, match=r"Evaluation 'broken' at step 0 failed: .*logs/evaluation-broken"
+        ):
             results(made)
 
 
@@ -174,7 +210,8 @@ def test_a_resumed_run_has_what_it_found_before_and_nothing_of_later_steps(tiny_
 
 
 def test_a_run_that_begins_anew_makes_its_first_evaluation_itself(tiny_model, tmp_path):
-    """Another run has left its result in the folder, and, since it was killed, what lets an evaluation begin."""
+    """Another run has left its result in the folder, and, since it was killed, what lets an
+    evaluation begin."""
     own = tmp_path / "evaluations" / "own"
     former, sign = own / "step-000000", own / "next" / "go"
     for path in (former / "result.json", sign):
@@ -195,7 +232,9 @@ def test_an_evaluation_that_takes_too_long_is_ended_and_is_an_error_where_it_is_
 ):
     told = r"Evaluation 'own' at step \d failed: it did not end within 0 s \(`eval_timeout`\)"
     with Services(tmp_path / "logs") as services:
-        made = evaluator(tmp_path, tiny_model, services, {"name": "own"}, timeout=0.0, needed=needed)
+        made = evaluator(
+            tmp_path, tiny_model, services, {"name": "own"}, timeout=0.0, needed=needed
+        )
         made.start(step)
         made.begin(step, first=step == 0, last=True)
         late = made._processes["own"].service
@@ -239,7 +278,9 @@ def served(door: Door) -> Iterator[str]:
         thread.join(WAIT)
 
 
-def test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers(tmp_path, monkeypatch, caplog):
+def test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     one, other, _idle = doors = [Door() for _ in range(3)]
     one.evaluations.note("evaluation-a", (4, 6))
@@ -254,18 +295,22 @@ def test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_serv
     assert "Which policy versions sampled an evaluation is unknown: The server at" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------- in a training
+# ------------------------------------------------------------------------------------ in a training
 
 
 def scripted(name: str, step: int, value: float) -> Result:
-    return Result(name, step, {"pass@1": value, "pass@1_low": 0.0, "pass@1_high": 1.0}, (step, step), 1.0)
+    return Result(
+        name, step, {"pass@1": value, "pass@1_low": 0.0, "pass@1_high": 1.0}, (step, step), 1.0
+    )
 
 
 class Scripted(Evaluator):
     """Finds `values` by step, each after it was asked `patience` times."""
 
     def __init__(self, values: dict[int, float], patience: int = 1):
-        super().__init__([EvaluationSpec(path=ENVIRONMENT, name="task", every=2)], None, None, "", [], 1.0)
+        super().__init__(
+            [EvaluationSpec(path=ENVIRONMENT, name="task", every=2)], None, None, "", [], 1.0
+        )
         self.values, self.patience, self.begun = values, patience, []
         self.left: dict[int, int] = {}
 
@@ -279,7 +324,11 @@ class Scripted(Evaluator):
 
     def poll(self):
         self.left = {step: left - 1 for step, left in self.left.items()}
-        ended = [scripted("task", step, self.values[step]) for step, left in self.left.items() if left <= 0]
+        ended = [
+            scripted("task", step, self.values[step])
+            for step, left in self.left.items()
+            if left <= 0
+        ]
         self.left = {step: left for step, left in self.left.items() if left > 0}
         return ended
 
@@ -288,22 +337,30 @@ class Scripted(Evaluator):
 
 
 def trainer_of(tiny_model, tmp_path, evaluator: Evaluator, **settings) -> AtroposGRPOTrainer:
-    recording = record(tmp_path / "rollouts.jsonl", *(uniform_batch(tiny_model, 4, 2, seed) for seed in range(6)))
+    recording = record(
+        tmp_path / "rollouts.jsonl", *(uniform_batch(tiny_model, 4, 2, seed) for seed in range(6))
+    )
     usual = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
-    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=[recording], **usual | settings))
+    config = AtroposGRPOConfig(
+        **arguments(tmp_path / "run", replay_paths=[recording], **usual | settings)
+    )
     return AtroposGRPOTrainer(str(tiny_model), args=config, evaluator=evaluator)
 
 
 def logged(trainer: AtroposGRPOTrainer) -> dict[int, float]:
-    return {e["step"]: e["eval_task_pass@1"] for e in trainer.state.log_history if "eval_task_pass@1" in e}
+    return {
+        e["step"]: e["eval_task_pass@1"]
+        for e in trainer.state.log_history
+        if "eval_task_pass@1" in e
+    }
 
 
 VALUES = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.2}
 
 
 def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
-    """The control token that a run's servers would be started with, and the one that its evaluations ask them with, if
-    the environment has none."""
+    """The control token that a run's servers would be started with, and the one that its
+    evaluations ask them with, if the environment has none."""
     asked_with = []
 
     def note_token(recipe, services, evaluator) -> None:
@@ -318,7 +375,9 @@ def tokens_of_a_run(tiny_model: Path, folder: Path) -> tuple[str, str]:
         return environment_token(), asked_with[0]
 
 
-def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(tiny_model, tmp_path):
+def test_a_run_that_starts_its_servers_has_their_token_before_anything_asks_them(
+    tiny_model, tmp_path
+):
     served, asked_with = tokens_of_a_run(tiny_model, tmp_path)
     assert len(served) > 20 and asked_with == served
 
@@ -331,8 +390,12 @@ def test_what_is_found_is_logged_at_the_step_of_the_weights_whenever_it_comes(ti
     assert logged(trainer) == VALUES
     steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     assert steps == list(range(1, 7))  # training has logged what it always does
-    lines = [json.loads(line) for line in (tmp_path / "run" / "run_log.jsonl").read_text().splitlines()]
-    assert {line["step"]: line["metrics"]["pass@1"] for line in lines if "evaluation" in line} == VALUES
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "run_log.jsonl").read_text().splitlines()
+    ]
+    assert {
+        line["step"]: line["metrics"]["pass@1"] for line in lines if "evaluation" in line
+    } == VALUES
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -344,18 +407,33 @@ def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
         shutil.copytree(tiny_model, model)
         config = json.loads((tiny_model / "config.json").read_text())
         sizes = {name: config[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
-        sizes |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}
+        sizes |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        sizes |= {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+        }
         sizes |= {"num_experts_per_tok": 2}
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(model)
     settings = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
-    trainer = trainer_of(*(model, tmp_path, Scripted(VALUES, 3)), metric_for_best_model="eval_task_pass@1", **settings)
+    trainer = trainer_of(
+        *(model, tmp_path, Scripted(VALUES, 3)),
+        metric_for_best_model="eval_task_pass@1",
+        **settings,
+    )
     assert trainer.args.eval_hold
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     now = trainer.model.state_dict()
     best, last = (
-        type(trainer.model).from_pretrained(tmp_path / "run" / f"checkpoint-{step}").state_dict() for step in (2, 6)
+        type(trainer.model).from_pretrained(tmp_path / "run" / f"checkpoint-{step}").state_dict()
+        for step in (2, 6)
     )
     assert all(torch.equal(now[name], value) for name, value in best.items())
     assert any(not torch.equal(now[name], value) for name, value in last.items())
@@ -364,7 +442,9 @@ def test_the_best_checkpoint_is_loaded(tiny_model, tmp_path, experts):
 def test_a_checkpoint_waits_for_the_evaluations_of_earlier_steps(tiny_model, tmp_path):
     """A run that resumes there has other weights than theirs."""
     made = Scripted(VALUES, patience=10**9)
-    trainer = trainer_of(tiny_model, tmp_path, made, save_strategy="steps", save_steps=3, max_steps=4)
+    trainer = trainer_of(
+        tiny_model, tmp_path, made, save_strategy="steps", save_steps=3, max_steps=4
+    )
     poll, seen = made.poll, []
 
     def watched():
@@ -381,27 +461,51 @@ def test_a_checkpoint_waits_for_the_evaluations_of_earlier_steps(tiny_model, tmp
 
 
 def test_an_evaluation_needs_an_evaluator_and_training(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"`eval_strategy` is set: list `evaluations` in the recipe"):
-        make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), eval_strategy="steps", eval_steps=1)
+    with pytest.raises(
+        ValueError, match=r"`eval_strategy` is set: list `evaluations` in the recipe"
+    ):
+        make_trainer(
+            tiny_model,
+            tmp_path,
+            uniform_batch(tiny_model, 4, 2, 0),
+            eval_strategy="steps",
+            eval_steps=1,
+        )
     trainer = trainer_of(tiny_model, tmp_path, Scripted(VALUES))
     with pytest.raises(RuntimeError, match="use `trl-atropos eval`"):
         trainer.evaluate()
 
 
-# ---------------------------------------------------------------------------------------------------------- the recipe
+# --------------------------------------------------------------------------------------- the recipe
 
 ENTRY = {"path": ENVIRONMENT, "problems": 3}
 WRONG = {
-    "no number": ({**ENTRY, "passes_above": math.nan}, {}, "passes_above: Input should be a finite number"),
+    "no number": (
+        {**ENTRY, "passes_above": math.nan},
+        {},
+        "passes_above: Input should be a finite number",
+    ),
     "no door": ({"path": ENVIRONMENT, "samples": 3}, {}, "`samples` goes with `problems`"),
     "greedy": ({**ENTRY, "temperature": 0, "samples": 2}, {}, "set `samples: 1`"),
     "a command": ({"command": "python x.py", "name": "x"}, {}, "an evaluation needs a `path`"),
     "no script": ({"path": "nowhere.py"}, {}, "there is no script 'nowhere.py'"),
     "unknown": ({**ENTRY, "sample": 3}, {}, "sample: Extra inputs"),
-    "nothing": (None, {"eval_strategy": "steps"}, "There is nothing to evaluate.*List `evaluations`"),
+    "nothing": (
+        None,
+        {"eval_strategy": "steps"},
+        "There is nothing to evaluate.*List `evaluations`",
+    ),
     "epochs": (ENTRY, {"eval_strategy": "epoch"}, "has no epochs|have no epochs"),
-    "the loss": (ENTRY, {"metric_for_best_model": "loss"}, "such as eval_evaluated_environment_pass@1"),
-    "no hold": (ENTRY, {"metric_for_best_model": "eval_x_pass@1", "eval_hold": False}, "Leave `eval_hold` out"),
+    "the loss": (
+        ENTRY,
+        {"metric_for_best_model": "loss"},
+        "such as eval_evaluated_environment_pass@1",
+    ),
+    "no hold": (
+        ENTRY,
+        {"metric_for_best_model": "eval_x_pass@1", "eval_hold": False},
+        "Leave `eval_hold` out",
+    ),
     "older weights": (
         {**ENTRY, "every": 3},
         {"metric_for_best_model": "eval_x_pass@1", "sync_every_n_steps": 2, "vllm_mode": "server"},
@@ -409,7 +513,11 @@ WRONG = {
     ),
     "another step": (
         {**ENTRY, "every": 4},
-        {"metric_for_best_model": "eval_evaluated_environment_pass@1", "eval_strategy": "steps", "eval_steps": 2},
+        {
+            "metric_for_best_model": "eval_evaluated_environment_pass@1",
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        },
         None,
     ),
 }
@@ -438,12 +546,21 @@ def test_what_is_wrong_with_an_evaluation_is_said(wrong, tiny_model, tmp_path):
 
 
 def test_transformers_asks_as_often_as_any_evaluation_is_due(tiny_model, tmp_path):
-    entries = [{**ENTRY, "name": "a", "every": 6}, {**ENTRY, "name": "b", "every": 4}, {**ENTRY, "name": "c"}]
+    entries = [
+        {**ENTRY, "name": "a", "every": 6},
+        {**ENTRY, "name": "b", "every": 4},
+        {**ENTRY, "name": "c"},
+    ]
     training = parsed(tiny_model, tmp_path, entries).training
-    assert (training.eval_strategy, training.eval_steps, training.eval_on_start) == ("steps", 2, True)
+    assert (training.eval_strategy, training.eval_steps, training.eval_on_start) == (
+        "steps",
+        2,
+        True,
+    )
     recipe = parsed(tiny_model, tmp_path, entries, eval_strategy="steps", eval_steps=0.2)
     assert [spec.every for spec in recipe.evaluations] == [6, 4, 10]
-    each = parsed(tiny_model, tmp_path, [ENTRY], eval_strategy="steps", eval_steps=1.0)  # as a command line gives it
+    # as a command line gives it
+    each = parsed(tiny_model, tmp_path, [ENTRY], eval_strategy="steps", eval_steps=1.0)
     assert (each.training.eval_steps, each.evaluations[0].every) == (1, 1)
     only_ends = parsed(tiny_model, tmp_path, [ENTRY])
     assert (only_ends.training.eval_steps, only_ends.evaluations[0].every) == (50, None)

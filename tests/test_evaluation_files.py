@@ -1,4 +1,5 @@
-"""What evaluations leave on disk, and that nothing in it ends a training: odd answers, torn files, a full disk."""
+"""What evaluations leave on disk, and that nothing in it ends a training: odd answers, torn files,
+a full disk."""
 
 import contextlib
 import json
@@ -43,12 +44,19 @@ class Ended:
         pass
 
 
-def evaluator(folder: Path, *, asks: bool = True, services=None, command=(), step=4, **options) -> Evaluator:
+def evaluator(
+    folder: Path, *, asks: bool = True, services=None, command=(), step=4, **options
+) -> Evaluator:
     asked = {"problems": PROBLEMS, "samples": SAMPLES} if asks else {}
     spec = EvaluationSpec(path="task.py", name="task", every=1, **asked)
     words = [sys.executable, "-I", "-S", *command]
     usual = {"folder": folder, "urls": [], "timeout": 60.0}
-    made = Evaluator([spec], services or Ended(), lambda spec, place, key: [*words, str(place)], **usual | options)
+    made = Evaluator(
+        [spec],
+        services or Ended(),
+        lambda spec, place, key: [*words, str(place)],
+        **usual | options,
+    )
     made.start(step)
     return made
 
@@ -99,10 +107,14 @@ ODD_ANSWERS = {
     "a mask that is too short": second(masks=[[-100, 9], [-100, -100, 10]]),
     "a mask of other tokens": second(masks=[[0, 0, 1], [-100, -100, 10]]),
     "a group of null": lines({"item": 0, "groups": [group()]}, {"item": 1, "groups": [None]}),
-    "groups that are a mapping": lines({"item": 0, "groups": [group()]}, {"item": 1, "groups": {"a": 1}}),
+    "groups that are a mapping": lines(
+        {"item": 0, "groups": [group()]}, {"item": 1, "groups": {"a": 1}}
+    ),
     "groups of null": lines({"item": 0, "groups": [group()]}, {"item": 1, "groups": None}),
     "neither groups nor an error": lines({"item": 0, "groups": [group()]}, {"item": 1}),
-    "groups and an error": lines({"item": 0, "groups": [group()]}, {"item": 1, "groups": [], "error": "E"}),
+    "groups and an error": lines(
+        {"item": 0, "groups": [group()]}, {"item": 1, "groups": [], "error": "E"}
+    ),
     "an error that is a number": lines({"item": 0, "groups": [group()]}, {"item": 1, "error": 5}),
     "an item that is text": lines({"item": 0, "groups": [group()]}, {"item": "1", "groups": []}),
     "no item": lines({"item": 0, "groups": [group()]}, {"groups": []}),
@@ -133,7 +145,9 @@ def test_odd_answer_is_an_evaluation_that_failed_named_with_its_log(odd, tmp_pat
     made = evaluator(tmp_path)
     assert evaluated(made, 4, {"groups.jsonl": ODD_ANSWERS[odd]}) == []
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("Evaluation 'task' at step 4 failed: line 2 of groups.jsonl cannot be read: ")
+    assert told.startswith(
+        "Evaluation 'task' at step 4 failed: line 2 of groups.jsonl cannot be read: "
+    )
     assert told.endswith("Its log: logs/evaluation-task.log")
     (found,) = evaluated(made, 5, {"groups.jsonl": GOOD})  # the next one is made
     assert found.metrics["pass@1"] == 0.5
@@ -146,7 +160,9 @@ def test_odd_metrics_of_an_environments_own_evaluation_are_one_that_failed(odd, 
     made = evaluator(tmp_path, asks=False)
     assert evaluated(made, 4, {"metrics.json": ODD_METRICS[odd]}) == []
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("Evaluation 'task' at step 4 failed: metrics.json of its own `evaluate` ")
+    assert told.startswith(
+        "Evaluation 'task' at step 4 failed: metrics.json of its own `evaluate` "
+    )
     assert told.endswith("Its log: logs/evaluation-task.log")
     good = b'{"results": {"all": {"eval/acc": 0.5, "n": 3, "note": "good"}}}'
     assert evaluated(made, 5, {"metrics.json": good})[0].metrics == {"acc": 0.5, "n": 3.0}
@@ -218,7 +234,8 @@ def test_damaged_result_counts_as_not_made_and_is_named(damage, tmp_path, caplog
     assert results_of(tmp_path, 4) == []
     assert f"{folder}/result.json cannot be read (" in caplog.text
     resumed = evaluator(tmp_path / "evaluations")
-    assert resumed.results == [] and (folder / "groups.jsonl").exists()  # the answers are not thrown away
+    # the answers are not thrown away
+    assert resumed.results == [] and (folder / "groups.jsonl").exists()
     (again,) = evaluated(resumed, 4, {"groups.jsonl": GOOD})
     assert read_result(folder) == again
 
@@ -235,20 +252,28 @@ def test_folders_of_others_are_left_alone(tmp_path):
 def test_partial_scores_are_known_as_such_from_then_on(tmp_path):
     made = evaluator(tmp_path, step=0)
     partial = lines({"item": 0, "groups": [group(scores=[0.3, 0.2])]})
-    found = [evaluated(made, step, {"groups.jsonl": it})[0] for step, it in enumerate((GOOD, partial, GOOD))]
+    found = [
+        evaluated(made, step, {"groups.jsonl": it})[0]
+        for step, it in enumerate((GOOD, partial, GOOD))
+    ]
     assert [one.graded for one in found] == [False, True, True]
-    assert found[1].metrics["avg@2"] == 0.25 and found[1].metrics["mean_gain"] == pytest.approx(-0.25)
+    assert found[1].metrics["avg@2"] == 0.25 and found[1].metrics["mean_gain"] == pytest.approx(
+        -0.25
+    )
     assert read_result(tmp_path / "task/step-000001") == found[1]
     own = evaluator(tmp_path / "own", asks=False)
     content = b'{"results": {"all": {"eval/acc": 0.5}}}'
     assert "task: acc 0.5 (" in evaluated(own, 5, {"metrics.json": content})[0].line()
 
 
-# --------------------------------------------------------------------------------------------------- 2,000 contents
+# ----------------------------------------------------------------------------------- 2,000 contents
 
 
-def build_content(seed: int, faults: list[tuple[int, int]], text_faults: list[tuple[int, int]]) -> bytes:
-    """Lines as an evaluation writes them, then broken by the faults of `tests/rollouts/malformed.py`."""
+def build_content(
+    seed: int, faults: list[tuple[int, int]], text_faults: list[tuple[int, int]]
+) -> bytes:
+    """Lines as an evaluation writes them, then broken by the faults of
+    `tests/rollouts/malformed.py`."""
     rng = random.Random(seed)
     answers: list[dict] = []
     for item in range(rng.randint(0, 4)):
@@ -263,7 +288,9 @@ def build_content(seed: int, faults: list[tuple[int, int]], text_faults: list[tu
         if answers and fault_rng.random() < 0.1:
             broken = fault_rng.choice(answers)
             broken[fault_rng.choice(sorted(broken))] = malformed.junk(fault_rng)
-    content = "".join(json.dumps(answer) + "\n" for answer in answers).encode("utf-8", "surrogatepass")
+    content = "".join(json.dumps(answer) + "\n" for answer in answers).encode(
+        "utf-8", "surrogatepass"
+    )
     for which, fault_seed in text_faults:
         content = malformed.TEXT_FAULTS[which](random.Random(fault_seed), content)
     return content
@@ -292,7 +319,9 @@ def judge(content: bytes) -> list[dict] | None:
 
 
 def is_group(sent) -> bool:
-    fields = [sent.get(name) for name in ("tokens", "masks", "scores")] if isinstance(sent, dict) else []
+    fields = (
+        [sent.get(name) for name in ("tokens", "masks", "scores")] if isinstance(sent, dict) else []
+    )
     if not fields or not all(isinstance(field, list) for field in fields):
         return False
     tokens, masks, scores = fields
@@ -312,7 +341,9 @@ def is_group(sent) -> bool:
 def in_memory(caplog) -> Iterator[Path]:
     """A folder in which writing is fast; without thousands of warnings."""
     caplog.set_level(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as folder:
         yield Path(folder)
 
 
@@ -320,7 +351,9 @@ def test_no_content_of_an_evaluation_ends_a_run_and_every_count_balances(in_memo
     made = evaluator(in_memory)
     outcomes = {"read": 0, "failed": 0}
 
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(
+        max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    )
     @given(
         content=st.builds(
             build_content,
@@ -350,17 +383,26 @@ def compare(found: Result, answers: list[dict], groups: list[dict]) -> None:
     assert found.metrics["problems"] + silent == len(answers)
     assert found.metrics["failed"] == failed
     assert len(found.scores) == len(groups) + failed
-    assert sum(map(len, found.scores.values())) == sum(len(one["scores"]) for one in groups) + SAMPLES * failed
+    assert (
+        sum(map(len, found.scores.values()))
+        == sum(len(one["scores"]) for one in groups) + SAMPLES * failed
+    )
     lengths = [sum(m != -100 for m in mask) for one in groups for mask in one["masks"]]
     assert found.metrics["mean_length"] == pytest.approx(sum(lengths) / len(lengths))
-    passed = [sum(score > 0.5 for score in one["scores"]) / len(one["scores"]) for one in groups] + [0.0] * failed
+    passed = [
+        sum(score > 0.5 for score in one["scores"]) / len(one["scores"]) for one in groups
+    ] + [0.0] * failed
     assert found.metrics["pass@1"] == pytest.approx(sum(passed) / len(passed))
     means = [statistics.fmean(one["scores"]) for one in groups] + [0.0] * failed
-    (mean,) = [value for name, value in found.metrics.items() if name.startswith("avg@") and name[4:].isdigit()]
+    (mean,) = [
+        value
+        for name, value in found.metrics.items()
+        if name.startswith("avg@") and name[4:].isdigit()
+    ]
     assert mean == pytest.approx(statistics.fmean(means))
 
 
-# ------------------------------------------------------------------------------------------------- one that hangs
+# ----------------------------------------------------------------------------------- one that hangs
 
 HANGING = """
 import os, sys, time
@@ -392,10 +434,16 @@ def wait_for_line(text: str, folder: Path) -> None:
 
 
 def told(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Evaluation ")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("Evaluation ")
+    ]
 
 
-def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(tmp_path, caplog, monkeypatch):
+def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
+    tmp_path, caplog, monkeypatch
+):
     caplog.set_level("INFO", "trl_atropos")
     assert evaluations.TOLD_EVERY == 60.0
     monkeypatch.setattr(evaluations, "TOLD_EVERY", 1.0)
@@ -414,7 +462,9 @@ def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
                 assert time.monotonic() - began >= len(told(caplog))  # seconds
                 assert told(caplog)[:-1] == before
             time.sleep(0.02)
-    found = [re.fullmatch(r"Evaluation 'task' at step 6, (\d+) s: (.*)", line) for line in told(caplog)]
+    found = [
+        re.fullmatch(r"Evaluation 'task' at step 6, (\d+) s: (.*)", line) for line in told(caplog)
+    ]
     assert [match[2] for match in found] == ["asking problem 17 of 200"] * 2
     assert 1 <= int(found[0][1]) < int(found[1][1])
 
@@ -429,4 +479,6 @@ def test_evaluation_that_does_not_get_ready_is_told(tmp_path, caplog, monkeypatc
         assert made.ready(7, first=False, last=False, timeout=0) is False
     assert told(caplog)
     for line in told(caplog):
-        assert re.fullmatch(r"Evaluation 'task' is starting for step 6, \d+ s: loading the problems", line)
+        assert re.fullmatch(
+            r"Evaluation 'task' is starting for step 6, \d+ s: loading the problems", line
+        )

@@ -1,5 +1,5 @@
-"""Every causal family that both Transformers and vLLM know takes a step, packed and padded, as its own forward pass
-computes it, or is refused in a sentence."""
+"""Every causal family that both Transformers and vLLM know takes a step, packed and padded, as its
+own forward pass computes it, or is refused in a sentence."""
 
 import ast
 import importlib.util
@@ -34,13 +34,16 @@ class Recording(AtroposGRPOTrainer):
 
     def _corrected(self, scored):
         if self._trained is not None:
-            for index, logprobs in zip(self._trained["row_index"].tolist(), scored[0].detach(), strict=True):
+            for index, logprobs in zip(
+                self._trained["row_index"].tolist(), scored[0].detach(), strict=True
+            ):
                 self.found[index] = logprobs
         return super()._corrected(scored)
 
 
 def save(name: str, folder: Path) -> None:
-    """Random weights, and a tokenizer of 259 tokens. Its size belongs to the text model's configuration."""
+    """Random weights, and a tokenizer of 259 tokens. Its size belongs to the text model's
+    configuration."""
     fields = dict(FAMILIES[name].fields)
     if "text_config" in fields:
         tokens = {"vocab_size": 259, "eos_token_id": 258, "pad_token_id": 257, "bos_token_id": None}
@@ -76,14 +79,20 @@ def take_a_step(model: Path, folder: Path, **settings) -> tuple[Recording, dict[
     tokenizer = AutoTokenizer.from_pretrained(model)  # TRL would look for a processor of images
     trainer = Recording(str(model), AtroposGRPOConfig(**given), processing_class=tokenizer)
     trainer.found = {}
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    before = {
+        name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()
+    }
     trainer.train()
     return trainer, before
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize(
-    "name", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+    "name",
+    [
+        name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.full)
+        for name in FAMILIES
+    ],
 )
 def test_the_family_takes_a_step_as_its_own_forward_pass_computes_it(name, packed, tmp_path):
     family = FAMILIES[name]
@@ -91,7 +100,9 @@ def test_the_family_takes_a_step_as_its_own_forward_pass_computes_it(name, packe
     own = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     # A load-balancing loss has rollouts padded.
     settings = {"router_aux_loss_coef": 0.0} if packed else family.settings
-    run = partial(take_a_step, tmp_path / "model", tmp_path / "run", padding_free=packed, **settings)
+    run = partial(
+        take_a_step, tmp_path / "model", tmp_path / "run", padding_free=packed, **settings
+    )
     if family.refused is not None:
         with pytest.raises((AtroposTrainingError, ValueError), match=family.refused):
             run()
@@ -113,7 +124,10 @@ def test_the_family_takes_a_step_as_its_own_forward_pass_computes_it(name, packe
 def classes_of_vllm() -> set[str]:
     """Names of the classes that vLLM's registry lists as models that generate, in small letters."""
     tables = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-    path = Path(importlib.util.find_spec("vllm").submodule_search_locations[0], "model_executor/models/registry.py")
+    path = Path(
+        importlib.util.find_spec("vllm").submodule_search_locations[0],
+        "model_executor/models/registry.py",
+    )
     found = set()
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and statement.targets[0].id in tables:

@@ -1,4 +1,5 @@
-"""No optimizer step is taken on a gradient that is not finite, whatever overflows, and the run says what did.
+"""No optimizer step is taken on a gradient that is not finite, whatever overflows, and the run says
+what did.
 
 Run as a module, this file is one of two processes of a trainer (`main` below).
 """
@@ -44,13 +45,19 @@ class Overflowing(ReplaySource):
         return rows
 
 
-def make(model: Any, folder: Path, advantage: float = 0.0, seeds=(0, 1, 2), **settings: Any) -> AtroposGRPOTrainer:
+def make(
+    model: Any, folder: Path, advantage: float = 0.0, seeds=(0, 1, 2), **settings: Any
+) -> AtroposGRPOTrainer:
     folder.mkdir(parents=True, exist_ok=True)
     path = model if isinstance(model, Path) else Path(model.name_or_path)
-    recording = record(folder / "rollouts.jsonl", *[uniform_batch(path, 4, ROWS // 4, seed) for seed in seeds])
+    recording = record(
+        folder / "rollouts.jsonl", *[uniform_batch(path, 4, ROWS // 4, seed) for seed in seeds]
+    )
     source = Overflowing([recording])
     source.advantage = advantage
-    args = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **CONSTANT | settings))
+    args = AtroposGRPOConfig(
+        **arguments(folder / "run", replay_paths=[recording], **CONSTANT | settings)
+    )
     model = str(model) if isinstance(model, Path) else model
     return AtroposGRPOTrainer(model, args=args, rollout_source=source)
 
@@ -80,7 +87,9 @@ def test_a_step_that_would_destroy_the_weights_is_not_taken(name, tiny_model, tm
     if dtype := settings.pop("dtype", None):
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
     trainer = make(model, tmp_path, advantage, save_strategy="steps", save_steps=1, **settings)
-    with pytest.raises(GradientError, match=rf"^Step 2: the .*gradient is not finite.* \(norm .*{seen}") as refused:
+    with pytest.raises(
+        GradientError, match=rf"^Step 2: the .*gradient is not finite.* \(norm .*{seen}"
+    ) as refused:
         trainer.train()
     assert "warning_thresholds: {gradient_not_finite: N}" in refused.value.fix
     assert isinstance(trainer.optimizer.optimizer, MasterOptimizer) == (dtype is not None)
@@ -88,13 +97,17 @@ def test_a_step_that_would_destroy_the_weights_is_not_taken(name, tiny_model, tm
     saved = load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors")
     for parameter, value in weights_of(trainer).items():
         if parameter in saved:  # a tied head is saved once
-            assert value.isfinite().all() and torch.equal(value, saved[parameter].to(value.dtype)), parameter
+            assert value.isfinite().all() and torch.equal(
+                value, saved[parameter].to(value.dtype)
+            ), parameter
     assert not (tmp_path / "run" / "checkpoint-2").exists()
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_may_be_left_out_changes_nothing_and_is_logged_as_it_is(optim, dtype, tiny_model, tmp_path):
+def test_a_step_that_may_be_left_out_changes_nothing_and_is_logged_as_it_is(
+    optim, dtype, tiny_model, tmp_path
+):
     """The run ends with the weights of one that never had the batch."""
     models = [AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype) for _ in range(2)]
     settings = {"warning_thresholds": {"gradient_not_finite": 1}, "optim": optim}
@@ -120,7 +133,7 @@ def test_weights_that_are_damaged_already_are_named(tiny_model, tmp_path):
         trainer.train()
 
 
-# ---------------------------------------------------------------------------------------------- float16's loss scaling
+# --------------------------------------------------------------------------- float16's loss scaling
 
 
 def scaled(scale: float) -> SimpleNamespace:
@@ -132,9 +145,17 @@ def scaled(scale: float) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("scale", "loss", "stops"),
-    [(65536.0, 0.5, False), (1.0, 0.5, False), (0.5, 0.5, True), (65536.0, math.inf, True), (65536.0, math.nan, True)],
+    [
+        (65536.0, 0.5, False),
+        (1.0, 0.5, False),
+        (0.5, 0.5, True),
+        (65536.0, math.inf, True),
+        (65536.0, math.nan, True),
+    ],
 )
-def test_an_overflow_that_a_smaller_scale_may_heal_does_not_stop_the_run(scale, loss, stops, caplog):
+def test_an_overflow_that_a_smaller_scale_may_heal_does_not_stop_the_run(
+    scale, loss, stops, caplog
+):
     check = GradientCheck(0)
     check.note_loss(torch.tensor(loss))
     caplog.set_level(logging.WARNING, logger="trl_atropos.metrics.gradients")
@@ -164,7 +185,7 @@ def test_a_norm_is_fine_while_float32_holds_its_square(norm, fine):
     assert math.isfinite(np.float32(abs(norm)) * np.float32(abs(norm))) is fine or norm == -1
 
 
-# --------------------------------------------------------------------------------------------- settings that destroy
+# ---------------------------------------------------------------------------- settings that destroy
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
@@ -174,12 +195,15 @@ def test_a_setting_that_makes_all_weights_nan_is_refused(name, value, tmp_path):
         AtroposGRPOConfig(**arguments(tmp_path) | {name: value})
 
 
-# ------------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
 
 
 def main(kind: str, model: str, folder: str) -> None:
     """What each of the two processes does: one of them has a rollout that overflows."""
-    settings = sharding_arguments(kind) | {"per_device_train_batch_size": ROWS // 2, "max_grad_norm": 0.0}
+    settings = sharding_arguments(kind) | {
+        "per_device_train_batch_size": ROWS // 2,
+        "max_grad_norm": 0.0,
+    }
     if kind == "ddp":
         settings["max_grad_norm"] = 1.0
     trainer = make(Path(model), Path(folder, f"rank{os.environ['RANK']}"), 3.3e38, **settings)
@@ -195,11 +219,14 @@ def main(kind: str, model: str, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_all_processes_stop_at_the_same_step_however_parameters_are_divided(kind, tiny_model, tmp_path):
+def test_all_processes_stop_at_the_same_step_however_parameters_are_divided(
+    kind, tiny_model, tmp_path
+):
     launch(kind, 2, "tests.test_gradients", kind, str(tiny_model), str(tmp_path))
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0]["step"] == 1
     assert re.search(r"^Step 2: the .*gradient is not finite.* \(norm ", told[0]["error"])
     assert "advantage 3.3e+38" in told[0]["error"]
-    # DeepSpeed leaves a step out by itself if its norm is not finite. In stage 3, that is computed in float64.
+    # DeepSpeed leaves a step out by itself if its norm is not finite. In stage 3, that is computed
+    # in float64.
     assert ("DeepSpeed has taken" in told[0]["error"]) == (kind == "zero3")

@@ -15,7 +15,9 @@ import pytest
 from trl_atropos.services.guard import SharedFiles, members, signal_all
 from trl_atropos.services.manager import GUARD
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux'")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's parent-death signal is Linux'"
+)
 
 GONE_WITHIN = 15.0
 
@@ -73,13 +75,16 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start a parent which starts a guard which starts a Python program; ends what a failed test leaves."""
+    """Start a parent which starts a guard which starts a Python program; ends what a failed test
+    leaves."""
     parents = []
 
     def launch(program: str, *arguments: str, parent: str = PARENT) -> subprocess.Popen:
         (tmp_path / "service.py").write_text(program)
         script = parent.format(guard=str(GUARD))
-        parents.append(subprocess.Popen([sys.executable, "-c", script, "service.py", *arguments], cwd=tmp_path))
+        parents.append(
+            subprocess.Popen([sys.executable, "-c", script, "service.py", *arguments], cwd=tmp_path)
+        )
         return parents[-1]
 
     yield launch
@@ -88,12 +93,15 @@ def launch(tmp_path):
         parent.wait()
     if (tmp_path / "guard.pid").exists():
         guard = int((tmp_path / "guard.pid").read_text())
-        signal_all(members(guard), signal.SIGKILL)  # the guard, whose parent is gone, ends them, too
+        # the guard, whose parent is gone, ends them, too
+        signal_all(members(guard), signal.SIGKILL)
 
 
 @pytest.fixture
 def their_shared_memory():
-    memory = shared_memory.SharedMemory(create=True, size=4096, name=f"theirs-{uuid.uuid4().hex[:8]}")
+    memory = shared_memory.SharedMemory(
+        create=True, size=4096, name=f"theirs-{uuid.uuid4().hex[:8]}"
+    )
     yield memory
     memory.close()
     memory.unlink()
@@ -115,7 +123,10 @@ def test_a_service_and_its_stubborn_grandchildren_end_when_the_parent_is_killed(
     pids = service_says(tmp_path)
     guard = guard_pid(tmp_path)
     parent.kill()
-    until(lambda: not any(map(alive, [guard, *pids])), "the guard, the service and its children are gone")
+    until(
+        lambda: not any(map(alive, [guard, *pids])),
+        "the guard, the service and its children are gone",
+    )
 
 
 def test_shared_memory_and_semaphores_of_a_service_are_removed_when_the_parent_is_killed(
@@ -163,15 +174,38 @@ def test_a_signal_that_ended_the_service_becomes_128_plus_its_number(launch):
 
 
 def test_a_command_that_does_not_exist_gives_127_and_a_message(tmp_path):
-    command = [sys.executable, str(GUARD), "--parent", str(os.getpid()), "--grace", "1", "--", "no-such-program"]
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=GONE_WITHIN)
+    command = [
+        sys.executable,
+        str(GUARD),
+        "--parent",
+        str(os.getpid()),
+        "--grace",
+        "1",
+        "--",
+        "no-such-program",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, start_new_session=True, timeout=GONE_WITHIN
+    )
     assert done.returncode == 127
     assert "cannot start no-such-program: No such file or directory" in done.stderr
 
 
 def test_a_guard_whose_parent_is_already_gone_starts_nothing(tmp_path):
-    command = [sys.executable, str(GUARD), "--parent", "1999999999", "--grace", "1", "--", "touch", "started"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, start_new_session=True, timeout=GONE_WITHIN)
+    command = [
+        sys.executable,
+        str(GUARD),
+        "--parent",
+        "1999999999",
+        "--grace",
+        "1",
+        "--",
+        "touch",
+        "started",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, start_new_session=True, timeout=GONE_WITHIN
+    )
     assert done.returncode == 125
     assert not (tmp_path / "started").exists()
 

@@ -1,5 +1,5 @@
-"""A run that learns nothing, or from the wrong data, says so: every signal, on rollouts that raise it and on rollouts
-that do not."""
+"""A run that learns nothing, or from the wrong data, says so: every signal, on rollouts that raise
+it and on rollouts that do not."""
 
 import json
 import logging
@@ -28,7 +28,8 @@ LETTER = 65
 
 
 class AgedSource(ReplaySource):
-    """Replays rows as if `ages[i % len(ages)]` publishes had passed since group `i` of a batch was sampled."""
+    """Replays rows as if `ages[i % len(ages)]` publishes had passed since group `i` of a batch was
+    sampled."""
 
     ages: list[int | None] = [0]
     trainer: AtroposGRPOTrainer
@@ -37,22 +38,30 @@ class AgedSource(ReplaySource):
         rows = super().poll(num_rows, timeout)
         for i, row in enumerate(rows):
             age = self.ages[i // SIZE % len(self.ages)]
-            row.policy_version = None if age is None else self.trainer.policy_publisher.trainer_version - age
+            row.policy_version = (
+                None if age is None else self.trainer.policy_publisher.trainer_version - age
+            )
             row.staleness = age
         return rows
 
     def metrics(self):
         known = [age for age in self.ages if age is not None]
-        return super().metrics() | ({"rollouts/staleness_mean": sum(known) / len(known)} if known else {})
+        return super().metrics() | (
+            {"rollouts/staleness_mean": sum(known) / len(known)} if known else {}
+        )
 
 
-def run(model: Path, folder: Path, batches: list[list[Group]], ages: list[int | None], **settings: Any):
+def run(
+    model: Path, folder: Path, batches: list[list[Group]], ages: list[int | None], **settings: Any
+):
     """A trainer that has been trained on `batches`, and nearly kept its weights."""
     recording = record(folder / "rollouts.jsonl", *batches)
     few = {"max_steps": len(batches), "per_device_train_batch_size": ROWS, "learning_rate": 1e-9}
     source = AgedSource([recording], single_row_groups=settings.get("single_row_groups", "refuse"))
     source.ages = ages
-    config = AtroposGRPOConfig(**arguments(folder / "run", **few | settings), replay_paths=[recording])
+    config = AtroposGRPOConfig(
+        **arguments(folder / "run", **few | settings), replay_paths=[recording]
+    )
     trainer = AtroposGRPOTrainer(str(model), args=config, rollout_source=source)
     source.trainer = trainer
     trainer.train()
@@ -71,7 +80,10 @@ def shifted(model: Path, group: Group, shift: float) -> Group:
 
 
 def groups(model: Path, seed: int, **fields: Any) -> list[Group]:
-    return [shifted(model, make_group(model, SIZE, 100 * seed + i), 0.01) | fields for i in range(ROWS // SIZE)]
+    return [
+        shifted(model, make_group(model, SIZE, 100 * seed + i), 0.01) | fields
+        for i in range(ROWS // SIZE)
+    ]
 
 
 def spoken(model: Path, seed: int, say: Callable[[int], list[int]]) -> list[Group]:
@@ -148,7 +160,11 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
     caplog.set_level(logging.WARNING, logger="trl_atropos.metrics.health")
 
     def names() -> list[str]:
-        messages = [entry.getMessage() for entry in caplog.records if entry.name == "trl_atropos.metrics.health"]
+        messages = [
+            entry.getMessage()
+            for entry in caplog.records
+            if entry.name == "trl_atropos.metrics.health"
+        ]
         return [name for message in messages for name in SIGNALS if f"(`{name}`: above" in message]
 
     return names
@@ -172,7 +188,13 @@ def test_what_is_wrong_is_said_once(tiny_model, tmp_path, warned, name):
 def test_a_few_bad_batches_are_not_yet_a_warning(tiny_model, tmp_path, warned, name):
     batch, number, ages, settings = SICK[name]
     assert number == SIGNALS[name].patience
-    run(tiny_model, tmp_path, [batch(tiny_model, seed) for seed in range(number - 1)], ages, **settings)
+    run(
+        tiny_model,
+        tmp_path,
+        [batch(tiny_model, seed) for seed in range(number - 1)],
+        ages,
+        **settings,
+    )
     assert name not in warned()
 
 
@@ -196,9 +218,14 @@ def test_a_healthy_run_measures_everything_and_warns_of_nothing(tiny_model, tmp_
     ],
     ids=["stuck", "every step skipped", "one step skipped", "nothing to learn", "a warm-up"],
 )
-def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(steps, should_move, expected):
+def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(
+    steps, should_move, expected
+):
     movement, weights = Movement(), [torch.ones(3, 4), torch.ones(5)]
-    counts = [movement.measure(weights, *batch)["unmoved_weights"] for batch in zip(steps, should_move, strict=True)]
+    counts = [
+        movement.measure(weights, *batch)["unmoved_weights"]
+        for batch in zip(steps, should_move, strict=True)
+    ]
     assert counts == expected
 
 
@@ -206,7 +233,10 @@ def test_weights_that_stay_count_only_after_steps_that_were_to_move_them(steps, 
     "quiet",
     [
         (groups, {"learning_rate": 0.0}),
-        (lambda m, s: scored(m, s, lambda g: [0.1 * g + 0.01 * s] * SIZE), {"learning_rate": 1e-30}),
+        (
+            lambda m, s: scored(m, s, lambda g: [0.1 * g + 0.01 * s] * SIZE),
+            {"learning_rate": 1e-30},
+        ),
     ],
     ids=["a learning rate of 0", "groups without variance"],
 )
@@ -220,14 +250,25 @@ def test_weights_that_are_to_stay_are_no_warning(tiny_model, tmp_path, warned, q
 @pytest.mark.parametrize("shape", [(), (SAMPLED,), (32, 32), (8, 10, 10), (0, 4)])
 def test_one_value_that_moves_is_seen_in_a_small_tensor_of_any_shape(shape, dtype):
     """By the smallest step that the dtype has."""
-    movement, still, weights = Movement(), torch.ones(5, dtype=dtype), torch.ones(shape, dtype=dtype)
+    movement, still, weights = (
+        Movement(),
+        torch.ones(5, dtype=dtype),
+        torch.ones(shape, dtype=dtype),
+    )
     for step in range(3):
         assert (
-            movement.measure([still, weights.T if weights.dim() == 2 else weights], step, True)["unmoved_weights"] <= 1
+            movement.measure([still, weights.T if weights.dim() == 2 else weights], step, True)[
+                "unmoved_weights"
+            ]
+            <= 1
         )
         if step == 1 and weights.numel():
-            weights.view(-1)[-1] = torch.nextafter(weights.view(-1)[-1], torch.tensor(2.0, dtype=dtype))
-    assert movement.measure([still, weights], 3, True)["unmoved_weights"] == (0 if weights.numel() else 2)
+            weights.view(-1)[-1] = torch.nextafter(
+                weights.view(-1)[-1], torch.tensor(2.0, dtype=dtype)
+            )
+    assert movement.measure([still, weights], 3, True)["unmoved_weights"] == (
+        0 if weights.numel() else 2
+    )
 
 
 def test_large_tensor_that_moves_as_a_whole_is_seen_by_few_of_its_values():
@@ -238,16 +279,29 @@ def test_large_tensor_that_moves_as_a_whole_is_seen_by_few_of_its_values():
 
 
 @pytest.mark.slow
-def test_a_reward_that_rises_slowly_through_its_noise_is_no_stalled_one(tiny_model, tmp_path, warned):
+def test_a_reward_that_rises_slowly_through_its_noise_is_no_stalled_one(
+    tiny_model, tmp_path, warned
+):
     def rising(seed: int) -> list[Group]:
-        return [group | {"scores": [s + 0.02 * seed for s in group["scores"]]} for group in groups(tiny_model, seed)]
+        return [
+            group | {"scores": [s + 0.02 * seed for s in group["scores"]]}
+            for group in groups(tiny_model, seed)
+        ]
 
-    run(tiny_model, tmp_path, [rising(s) for s in range(40)], [0], warning_thresholds={"reward_stalled": 15})
+    run(
+        tiny_model,
+        tmp_path,
+        [rising(s) for s in range(40)],
+        [0],
+        warning_thresholds={"reward_stalled": 15},
+    )
     assert warned() == []
 
 
 @pytest.mark.parametrize(("coef", "share"), [(0.0, 0.5), (0.1, 0.25)])
-def test_rows_that_are_learned_from_in_another_way_need_no_variance(tiny_model, tmp_path, coef, share):
+def test_rows_that_are_learned_from_in_another_way_need_no_variance(
+    tiny_model, tmp_path, coef, share
+):
     batch = groups(tiny_model, 0, scores=[1.0] * SIZE)
     batch[0] |= {"group_overrides": {"sft": True}}
     batch[1] |= {"advantages": [[0.5] * len(tokens) for tokens in batch[1]["tokens"]]}
@@ -257,12 +311,14 @@ def test_rows_that_are_learned_from_in_another_way_need_no_variance(tiny_model, 
     assert log["frac_reward_zero_std"] == 1.0
 
 
-# --------------------------------------------------------------------------------------------- trainer and sampler
+# ------------------------------------------------------------------------------ trainer and sampler
 
 
 def test_the_gap_to_the_sampler_is_told_by_staleness(tiny_model, tmp_path):
     shifts = [0.125, -0.25, 0.5, -1.0]
-    batch = [shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)]
+    batch = [
+        shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
+    ]
     log = step_logs(run(tiny_model, tmp_path, [batch], [0, 1, None, 4]))[0]
     expected = dict(zip(("0", "1", "unknown", "2_or_more"), (0.125, 0.25, 0.5, 1.0)))
     for name, gap in expected.items():
@@ -270,17 +326,25 @@ def test_the_gap_to_the_sampler_is_told_by_staleness(tiny_model, tmp_path):
     tokens = [sum(m != MASKED for mask in group["masks"] for m in mask) for group in batch]
     mean = sum(abs(shift) * n for shift, n in zip(shifts, tokens)) / sum(tokens)
     assert log["health/logprob_gap"] == pytest.approx(mean, abs=1e-5)
-    assert log["health/logprob_gap"] == pytest.approx(log["sampling/sampling_logp_difference/mean"], abs=1e-5)
+    assert log["health/logprob_gap"] == pytest.approx(
+        log["sampling/sampling_logp_difference/mean"], abs=1e-5
+    )
     assert log["sampling/logprob_gap/max"] == pytest.approx(1.0, abs=1e-5)
     assert log["health/logprob_gap_fresh"] == log["sampling/logprob_gap/staleness_0"]
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
-def test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes(tiny_model, tmp_path, mode):
+def test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes(
+    tiny_model, tmp_path, mode
+):
     shifts = (0.0, 1.0, 2.0, -0.5)
-    batch = [shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)]
+    batch = [
+        shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
+    ]
     bounds = {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 3.0}
-    log = step_logs(run(tiny_model, tmp_path, [batch], [0], vllm_importance_sampling_mode=mode, **bounds))[0]
+    log = step_logs(
+        run(tiny_model, tmp_path, [batch], [0], vllm_importance_sampling_mode=mode, **bounds)
+    )[0]
     tokens = [sum(m != MASKED for mask in group["masks"] for m in mask) for group in batch]
     ratios = [math.exp(shift) for shift in shifts]
     mean = sum(ratio * n for ratio, n in zip(ratios, tokens)) / sum(tokens)
@@ -291,7 +355,9 @@ def test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes(tin
 
 def test_a_sequence_that_is_masked_counts_with_all_its_tokens(tiny_model, tmp_path):
     shifts = (0.0, 0.15, 0.0, 0.0)
-    batch = [shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)]
+    batch = [
+        shifted(tiny_model, group, shift) for group, shift in zip(groups(tiny_model, 0), shifts)
+    ]
     settings = {"vllm_importance_sampling_mode": "sequence_mask"}
     log = step_logs(run(tiny_model, tmp_path, [batch], [0], **settings))[0]
     lengths = [[sum(m != MASKED for m in mask) for mask in group["masks"]] for group in batch]
@@ -303,7 +369,9 @@ def test_a_sequence_that_is_masked_counts_with_all_its_tokens(tiny_model, tmp_pa
 
 
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_correction": False}, {}])
-def test_nothing_is_said_about_a_sampler_that_nothing_is_known_of(tiny_model, tmp_path, warned, settings):
+def test_nothing_is_said_about_a_sampler_that_nothing_is_known_of(
+    tiny_model, tmp_path, warned, settings
+):
     missing = [make_group(tiny_model, SIZE, i, logprobs="absent") for i in range(4)]
     batch = groups(tiny_model, 0) if settings else missing
     log = step_logs(run(tiny_model, tmp_path, [batch] * 3, [0], **settings))[2]
@@ -311,23 +379,29 @@ def test_nothing_is_said_about_a_sampler_that_nothing_is_known_of(tiny_model, tm
     assert warned() == []
 
 
-# ------------------------------------------------------------------------------------------------ thresholds, stops
+# -------------------------------------------------------------------------------- thresholds, stops
 
 
 def test_a_warning_may_end_the_run(tiny_model, tmp_path):
     batch, number, ages, _ = SICK["zero_variance"]
     batches = [batch(tiny_model, seed) for seed in range(number + 2)]
     with pytest.raises(
-        AtroposTrainingError, match=r"100% of the rollouts are in groups .* because `stop_on_warnings`"
+        AtroposTrainingError,
+        match=r"100% of the rollouts are in groups .* because `stop_on_warnings`",
     ):
         run(tiny_model, tmp_path, batches, ages, stop_on_warnings=["truncated", "zero_variance"])
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_warning_about_the_sampler_ends_the_run_before_another_step(tiny_model, tmp_path, iterations):
+def test_a_warning_about_the_sampler_ends_the_run_before_another_step(
+    tiny_model, tmp_path, iterations
+):
     """Also where only the passes that train find it out."""
     steps: list[int] = []
-    batches, patience = [groups(tiny_model, seed) for seed in range(4)], SIGNALS["logprob_gap"].patience
+    batches, patience = (
+        [groups(tiny_model, seed) for seed in range(4)],
+        SIGNALS["logprob_gap"].patience,
+    )
     settings = {"num_iterations": iterations, "max_steps": 4 * iterations}
     stop = {"stop_on_warnings": ["logprob_gap"], "warning_thresholds": {"logprob_gap": 0.0}}
     handle = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
@@ -384,12 +458,18 @@ def test_a_batch_in_which_a_signal_is_not_measured_changes_nothing_about_it(warn
             r"`stop_on_warnings` names 'reward', which is no warning. Known .*zero_var",
         ),
         ({"stop_on_warnings": "loss"}, r"`stop_on_warnings` names 'loss'"),
-        ({"warning_thresholds": {"gap": 1}}, r"`warning_thresholds` names 'gap', .* Known are: .*truncated"),
+        (
+            {"warning_thresholds": {"gap": 1}},
+            r"`warning_thresholds` names 'gap', .* Known are: .*truncated",
+        ),
         (
             {"warning_thresholds": {"truncated": "x"}},
             r"`warning_thresholds` sets 'truncated' to 'x'. Set it to a numb",
         ),
-        ({"warning_thresholds": "truncated"}, r"`warning_thresholds` is 'truncated'. Set it to names and values"),
+        (
+            {"warning_thresholds": "truncated"},
+            r"`warning_thresholds` is 'truncated'. Set it to names and values",
+        ),
     ],
 )
 def test_a_warning_that_does_not_exist_is_refused_at_the_start(tmp_path, settings, message):
@@ -398,12 +478,23 @@ def test_a_warning_that_does_not_exist_is_refused_at_the_start(tmp_path, setting
 
 
 def test_thresholds_and_stops_are_understood_in_a_recipe_and_on_the_command_line(tmp_path):
-    settings = {"warning_thresholds": {"truncated": 0.5, "reward_stalled": 30}, "stop_on_warnings": "zero_variance"}
+    settings = {
+        "warning_thresholds": {"truncated": 0.5, "reward_stalled": 30},
+        "stop_on_warnings": "zero_variance",
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(arguments(tmp_path) | settings))
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(arguments(tmp_path)))
-    flags = ["--warning_thresholds", json.dumps(settings["warning_thresholds"]), "--stop_on_warnings", "zero_variance"]
+    flags = [
+        "--warning_thresholds",
+        json.dumps(settings["warning_thresholds"]),
+        "--stop_on_warnings",
+        "zero_variance",
+    ]
     parser = TrlParser((AtroposGRPOConfig,))
-    for given in (["--config", str(tmp_path / "recipe.yaml")], ["--config", str(tmp_path / "plain.yaml"), *flags]):
+    for given in (
+        ["--config", str(tmp_path / "recipe.yaml")],
+        ["--config", str(tmp_path / "plain.yaml"), *flags],
+    ):
         config = parser.parse_args_and_config(given)[0]
         assert config.warning_thresholds == settings["warning_thresholds"]
         assert config.stop_on_warnings == ["zero_variance"]
@@ -422,5 +513,9 @@ def test_the_line_of_a_step_shows_how_old_rollouts_are_and_that_some_were_droppe
 
 
 def test_the_share_that_is_dropped_is_of_all_that_came():
-    metrics = {"rollouts/dropped_too_long": 1.0, "rollouts/dropped_stale": 2.0, "rollouts/waiting_rows": 5.0}
+    metrics = {
+        "rollouts/dropped_too_long": 1.0,
+        "rollouts/dropped_stale": 2.0,
+        "rollouts/waiting_rows": 5.0,
+    }
     assert share_dropped(metrics, 9) == 0.25

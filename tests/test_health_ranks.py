@@ -1,7 +1,7 @@
 """Two processes measure, warn, stop, distil and supervise like one with the whole batch.
 
-The two are real: `accelerate launch` runs this file, with gloo between them (`main` below is what they run). One
-launch does all the runs, because starting one takes longer than they do.
+The two are real: `accelerate launch` runs this file, with gloo between them (`main` below is what
+they run). One launch does all the runs, because starting one takes longer than they do.
 """
 
 import json
@@ -26,15 +26,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sequence_mask": {"vllm_importance_sampling_mode": "sequence_mask"},
     "distillation": {"distillation_coef": 0.5},
-    "distillation, accumulated": {"distillation_coef": 0.5, "gradient_accumulation_steps": 2, "loss_type": "dr_grpo"},
+    "distillation, accumulated": {
+        "distillation_coef": 0.5,
+        "gradient_accumulation_steps": 2,
+        "loss_type": "dr_grpo",
+    },
 }
 # The probabilities of whole sequences multiply the rounding of their tokens.
 TOLERANCE = {"sequence_mask": 1e-4}
 
 
 def recordings(model: Path) -> list[list[dict]]:
-    """Groups across the border between the two processes, of all kinds; in the second batch, only rank 1's rows have a
-    teacher and messages; in the last, scores without variance."""
+    """Groups across the border between the two processes, of all kinds; in the second batch, only
+    rank 1's rows have a teacher and messages; in the last, scores without variance."""
     spoken = {"messages": [[{"role": "assistant", "content": "yes"}]] * 4}
     mixed = [
         taught(make_group(model, 4, 1, turns=2, logprobs="some"), 1),
@@ -45,9 +49,17 @@ def recordings(model: Path) -> list[list[dict]]:
     return [mixed, one_sided, [make_group(model, 16, 6, scores=[0.5] * 16)]]
 
 
-def train(model: Path, folder: Path, recording: str, per_device: int, settings: dict[str, Any]) -> AtroposGRPOTrainer:
+def train(
+    model: Path, folder: Path, recording: str, per_device: int, settings: dict[str, Any]
+) -> AtroposGRPOTrainer:
     rows = per_device // settings.get("gradient_accumulation_steps", 1)
-    run = {"max_steps": STEPS, "per_device_train_batch_size": rows, "log_completions": True, **PLAIN_STEPS, **settings}
+    run = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": rows,
+        "log_completions": True,
+        **PLAIN_STEPS,
+        **settings,
+    }
     trainer = AtroposGRPOTrainer(
         str(model), args=AtroposGRPOConfig(**arguments(folder, replay_paths=[recording], **run))
     )
@@ -76,7 +88,10 @@ def main(model: Path, folder: Path) -> None:
         told["runs"][name] = {"log": step_logs(trainer), "messages": column}
     told["warnings"] = heard.texts
     try:
-        stop = {"stop_on_warnings": ["constant_rewards"], "warning_thresholds": {"constant_rewards": 0}}
+        stop = {
+            "stop_on_warnings": ["constant_rewards"],
+            "warning_thresholds": {"constant_rewards": 0},
+        }
         train(model, folder / "stopped", recording, ROWS // 2, stop)
     except AtroposTrainingError as error:
         told["error"] = str(error)
@@ -99,12 +114,19 @@ def ranks(tiny_model, recorded) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_and_the_measures_of_one(tiny_model, recorded, tmp_path, ranks, name):
-    alone = step_logs(train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name]))
+def test_two_processes_take_the_steps_and_the_measures_of_one(
+    tiny_model, recorded, tmp_path, ranks, name
+):
+    alone = step_logs(
+        train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name])
+    )
     assert len(alone) == STEPS
     together = ranks[0]["runs"][name]["log"]
     compared = {"loss", "grad_norm"} | {
-        metric for log in alone for metric in log if metric.startswith(("health/", "sampling/logprob_gap", "distill"))
+        metric
+        for log in alone
+        for metric in log
+        if metric.startswith(("health/", "sampling/logprob_gap", "distill"))
     }
     for log, reference in zip(together, alone, strict=True):
         assert compared & log.keys() == compared & reference.keys()
@@ -122,7 +144,9 @@ def test_warnings_are_given_on_rank_0_alone(ranks):
 
 def test_a_stop_reaches_all_ranks(ranks):
     for told in ranks:
-        assert told["error"].endswith("The run stops, because `stop_on_warnings` lists 'constant_rewards'.")
+        assert told["error"].endswith(
+            "The run stops, because `stop_on_warnings` lists 'constant_rewards'."
+        )
 
 
 def test_messages_of_one_ranks_rows_are_in_everyones_place_of_the_table(ranks):

@@ -1,5 +1,6 @@
-"""The shape of the package: which part may import which, and how long a function may be. `make house` also prints how
-large the package is, which nothing bounds: a bound on lines is met by putting more on each line."""
+"""The shape of the package: which part may import which, and how long a function may be. `make
+house` also prints how large the package is, which nothing bounds: a bound on lines is met by
+putting more on each line."""
 
 import ast
 import json
@@ -15,15 +16,43 @@ PACKAGE = ROOT / "trl_atropos"
 TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
 LONGEST_FUNCTION = 79  # lines
 
-# A room is a folder of the package, or a module beside the folders. What each may import, from the top down;
-# `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
+# A room is a folder of the package, or a module beside the folders. What each may import, from the
+# top down; `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
 EVERYBODYS = {"trl_atropos", "errors", "logging", "protocol"}
 MAY_IMPORT = {
     "cli": {"check", "commands", "train", "report", "front", "server"},
     "commands": {"check", "recipe", "rollouts", "server_client", "services", "train", "weights"},
-    "check": {"batches", "config", "recipe", "report", "rollouts", "server", "server_client", "services", "weights"},
-    "train": {"recipe", "rollouts", "services", "trainer", "config", "distributed", "report", "weights"},
-    "trainer": {"batches", "config", "distributed", "metrics", "report", "rollouts", "services", "weights"},
+    "check": {
+        "batches",
+        "config",
+        "recipe",
+        "report",
+        "rollouts",
+        "server",
+        "server_client",
+        "services",
+        "weights",
+    },
+    "train": {
+        "recipe",
+        "rollouts",
+        "services",
+        "trainer",
+        "config",
+        "distributed",
+        "report",
+        "weights",
+    },
+    "trainer": {
+        "batches",
+        "config",
+        "distributed",
+        "metrics",
+        "report",
+        "rollouts",
+        "services",
+        "weights",
+    },
     "recipe": {"config", "distributed", "rollouts", "services", "weights"},
     "report": {"config", "metrics", "rollouts", "services"},
     "weights": {"config", "distributed", "metrics", "server_client", "services", "tensors"},
@@ -48,7 +77,9 @@ def modules() -> dict[str, ast.Module]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
+            path.read_text()
+        )
     return found
 
 

@@ -1,7 +1,8 @@
-"""The quickstart, interrupted at every stage in every way, and with services that die: nothing may be left behind.
+"""The quickstart, interrupted at every stage in every way, and with services that die: nothing may
+be left behind.
 
-All 30 combinations of stage and way take a quarter of an hour and run with TRL_ATROPOS_FULL=1; otherwise those in
-`COVERING` run. What a signal does to the trainer alone is in `test_signals.py`.
+All 30 combinations of stage and way take a quarter of an hour and run with TRL_ATROPOS_FULL=1;
+otherwise those in `COVERING` run. What a signal does to the trainer alone is in `test_signals.py`.
 """
 
 import os
@@ -17,7 +18,10 @@ from tests.launching import SLOW, Run, ask, command_of, make_model
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and the kernel's parent-death signal is Linux'"),
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="reads /proc, and the kernel's parent-death signal is Linux'",
+    ),
 ]
 
 GONE_WITHIN = 80.0  # seconds, on a machine that runs other tests beside it
@@ -36,7 +40,13 @@ STAGES = {
         "flags": ("--save_strategy", "steps", "--save_steps", "1"),
     },
 }
-WAYS = ["Ctrl-C", "SIGINT to the launcher", "SIGTERM to the launcher", "kill the launcher", "kill the trainer"]
+WAYS = [
+    "Ctrl-C",
+    "SIGINT to the launcher",
+    "SIGTERM to the launcher",
+    "kill the launcher",
+    "kill the trainer",
+]
 COVERING = {
     ("starting the server", "Ctrl-C"),  # which is SIGINT to the launcher, and to all others
     ("inside a pause", "kill the trainer"),
@@ -89,7 +99,10 @@ def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model
     with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:
         wait_for("training", run)
         output_before = len(run.output)
-        os.kill(engine(run) if service == "vllm" else run.children(run.guard(service))[0], signal.SIGKILL)
+        os.kill(
+            engine(run) if service == "vllm" else run.children(run.guard(service))[0],
+            signal.SIGKILL,
+        )
         seconds = until_gone(run)
         code = run.exit_code()
         said = run.output[output_before:]
@@ -114,9 +127,13 @@ def reached(stage: str, run: Run):
     return {
         "starting the API": lambda: log.exists() and ask(run.atropos_url) is None,
         "starting the server": lambda: (
-            "Started environment-" in run.output and engine(run) and "vllm is healthy" not in run.output
+            "Started environment-" in run.output
+            and engine(run)
+            and "vllm is healthy" not in run.output
         ),
-        "waiting for rollouts": lambda: (ask(f"{run.atropos_url}/status") or {}).get("queue_size", 0) >= 10,
+        "waiting for rollouts": lambda: (
+            (ask(f"{run.atropos_url}/status") or {}).get("queue_size", 0) >= 10
+        ),
         "training": lambda: run.info().get("policy_version", 0) >= 3,
         "inside a pause": lambda: paused_at(run) >= 1 and (time.sleep(1), paused_at(run) >= 1)[1],
         "saving": lambda: (run.folder / "checkpoint-1" / "model.safetensors").exists(),
@@ -141,7 +158,10 @@ def interrupt(way: str, run: Run) -> None:
         run.type(CTRL_C)
         return
     pid = run.trainer if way == "kill the trainer" else run.launcher
-    os.kill(pid, {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(way.split()[0], signal.SIGKILL))
+    os.kill(
+        pid,
+        {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(way.split()[0], signal.SIGKILL),
+    )
 
 
 def until_gone(run: Run) -> float:

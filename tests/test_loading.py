@@ -1,7 +1,8 @@
-"""What a run saves loads in plain transformers, peft and vLLM, and computes what the trainer computed.
+"""What a run saves loads in plain transformers, peft and vLLM, and computes what the trainer
+computed.
 
-One server has the modes one after the other, each leaves a checkpoint of its last step, and libraries and stock
-servers that know nothing of this package load them.
+One server has the modes one after the other, each leaves a checkpoint of its last step, and
+libraries and stock servers that know nothing of this package load them.
 """
 
 import sys
@@ -48,7 +49,12 @@ class Saved:
 
 
 def train_and_save(live: Live) -> Saved:
-    settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS, "learning_rate": 1e-2}
+    settings = {
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": STEPS,
+        "learning_rate": 1e-2,
+    }
     with live.trainer(live.publisher(), **settings) as trainer:
         trainer.train()
         weights = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
@@ -57,7 +63,9 @@ def train_and_save(live: Live) -> Saved:
 
 @pytest.fixture(scope="module")
 def recording(server_model, tmp_path_factory) -> str:
-    batches = [uniform_batch(Path(server_model), 4, 2, seed, logprobs="absent") for seed in range(2)]
+    batches = [
+        uniform_batch(Path(server_model), 4, 2, seed, logprobs="absent") for seed in range(2)
+    ]
     return record(tmp_path_factory.mktemp("recording") / "rollouts.jsonl", *batches)
 
 
@@ -68,7 +76,9 @@ def saved(server_model, recording, tmp_path_factory) -> dict[str, Saved]:
     found = {}
     with running_server(server_model, folder / "logs", "--vllm_mode", "lora") as server:
         for name in FULL + ADAPTERS:
-            found[name] = train_and_save(Live(MODES[name], server, recording, folder / name.replace(" ", "_")))
+            found[name] = train_and_save(
+                Live(MODES[name], server, recording, folder / name.replace(" ", "_"))
+            )
     return found
 
 
@@ -82,11 +92,26 @@ def before(server_model) -> torch.Tensor:
 def stock_server(model: Path | str, log_dir: Path, *flags: str) -> Iterator[str]:
     """vLLM's own server, without this package. Yields its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--max-model-len", "512", *flags]
     if not torch.cuda.is_available():
-        command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
-    fast_start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}  # needs no compiler, either
+        command += [
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--distributed-executor-backend",
+            "uni",
+        ]
+    # needs no compiler, either
+    fast_start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     url = f"http://127.0.0.1:{port}"
     with Services(log_dir) as services:
         services.start("stock", command, env=ENVIRONMENT | fast_start, health_url=f"{url}/health")
@@ -102,7 +127,9 @@ def served_logprobs(url: str, model: str) -> torch.Tensor:
         reply = requests.post(f"{url}/v1/completions", json=body, timeout=60)
         assert reply.ok, reply.text
         given = reply.json()["choices"][0]["prompt_logprobs"]
-        rows.append([one[str(token)]["logprob"] for token, one in zip(prompt[1:], given[1:], strict=True)])
+        rows.append(
+            [one[str(token)]["logprob"] for token, one in zip(prompt[1:], given[1:], strict=True)]
+        )
     return torch.tensor(rows)
 
 
@@ -111,13 +138,19 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("mode", FULL)
-def test_a_checkpoint_loads_in_transformers_and_is_the_trained_model(saved, before, server_model, mode):
+def test_a_checkpoint_loads_in_transformers_and_is_the_trained_model(
+    saved, before, server_model, mode
+):
     checkpoint = saved[mode]
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
-    assert all(torch.equal(one, checkpoint.weights[name]) for name, one in loaded.named_parameters())
+    assert all(
+        torch.equal(one, checkpoint.weights[name]) for name, one in loaded.named_parameters()
+    )
     assert difference(logprobs_of(loaded), checkpoint.logprobs) <= EXACT
     assert difference(before, checkpoint.logprobs) > MOVED
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (checkpoint.folder, server_model)]
+    tokenizers = [
+        AutoTokenizer.from_pretrained(folder) for folder in (checkpoint.folder, server_model)
+    ]
     assert tokenizers[0]("a word").input_ids == tokenizers[1]("a word").input_ids
 
 
@@ -126,12 +159,18 @@ def test_an_adapter_loads_in_peft_and_is_the_trained_one(saved, before, server_m
     checkpoint = saved[mode]
     base = AutoModelForCausalLM.from_pretrained(server_model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, checkpoint.folder)
-    assert all(torch.equal(one, checkpoint.weights[name]) for name, one in loaded.named_parameters())
+    assert all(
+        torch.equal(one, checkpoint.weights[name]) for name, one in loaded.named_parameters()
+    )
     assert difference(logprobs_of(loaded), checkpoint.logprobs) <= EXACT
     assert difference(before, checkpoint.logprobs) > MOVED
     # Transformers finds the base by itself.
     assert (
-        difference(logprobs_of(AutoModelForCausalLM.from_pretrained(checkpoint.folder)), checkpoint.logprobs) <= EXACT
+        difference(
+            logprobs_of(AutoModelForCausalLM.from_pretrained(checkpoint.folder)),
+            checkpoint.logprobs,
+        )
+        <= EXACT
     )
 
 
@@ -146,10 +185,14 @@ def test_the_checkpoints_of_modes_that_share_and_that_send_have_one_form(saved):
 
 
 @pytest.mark.full  # what is loaded is proven equal above
-def test_a_checkpoint_is_served_by_a_stock_server_and_computes_what_the_trainer_computed(saved, tmp_path):
+def test_a_checkpoint_is_served_by_a_stock_server_and_computes_what_the_trainer_computed(
+    saved, tmp_path
+):
     checkpoint = saved["colocate"]
     with stock_server(checkpoint.folder, tmp_path) as url:
-        assert difference(served_logprobs(url, str(checkpoint.folder)), checkpoint.logprobs) <= EXACT
+        assert (
+            difference(served_logprobs(url, str(checkpoint.folder)), checkpoint.logprobs) <= EXACT
+        )
 
 
 @pytest.mark.full
@@ -162,14 +205,24 @@ def test_adapters_are_served_by_a_stock_server_and_compute_what_the_trainer_comp
     ) as url:
         assert difference(served_logprobs(url, server_model), before) <= EXACT
         for mode in ADAPTERS:
-            assert difference(served_logprobs(url, mode.replace(" ", "_")), saved[mode].logprobs) <= EXACT, mode
+            assert (
+                difference(served_logprobs(url, mode.replace(" ", "_")), saved[mode].logprobs)
+                <= EXACT
+            ), mode
 
 
-def test_what_is_saved_of_masters_in_float32_is_the_bfloat16_that_the_server_has(server_model, recording, tmp_path):
+def test_what_is_saved_of_masters_in_float32_is_the_bfloat16_that_the_server_has(
+    server_model, recording, tmp_path
+):
     with running_server(server_model, tmp_path / "logs", "--dtype", "bfloat16") as server:
         live = Live(MODES["colocate"], server, recording, tmp_path / "run")
         publisher = live.publisher()
-        settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS, "learning_rate": 1e-3}
+        settings = {
+            "max_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": STEPS,
+            "learning_rate": 1e-3,
+        }
         with live.trainer(publisher, **settings) as trainer:
             trainer.train()
             masters = trainer.optimizer.state_dict()["masters"]

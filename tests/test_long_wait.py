@@ -1,4 +1,5 @@
-"""Waiting for rollouts for longer than the process group's timeout: two real processes, a real Atropos API."""
+"""Waiting for rollouts for longer than the process group's timeout: two real processes, a real
+Atropos API."""
 
 import json
 import threading
@@ -40,15 +41,31 @@ def main(url: str, model: str, folder: str, source: str) -> None:
     )
     trainer = AtroposGRPOTrainer(model, args=config, rollout_source=globals()[source](url))
     # On the CPU, transformers does not hand `ddp_timeout` on.
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), torch.distributed.group.WORLD)
+    torch.distributed.distributed_c10d._set_pg_timeout(
+        timedelta(seconds=TIMEOUT), torch.distributed.group.WORLD
+    )
     trainer.train()
-    told = {"logs": step_logs(trainer), "step": trainer.state.global_step, "refusal": refusal(model, folder)}
+    told = {
+        "logs": step_logs(trainer),
+        "step": trainer.state.global_step,
+        "refusal": refusal(model, folder),
+    }
     Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
 
 
 def refusal(model: str, folder: str) -> str:
-    """What a recipe is told whose services may take longer than the processes wait for each other."""
-    argv = ["--model_name_or_path", model, "--output_dir", folder, "--max_steps", "1", "--use_cpu", "true"]
+    """What a recipe is told whose services may take longer than the processes wait for each
+    other."""
+    argv = [
+        "--model_name_or_path",
+        model,
+        "--output_dir",
+        folder,
+        "--max_steps",
+        "1",
+        "--use_cpu",
+        "true",
+    ]
     argv += ["--start_atropos", "true", "--start_vllm", "true", "--service_timeout", "900"]
     try:
         parse(argv)
@@ -77,13 +94,20 @@ def train(api: Api, model: Path, folder: Path, source: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_twice_the_process_groups_timeout_trips_nothing(restartable_api, tiny_model, tmp_path):  # noqa: F811
+def test_a_wait_twice_the_process_groups_timeout_trips_nothing(
+    restartable_api,  # noqa: F811
+    tiny_model,
+    tmp_path,
+):
     train(restartable_api, tiny_model, tmp_path, "AtroposSource")
     for rank in (0, 1):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert told["step"] == 1
-        assert told["logs"][0]["time/wait_for_rollouts"] >= 1.5 * TIMEOUT  # it begins to wait a while after it joins
-        assert told["refusal"].startswith("2 services may take 900 s each to become healthy (`service_timeout`), but")
+        # it begins to wait a while after it joins
+        assert told["logs"][0]["time/wait_for_rollouts"] >= 1.5 * TIMEOUT
+        assert told["refusal"].startswith(
+            "2 services may take 900 s each to become healthy (`service_timeout`), but"
+        )
 
 
 @pytest.mark.full

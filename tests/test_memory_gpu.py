@@ -1,7 +1,8 @@
-"""The estimate of a run's memory against a GPU's own accounts, with a model of 0.6 billion parameters.
+"""The estimate of a run's memory against a GPU's own accounts, with a model of 0.6 billion
+parameters.
 
-Run as a module (`python -m tests.test_memory_gpu MODEL FOLDER CASE`), it trains and prints what the allocator counted:
-each case in a process of its own, which begins with nothing.
+Run as a module (`python -m tests.test_memory_gpu MODEL FOLDER CASE`), it trains and prints what the
+allocator counted: each case in a process of its own, which begins with nothing.
 """
 
 import json
@@ -38,7 +39,12 @@ CASES = {
         "gradient_checkpointing": True,
         "gradient_accumulation_steps": 2,
     },
-    "an adapter": {"dtype": "bfloat16", "use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"},
+    "an adapter": {
+        "dtype": "bfloat16",
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_target_modules": "all-linear",
+    },
     "autocast": {"dtype": "float32", "bf16": True},
 }
 
@@ -63,8 +69,14 @@ def recipe_of(model: str, folder: Path, settings: dict) -> Recipe:
         "env_id": 0,
     }
     record(folder / "rollouts.jsonl", [group], [group])
-    run = arguments(folder / "run", max_steps=2, per_device_train_batch_size=ROWS, max_sequence_length=LENGTH)
-    run |= {"model_name_or_path": model, "replay_paths": str(folder / "rollouts.jsonl"), "use_cpu": False} | settings
+    run = arguments(
+        folder / "run", max_steps=2, per_device_train_batch_size=ROWS, max_sequence_length=LENGTH
+    )
+    run |= {
+        "model_name_or_path": model,
+        "replay_paths": str(folder / "rollouts.jsonl"),
+        "use_cpu": False,
+    } | settings
     return parse([word for name, value in run.items() for word in (f"--{name}", str(value))])
 
 
@@ -77,12 +89,25 @@ def train(model: str, folder: str, name: str) -> None:
 
     recipe = recipe_of(model, Path(folder), CASES[name])
     recipe.training.model_init_kwargs = {"dtype": recipe.model.dtype}
-    trainer = AtroposGRPOTrainer(model, args=recipe.training, peft_config=get_peft_config(recipe.model))
+    trainer = AtroposGRPOTrainer(
+        model, args=recipe.training, peft_config=get_peft_config(recipe.model)
+    )
     trainer.train()
     dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
     free, total = torch.cuda.mem_get_info()
-    told = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    print(json.dumps({**told, "context": total - free - torch.cuda.memory_reserved(), "dtypes": sorted(dtypes)}))
+    told = {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+    print(
+        json.dumps(
+            {
+                **told,
+                "context": total - free - torch.cuda.memory_reserved(),
+                "dtypes": sorted(dtypes),
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,12 +123,24 @@ def test_the_trainers_peak_is_within_a_tenth_of_the_estimate(name, model, tmp_pa
     assert told["allocated"] == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("flags", [[], ["--kv-cache-memory-bytes", str(4 << 30)]], ids=["a share", "a stated cache"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--kv-cache-memory-bytes", str(4 << 30)]], ids=["a share", "a stated cache"]
+)
 def test_the_servers_memory_is_within_a_tenth_of_the_estimate(flags, model, tmp_path):
-    flags = ["--dtype", "bfloat16", "--max-model-len", "2048", "--gpu-memory-utilization", "0.2", *flags]
+    flags = [
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "2048",
+        "--gpu-memory-utilization",
+        "0.2",
+        *flags,
+    ]
     content = {"start_vllm": True, "vllm_args": flags, "model_name_or_path": model, "max_steps": 1}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
-    found = estimated(parse(["--config", str(tmp_path / "recipe.yaml"), "--output_dir", str(tmp_path / "run")])).server
+    found = estimated(
+        parse(["--config", str(tmp_path / "recipe.yaml"), "--output_dir", str(tmp_path / "run")])
+    ).server
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     with running_server(model, tmp_path / "logs", *flags) as server:

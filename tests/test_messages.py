@@ -1,4 +1,5 @@
-"""The conversations that environments send along are in the table of completions, beside the rows they belong to."""
+"""The conversations that environments send along are in the table of completions, beside the rows
+they belong to."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,10 @@ from tests.rollout_factory import Group, make_group, make_trainer
 
 
 def tables(folder: Path) -> list[pandas.DataFrame]:
-    return [pandas.read_parquet(path) for path in sorted((folder / "run" / "completions").glob("*.parquet"))]
+    return [
+        pandas.read_parquet(path)
+        for path in sorted((folder / "run" / "completions").glob("*.parquet"))
+    ]
 
 
 def conversation(word: str) -> list[dict[str, str]]:
@@ -25,7 +29,9 @@ def test_messages_are_in_the_table_beside_their_rollout(tiny_model, tmp_path):
     groups = [with_messages(make_group(tiny_model, 4, 1), "a"), make_group(tiny_model, 4, 2)]
     make_trainer(tiny_model, tmp_path, groups, log_completions=True).train()
     table = tables(tmp_path)[0]
-    assert [json.loads(text) for text in table["messages"][:4]] == [conversation(f"a{i}") for i in range(4)]
+    assert [json.loads(text) for text in table["messages"][:4]] == [
+        conversation(f"a{i}") for i in range(4)
+    ]
     assert table["messages"][4:].isna().all()
     assert table["atropos_score"][:4].tolist() == pytest.approx(groups[0]["scores"])
 

@@ -1,6 +1,8 @@
-"""`numerics`: a forward pass by other kernels has their values and the ordinary gradients, and what is refused.
+"""`numerics`: a forward pass by other kernels has their values and the ordinary gradients, and what
+is refused.
 
-vLLM's own kernels need a GPU: `tests/weights/test_gpu.py` compares those. Here, torch's take their place.
+vLLM's own kernels need a GPU: `tests/weights/test_gpu.py` compares those. Here, torch's take their
+place.
 """
 
 from contextlib import nullcontext
@@ -46,8 +48,12 @@ class TorchKernels:
     """What `Kernels` has, by torch. Attention reads keys and values from the pages."""
 
     def __init__(self, config):
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        frequencies = config.rope_parameters["rope_theta"] ** (
+            -torch.arange(0, head_dim, 2) / head_dim
+        )
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies)
         self.angles = torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -66,10 +72,18 @@ class TorchKernels:
 
     def attend(self, query, key, value, pages):
         found = []
-        for begin, length, table in zip(pages.borders.tolist(), pages.lengths.tolist(), pages.table.tolist()):
+        for begin, length, table in zip(
+            pages.borders.tolist(), pages.lengths.tolist(), pages.table.tolist()
+        ):
             kept = [pages.filled(states)[table].flatten(0, 1)[:length] for states in (key, value)]
-            parts = (states.transpose(0, 1)[None] for states in (query[begin : begin + length], *kept))
-            found.append(scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+            parts = (
+                states.transpose(0, 1)[None] for states in (query[begin : begin + length], *kept)
+            )
+            found.append(
+                scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(
+                    0, 1
+                )
+            )
         return torch.cat(found)
 
     def logprobs(self, logits, tokens):
@@ -128,7 +142,9 @@ def test_every_value_is_the_kernels(kernel, monkeypatch):
 
     def rounded(*arguments):
         result = compute(*arguments)
-        parts = [part.bfloat16().to(part.dtype) for part in (result if kernel == "rotate" else [result])]
+        parts = [
+            part.bfloat16().to(part.dtype) for part in (result if kernel == "rotate" else [result])
+        ]
         return parts if kernel == "rotate" else parts[0]
 
     monkeypatch.setattr(kernels, kernel, rounded)
@@ -191,7 +207,12 @@ NOT_KNOWN_TO_TRL = {
     "recurrent_gemma": {"logits_soft_cap": 2.0},
     "inkling_text": {"logits_mup_width_multiplier": 3.0},
     "llama": {"logit_scale": 0.3},  # which Llama does not apply
-    "xlstm": {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "output_logit_soft_cap": 2.0},
+    "xlstm": {
+        "hidden_size": 64,
+        "num_heads": 2,
+        "num_hidden_layers": 2,
+        "output_logit_soft_cap": 2.0,
+    },
 }
 
 
@@ -234,12 +255,15 @@ def test_what_a_family_does_to_its_logits_is_done_to_those_that_are_trained(name
     "name, dtype",
     [
         *((name, torch.float32) for name in NOT_KNOWN_TO_TRL),
-        *((name, torch.bfloat16) for name in NOT_KNOWN_TO_TRL if name != "xlstm"),  # which fails in 16 bits on a CPU
+        # which fails in 16 bits on a CPU
+        *((name, torch.bfloat16) for name in NOT_KNOWN_TO_TRL if name != "xlstm"),
     ],
 )
 def test_a_family_whose_logits_trl_computes_otherwise_is_refused(name, numerics, dtype):
     model, row = family_with_head(name, numerics, dtype)
-    with pytest.raises(RecipeError, match=f"for models of the family {name} than their own forward"):
+    with pytest.raises(
+        RecipeError, match=f"for models of the family {name} than their own forward"
+    ):
         check_head(model, row)
 
 
@@ -252,23 +276,35 @@ def test_rounding_to_16_bits_is_no_reason_to_refuse_a_family(name, numerics):
 def test_the_reference_model_is_compared_with_its_own_logits_too(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), beta=0.1)
     trainer._check_computation()
-    trainer.ref_model.config.logit_scale = 0.5  # as if its configuration had one that the model does not apply
+    # as if its configuration had one that the model does not apply
+    trainer.ref_model.config.logit_scale = 0.5
     add_fused_lm_head(trainer.ref_model, outputs=("log_probs", "entropy"))
     with pytest.raises(RecipeError, match="for models of the family qwen3 than their own forward"):
         trainer.train()
 
 
 def settings(**given) -> AtroposGRPOConfig:
-    return AtroposGRPOConfig(output_dir="run", max_steps=1, use_cpu=True, bf16=False, report_to="none", **given)
+    return AtroposGRPOConfig(
+        output_dir="run", max_steps=1, use_cpu=True, bf16=False, report_to="none", **given
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"numerics": "exact"}, "one of: default, float32_head, float16, bitwise"),
-        ({"numerics": "bitwise", "temperature": 0.7}, "Set `temperature: 1.0`, or another `numerics`"),
-        ({"numerics": "bitwise", "padding_free": False}, "Set `padding_free: true`, or another `numerics`"),
-        ({"numerics": "bitwise", "distillation_coef": 0.5}, "Set `distillation_coef: 0.0`, or another `numerics`"),
+        (
+            {"numerics": "bitwise", "temperature": 0.7},
+            "Set `temperature: 1.0`, or another `numerics`",
+        ),
+        (
+            {"numerics": "bitwise", "padding_free": False},
+            "Set `padding_free: true`, or another `numerics`",
+        ),
+        (
+            {"numerics": "bitwise", "distillation_coef": 0.5},
+            "Set `distillation_coef: 0.0`, or another `numerics`",
+        ),
         ({"numerics": "float16"}, "cannot share.* Set `vllm_mode: server`"),
     ],
 )
@@ -282,7 +318,12 @@ def test_settings_that_do_not_go_with_it_are_refused(given, told):
     [
         ({"numerics": "bitwise"}, torch.bfloat16, False, "without a Hopper GPU"),
         ({"numerics": "float32_head"}, torch.bfloat16, True, "for a sharded trainer"),
-        ({"numerics": "float16", "vllm_mode": "server"}, torch.bfloat16, False, "but for `dtype: float32`"),
+        (
+            {"numerics": "float16", "vllm_mode": "server"},
+            torch.bfloat16,
+            False,
+            "but for `dtype: float32`",
+        ),
     ],
 )
 def test_a_model_or_machine_that_it_is_not_there_for_is_refused(given, dtype, sharded, told):
@@ -295,11 +336,15 @@ def test_bitwise_compiles_no_layers():
 
 
 def test_the_server_is_started_accordingly():
-    assert '{"head_dtype": "float32"}' in vllm_arguments("m", [], cpu=False, numerics="float32_head")
+    assert '{"head_dtype": "float32"}' in vllm_arguments(
+        "m", [], cpu=False, numerics="float32_head"
+    )
     for cpu in (False, True):  # on the CPU, float32 is the default
         flags = server_flags(vllm_arguments("m", [], cpu=cpu, mode="server", numerics="float16"))
         assert flags["--dtype"] == "float16"
-    assert any('"mode": 0' in word for word in vllm_arguments("m", [], cpu=False, numerics="bitwise"))
+    assert any(
+        '"mode": 0' in word for word in vllm_arguments("m", [], cpu=False, numerics="bitwise")
+    )
     with pytest.raises(ValueError, match="needs a GPU"):
         vllm_arguments("m", [], cpu=True, numerics="bitwise")
     with pytest.raises(ValueError, match="--dtype bfloat16: this server needs `--dtype float16`"):

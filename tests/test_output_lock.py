@@ -29,7 +29,9 @@ with locked(sys.argv[1]):
 @pytest.fixture
 def holder(tmp_path):
     """Another process, which holds the folder `run`."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -40,7 +42,11 @@ def holder(tmp_path):
 def of_another_machine(folder: Path, age: float) -> Path:
     """The lock of a run on another machine, whose file system does not carry locks to this one."""
     path = folder / NAME
-    path.write_text(json.dumps({"process": "7", "host": "node-2", "boot": "another", "since": "2026-01-01 00:00:00"}))
+    path.write_text(
+        json.dumps(
+            {"process": "7", "host": "node-2", "boot": "another", "since": "2026-01-01 00:00:00"}
+        )
+    )
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -58,7 +64,10 @@ def test_lock_that_is_a_symbolic_link_is_refused_and_its_target_stays_as_it_was(
         target.write_text("a file of somebody else, longer than a lock")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / NAME).symlink_to(target)
-    with pytest.raises(AtroposTrainingError, match=f"symbolic link to {target}.*Remove it"), locked(tmp_path / "run"):
+    with (
+        pytest.raises(AtroposTrainingError, match=f"symbolic link to {target}.*Remove it"),
+        locked(tmp_path / "run"),
+    ):
         pass
     assert target.exists() == there
     assert not there or target.read_text() == "a file of somebody else, longer than a lock"
@@ -93,9 +102,11 @@ def test_a_trainer_and_a_run_refuse_the_folder_before_they_change_anything_in_it
         trainer.train()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model_name_or_path: {tiny_model}\noutput_dir: {tmp_path / 'run'}\nmax_steps: 1\nuse_cpu: true\n"
+        f"model_name_or_path: {tiny_model}\noutput_dir: {tmp_path / 'run'}\nmax_steps: 1\nuse_cpu: "
+        "true\n"
     )
-    monkeypatch.setattr(train, "set_up_logging", lambda training: None)  # which would be that of all tests
+    # which would be that of all tests
+    monkeypatch.setattr(train, "set_up_logging", lambda training: None)
     with pytest.raises(AtroposTrainingError, match=f"process {holder.pid} "):
         train.run(parse(["--config", str(recipe)]))
     assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]
@@ -122,7 +133,10 @@ def test_one_process_may_lock_a_folder_again_while_it_holds_it(tmp_path):
 def test_the_lock_of_a_machine_that_went_on_writing_is_refused(tmp_path, caplog):
     path = of_another_machine(tmp_path, 1.0)
     threading.Timer(0.6, os.utime, [path]).start()
-    with pytest.raises(AtroposTrainingError, match="process 7 on node-2, since 2026"), locked(tmp_path):
+    with (
+        pytest.raises(AtroposTrainingError, match="process 7 on node-2, since 2026"),
+        locked(tmp_path),
+    ):
         pass
     assert "was last used by process 7 on node-2" in caplog.text
 

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: on a terminal, in a log file, in the table of completions."""
+"""What a person sees while a run goes on: on a terminal, in a log file, in the table of
+completions."""
 
 import contextlib
 import fcntl
@@ -97,12 +98,18 @@ def batches_of(model, number: int) -> list:
     return [uniform_batch(model, 4, 2, seed) for seed in range(number)]
 
 
-def test_on_a_terminal_one_bar_shows_reward_staleness_and_bottleneck_below_a_line_per_step(tiny_model, tmp_path):
+def test_on_a_terminal_one_bar_shows_reward_staleness_and_bottleneck_below_a_line_per_step(
+    tiny_model, tmp_path
+):
     recording = record(tmp_path / "rollouts.jsonl", *batches_of(tiny_model, 3))
-    settings = arguments(tmp_path / "run", max_steps=3, disable_tqdm=False, replay_paths=[recording])
+    settings = arguments(
+        tmp_path / "run", max_steps=3, disable_tqdm=False, replay_paths=[recording]
+    )
     with terminal() as screen:
         config = AtroposGRPOConfig(**settings)
-        AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=AgedSource(recording)).train()
+        AtroposGRPOTrainer(
+            str(tiny_model), args=config, rollout_source=AgedSource(recording)
+        ).train()
     lines = [line for line in screen.lines() if line]
     steps = [line for line in lines if line.startswith("step ")]
     assert [line[:9] for line in steps] == ["step 1/3 ", "step 2/3 ", "step 3/3 "]
@@ -112,7 +119,9 @@ def test_on_a_terminal_one_bar_shows_reward_staleness_and_bottleneck_below_a_lin
     assert lines[-1] == bar
 
 
-def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(tiny_model, tmp_path, monkeypatch):
+def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(
+    tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.delenv("COLUMNS", raising=False)
     out, err = tmp_path / "out", tmp_path / "err"
     seen: list[int] = []
@@ -121,7 +130,9 @@ def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(ti
         def on_step_begin(self, args, state, control, **kwargs):
             seen.append(out.read_text().count("\n"))
 
-    trainer = make_trainer(tiny_model, tmp_path, *batches_of(tiny_model, 3), max_steps=3, disable_tqdm=False)
+    trainer = make_trainer(
+        tiny_model, tmp_path, *batches_of(tiny_model, 3), max_steps=3, disable_tqdm=False
+    )
     trainer.add_callback(Look())
     with out.open("w") as stdout, err.open("w") as stderr:
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -133,19 +144,30 @@ def test_in_a_file_there_are_the_lines_alone_each_as_soon_as_its_step_is_done(ti
 
 
 def test_a_warning_stands_once_and_whole_above_the_bar(tiny_model, tmp_path, own_console):
-    settings = {"max_steps": 5, "disable_tqdm": False, "warning_thresholds": {"unknown_version": 0.0}}
+    settings = {
+        "max_steps": 5,
+        "disable_tqdm": False,
+        "warning_thresholds": {"unknown_version": 0.0},
+    }
     with terminal() as screen:
         make_trainer(tiny_model, tmp_path, *batches_of(tiny_model, 5), **settings).train()
     lines = screen.lines()
-    (number,) = [number for number, line in enumerate(lines) if "it is not known which version" in line]
-    assert lines[number].startswith("[trl_atropos] For 100% of the rollouts") and "%|" not in lines[number]
-    assert lines[number].endswith("`warning_thresholds` changes that.)")  # the terminal would wrap it, `render` not
+    (number,) = [
+        number for number, line in enumerate(lines) if "it is not known which version" in line
+    ]
+    assert (
+        lines[number].startswith("[trl_atropos] For 100% of the rollouts")
+        and "%|" not in lines[number]
+    )
+    # the terminal would wrap it, `render` not
+    assert lines[number].endswith("`warning_thresholds` changes that.)")
     assert lines[number + 1].startswith("step 3/5")
 
 
 @pytest.fixture
 def own_console():
-    """As in the main job: the package writes itself, though pytest has given the root logger handlers."""
+    """As in the main job: the package writes itself, though pytest has given the root logger
+    handlers."""
     from trl_atropos import logging
 
     logging.disable_propagation()
@@ -153,7 +175,9 @@ def own_console():
     logging.enable_propagation()
 
 
-def test_the_table_of_completions_has_each_row_and_begins_on_a_line_of_its_own(tiny_model, tmp_path):
+def test_the_table_of_completions_has_each_row_and_begins_on_a_line_of_its_own(
+    tiny_model, tmp_path
+):
     encode = AutoTokenizer.from_pretrained(tiny_model).encode
     words, prompt = ["first", "second", "third", "fourth"], encode("say it")
     rows = [(len(prompt) * [-100], encode(word)) for word in words]
@@ -171,11 +195,18 @@ def test_the_table_of_completions_has_each_row_and_begins_on_a_line_of_its_own(t
         make_trainer(tiny_model, tmp_path, [group], **settings).train()
     lines = screen.lines()
     title = next(number for number, line in enumerate(lines) if "Step 1" in line)
-    step, *news = lines[title - 2 : title] if lines[title - 1].startswith("  (") else lines[title - 1 : title]
+    step, *news = (
+        lines[title - 2 : title] if lines[title - 1].startswith("  (") else lines[title - 1 : title]
+    )
     assert step.startswith("step 1/1") and lines[title].startswith("╭─"), news
-    assert all(lines[title + 2].count(name) == 1 for name in ("Prompt", "Completion", "atropos_score", "Advantage"))
+    assert all(
+        lines[title + 2].count(name) == 1
+        for name in ("Prompt", "Completion", "atropos_score", "Advantage")
+    )
     rows = [line for line in lines[title + 3 : title + 12] if "say it" in line]
-    for row, word, reward, advantage in zip(rows, words, (0.0, 0.25, 0.5, 0.75), (-1.16, -0.39, 0.39, 1.16)):
+    for row, word, reward, advantage in zip(
+        rows, words, (0.0, 0.25, 0.5, 0.75), (-1.16, -0.39, 0.39, 1.16)
+    ):
         cells = [cell.strip() for cell in row.split("│")]
         assert cells[2:6] == ["say it", word, f"{reward:.2f}", f"{advantage:.2f}"]
     assert len(rows) == 4
@@ -192,11 +223,15 @@ def test_a_bar_of_the_users_own_stays():
 
 
 def test_without_a_bar_transformers_prints_as_it_does(tiny_model, tmp_path, capsys):
-    make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), disable_tqdm=True).train()
+    make_trainer(
+        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), disable_tqdm=True
+    ).train()
     assert "'rewards/atropos_score/mean'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("waited", "told"), [(8.0, ", the environments cannot keep up"), (1.0, "")])
+@pytest.mark.parametrize(
+    ("waited", "told"), [(8.0, ", the environments cannot keep up"), (1.0, "")]
+)
 def test_the_bar_names_the_bottleneck_if_there_is_one(waited, told):
     times = {f"time/{part}": 1.0 for part in PARTS} | {f"time/{WAIT}": waited}
     logs = {"reward": 0.5, "rollouts/staleness_mean": 1.0, "time/step": sum(times.values())} | times
@@ -204,16 +239,37 @@ def test_the_bar_names_the_bottleneck_if_there_is_one(waited, told):
 
 
 LOGS = {
-    **{"reward": 0.996, "reward_std": 0.017, "loss": -0.0001, "grad_norm": 0.11, "completions/mean_length": 12.0},
-    **{"rollouts/staleness_mean": 0.5, "health/dropped": 0.25, "time/wait_for_rollouts": 0.04, "time/publish": 0.052},
-    **{"policy/probe_max_abs_diff": 2.6e-06, "speed/trained_tokens_per_second": 5537.0, "speed/mfu": 0.4},
+    **{
+        "reward": 0.996,
+        "reward_std": 0.017,
+        "loss": -0.0001,
+        "grad_norm": 0.11,
+        "completions/mean_length": 12.0,
+    },
+    **{
+        "rollouts/staleness_mean": 0.5,
+        "health/dropped": 0.25,
+        "time/wait_for_rollouts": 0.04,
+        "time/publish": 0.052,
+    },
+    **{
+        "policy/probe_max_abs_diff": 2.6e-06,
+        "speed/trained_tokens_per_second": 5537.0,
+        "speed/mfu": 0.4,
+    },
 }
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 180])
 def test_a_line_has_the_columns_that_the_terminal_has_room_for(width):
-    line, *news = format_line(300, 300, LOGS, "the trainer is the bottleneck: 60 %", width).splitlines()
-    assert len(line) <= width and line.startswith("step 300/300  reward 0.996") and "dropped 25%" in line
+    line, *news = format_line(
+        300, 300, LOGS, "the trainer is the bottleneck: 60 %", width
+    ).splitlines()
+    assert (
+        len(line) <= width
+        and line.startswith("step 300/300  reward 0.996")
+        and "dropped 25%" in line
+    )
     assert news == ["  (the trainer is the bottleneck: 60 %)"]
     assert ("MFU 40.0%" in line) == (width == 180) and ("loss -0.0001" in line) == (width >= 120)
     whole = format_line(300, 300, LOGS, "the trainer is the bottleneck: 60 %")
@@ -222,4 +278,7 @@ def test_a_line_has_the_columns_that_the_terminal_has_room_for(width):
 
 def test_the_share_that_is_dropped_is_shown_when_there_is_one():
     assert format_line(1, 9, {"reward": 0.0, "health/dropped": 0.0}) == "step 1/9  reward 0.000"
-    assert format_line(1, 9, {"reward": 0.0, "health/dropped": 0.25}) == "step 1/9  reward 0.000  dropped 25%"
+    assert (
+        format_line(1, 9, {"reward": 0.0, "health/dropped": 0.25})
+        == "step 1/9  reward 0.000  dropped 25%"
+    )

@@ -1,4 +1,5 @@
-"""The main job as a user starts it, from the first command to what it leaves behind. Real services, nothing small."""
+"""The main job as a user starts it, from the first command to what it leaves behind. Real services,
+nothing small."""
 
 import json
 import os
@@ -24,18 +25,21 @@ from trl_atropos.services.evaluations import read_result
 pytestmark = [pytest.mark.server, pytest.mark.slow(200)]
 QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())
 TWO_TURNS = (
-    "{python} tests/two_turn_environment.py serve --slurm false --env.rollout_server_url {atropos_url} "
-    "--env.tokenizer_name {model} --openai.base_url {vllm_url}/v1 --openai.model_name {model} --env.group_size "
+    "{python} tests/two_turn_environment.py serve --slurm false --env.rollout_server_url "
+    "{atropos_url} --env.tokenizer_name {model} --openai.base_url {vllm_url}/v1 "
+    "--openai.model_name {model} --env.group_size "
 )
 
 
 def train(folder: Path, **changes) -> str:
-    """Runs the quickstart's recipe with `changes`; returns what it printed. It must succeed and leave nothing."""
+    """Runs the quickstart's recipe with `changes`; returns what it printed. It must succeed and
+    leave nothing."""
     if not (folder / "model").exists():
         make_model(folder / "model")
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**QUICKSTART, **changes}))
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own folders are too long for sockets
+    # pytest's own folders are too long for sockets
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
         env = {"TMPDIR": short} | (FORKED_ENGINES if changes else {})
         with Run(folder / "run", folder / "model", recipe=str(path), env=env) as run:
             run.child.wait(900)
@@ -63,7 +67,8 @@ def test_the_quickstart_learns_its_task(learned):
     assert summary["reward_last"] >= 0.8
     assert 0 < summary["probe_max_abs_diff"] <= 1e-4
     assert len(re.findall(r"step +\d+/300  reward", output)) == 30
-    samples = r"""^  (['"]).*\1 -> (['"]).*\2  \d\.\d{3}$"""  # a text that holds one quote is put between the other
+    # a text that holds one quote is put between the other
+    samples = r"""^  (['"]).*\1 -> (['"]).*\2  \d\.\d{3}$"""
     assert len(re.findall(samples, output, re.MULTILINE)) == 6
     assert (folder / "run" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     assert f"Reward curve: {folder}/run/reward_curve.png" in output
@@ -111,27 +116,39 @@ def evaluate_alone(folder: Path, checkpoint: Path) -> Path:
     # fmt: on
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         env = users_environment() | FORKED_ENGINES | {"TMPDIR": short}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{checkpoint}: letters: pass@1" in done.stdout
     return folder / "alone/eval" / checkpoint.name / "evaluations/letters"
 
 
 def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stopped(tmp_path):
-    """Two turns, so that masks have holes, in groups of four and of eight from two environments; and evaluations,
-    greedy ones, which equal those of the saved checkpoints."""
-    environments = [{"name": name, "command": TWO_TURNS + size} for name, size in (("fours", "4"), ("eights", "8"))]
-    settings = {"environments": environments, "per_device_train_batch_size": 16, "max_completion_length": 64}
+    """Two turns, so that masks have holes, in groups of four and of eight from two environments;
+    and evaluations, greedy ones, which equal those of the saved checkpoints."""
+    environments = [
+        {"name": name, "command": TWO_TURNS + size}
+        for name, size in (("fours", "4"), ("eights", "8"))
+    ]
+    settings = {
+        "environments": environments,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 64,
+    }
     settings |= {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
     asked = {"path": "recipes/quickstart/environment.py", "name": "letters", "problems": 6}
     settings["evaluations"] = [asked | {"temperature": 0.0, "passes_above": 0.0, "every": 6}]
-    settings["eval_hold"] = True  # else a publish may come before the first problem of step 6 is asked
+    # else a publish may come before the first problem of step 6 is asked
+    settings["eval_hold"] = True
     train(tmp_path, max_steps=4, **settings)
     run = tmp_path / "run"
     (run / "checkpoint-6").mkdir()  # of a run that was killed while it saved
     output = train(tmp_path, max_steps=12, resume_from_checkpoint=True, **settings)
     state = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(range(1, 13))
+    assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == list(
+        range(1, 13)
+    )
     assert re.search(r"step +5/12", output)
     assert not re.search(r"step +4/12", output)
     assert "Passed over" in output
@@ -141,14 +158,22 @@ def test_a_run_with_the_environments_of_somebody_else_is_resumed_where_it_stoppe
     assert versions == list(range(12))  # of the weights that each step began with
     # The recipe's level and not TRL's, which hides what the server refuses to sample.
     assert " WARNING " in (run / "logs" / "vllm.log").read_text()
-    rollouts = [rollout for path in (run / "rollouts").glob("*.arrow") for rollout in read_rollouts(path)]
+    rollouts = [
+        rollout for path in (run / "rollouts").glob("*.arrow") for rollout in read_rollouts(path)
+    ]
     assert set(Counter(rollout.group for rollout in rollouts).values()) == {4, 8}
-    turns = {re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask.tolist())) for one in rollouts}
+    turns = {
+        re.sub(r"(.)\1+", r"\1", "".join(".T"[trained] for trained in one.mask.tolist()))
+        for one in rollouts
+    }
     assert turns == {"T.T"}
     found = {e["step"]: e for e in state["log_history"] if "eval_letters_pass@1" in e}
     assert list(found) == [0, 4, 6, 12]  # 4 was the last step of the first run
     assert all(e["eval_letters_oldest_version"] == step for step, e in found.items())
-    assert found[0]["eval_letters_newest_version"] == 0 and found[12]["eval_letters_newest_version"] == 12
+    assert (
+        found[0]["eval_letters_newest_version"] == 0
+        and found[12]["eval_letters_newest_version"] == 12
+    )
     assert len([e for e in state["log_history"] if "eval_letters_pass@1" in e]) == len(found)
     assert output.count("Evaluated letters") >= 2
     alone = read_result(evaluate_alone(tmp_path, run / "checkpoint-12") / "step-000012")

@@ -1,5 +1,5 @@
-"""The recipes and the configurations for accelerate that are in the repository: each is accepted by what reads it, and
-what a recipe says at its head is how it is started."""
+"""The recipes and the configurations for accelerate that are in the repository: each is accepted by
+what reads it, and what a recipe says at its head is how it is started."""
 
 import itertools
 import json
@@ -31,7 +31,9 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("recipes/*/*.ya
 OVERLAYS = [path for path in FILES if "/overlays/" in path]
 RECIPES = [path for path in FILES if path not in OVERLAYS]
 LAYOUTS = [path for path in RECIPES if "quickstart" not in path]  # which `make quickstart` starts
-needs_reasoning_gym = pytest.mark.skipif(REASONING_GYM is None, reason="reasoning-gym is not installed")
+needs_reasoning_gym = pytest.mark.skipif(
+    REASONING_GYM is None, reason="reasoning-gym is not installed"
+)
 NO_EXPRESSION = "This is no expression of whole numbers, +, - and *."
 CONFIGS = sorted(path.name for path in ROOT.glob("configs/accelerate/*.yaml"))
 
@@ -59,12 +61,28 @@ if os.environ.get("RANK", "0") == "0":
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_is_wrong_with_a_recipe(recipe, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; eight servers' usual share would be more than there is
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the model in place of the recipe's is for 128 tokens
+    # GB; eight servers' usual share would be more than there is
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    # the model in place of the recipe's is for 128 tokens
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     servers = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
     atropos, *urls = free_urls(1 + len(servers))
-    argv = ["--config", recipe, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path / "run")]
-    argv += ["--atropos_url", atropos, "--vllm_server_base_url", ",".join(urls), "--use_cpu", "true"]
+    argv = [
+        "--config",
+        recipe,
+        "--model_name_or_path",
+        str(tiny_model),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    argv += [
+        "--atropos_url",
+        atropos,
+        "--vllm_server_base_url",
+        ",".join(urls),
+        "--use_cpu",
+        "true",
+    ]
     assert check([*argv, "--bf16", "false", "--device_memory_gb", "1000"]) == []
 
 
@@ -76,10 +94,15 @@ def test_the_commands_at_the_head_of_a_recipe_belong_to_it(recipe):
     assert (ROOT / trainer[trainer.index("--config_file") + 1]).is_file()
     servers = [words for words in given if "serve" in words]
     assert bool(servers) != settings.get("start_vllm", False)
-    assert bool(servers) == any(words[0] == "export" and TOKEN_VARIABLE in words[1] for words in given)
+    assert bool(servers) == any(
+        words[0] == "export" and TOKEN_VARIABLE in words[1] for words in given
+    )
     for words in servers:
         options, flags = build_parser().parse_known_args(words[words.index("serve") + 1 :])
-        assert (options.model, options.vllm_mode) == (settings["model_name_or_path"], settings["vllm_mode"])
+        assert (options.model, options.vllm_mode) == (
+            settings["model_name_or_path"],
+            settings["vllm_mode"],
+        )
         arguments = vllm_arguments(options.model, flags, cpu=False, mode=options.vllm_mode)
         stated = {name: arguments[arguments.index(name) + 1] for name in ("--host", "--port")}
         assert f"http://{stated['--host']}:{stated['--port']}" in server_urls(settings)
@@ -90,30 +113,44 @@ def test_the_environment_samples_from_every_server_of_a_recipe(recipe, tiny_mode
     monkeypatch.chdir(ROOT)
     urls = server_urls(yaml.safe_load((ROOT / recipe).read_text()))
     parsed = parse(["--config", recipe, "--model_name_or_path", str(tiny_model), "--bf16", "false"])
-    sampled = [server["base_url"] for server in parsed.environment_file(parsed.environments[0])["openai"]]
+    sampled = [
+        server["base_url"] for server in parsed.environment_file(parsed.environments[0])["openai"]
+    ]
     # Twice the same, as Atropos ignores the URL of a single one.
     assert sampled == [f"{url}/v1" for url in (urls if len(urls) > 1 else urls * 2)]
 
 
 def test_a_new_environment_is_one_line_of_a_recipe():
-    assert "\nenvironments: [recipes/gsm8k/environment.py]\n" in (ROOT / "recipes/gsm8k/lora.yaml").read_text()
+    assert (
+        "\nenvironments: [recipes/gsm8k/environment.py]\n"
+        in (ROOT / "recipes/gsm8k/lora.yaml").read_text()
+    )
 
 
 def test_every_configuration_for_accelerate_is_tested_and_leaves_the_dtype_to_the_recipe():
     assert set(CONFIGS) == set(TOLD)
     for config in CONFIGS:
-        assert load_config_from_file(str(ROOT / "configs/accelerate" / config)).mixed_precision == "no"
+        assert (
+            load_config_from_file(str(ROOT / "configs/accelerate" / config)).mixed_precision == "no"
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [config for config in CONFIGS if TOLD[config]])  # the recipes launch the others
+# the recipes launch the others
+@pytest.mark.parametrize("config", [config for config in CONFIGS if TOLD[config]])
 def test_accelerate_launches_with_each_configuration(config, tmp_path):
     settings = load_config_from_file(str(ROOT / "configs/accelerate" / config))
     flags = [] if settings.num_processes == 1 else ["--num_processes", "2"]
     if settings.num_machines > 1:
         flags += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
     (tmp_path / "tell.py").write_text(TELL)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"configs/accelerate/{config}",
+    ]
     command += [*flags, "--main_process_port", free_urls(1)[0].rpartition(":")[2]]
     done = subprocess.run(
         [*command, str(tmp_path / "tell.py"), str(tmp_path / "told.json"), *TOLD[config]],
@@ -209,7 +246,10 @@ x > 1800
 
 @pytest.mark.parametrize("answer", [*RIGHT, " 1800 "])
 def test_a_right_answer_is_rewarded_however_it_is_written(answer):
-    assert score(f"So it is $\\boxed{{{answer}}}$.", "617 + 1183 = <<617+1183=1800>>1800\n#### 1,800") == 1.0
+    assert (
+        score(f"So it is $\\boxed{{{answer}}}$.", "617 + 1183 = <<617+1183=1800>>1800\n#### 1,800")
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("answer", [*WRONG, ""])
@@ -234,7 +274,9 @@ def test_the_last_boxed_number_is_the_answer(completion, reward):
     assert score(completion, "#### 1,800") == reward
 
 
-@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "100000000!", "\\int_0^{10} e^{x^2} \\sin(x^3) dx"])
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "100000000!", "\\int_0^{10} e^{x^2} \\sin(x^3) dx"]
+)
 def test_an_answer_that_cannot_be_worked_out_costs_seconds_at_most(answer):
     begin = time.monotonic()
     assert score(f"\\boxed{{{answer}}}", "#### 1800") == 0.0
@@ -261,7 +303,11 @@ def test_the_calculator_does_no_more_than_it_says(expression, value):
     [
         ("\\boxed{26}", [("price", "figs"), ("price", "eggs")], 1.0),
         ("\\boxed{26}", [], 0.8),
-        ("\\boxed{26} or \\boxed{3}", [("price", "figs"), ("price", "figs"), ("price", "bread")], 0.1),
+        (
+            "\\boxed{26} or \\boxed{3}",
+            [("price", "figs"), ("price", "figs"), ("price", "bread")],
+            0.1,
+        ),
         ("26", [("calculate", "2*3+4*5")], 0.0),
     ],
 )
@@ -275,7 +321,9 @@ def test_a_seed_draws_the_same_tasks_of_every_kind_that_is_asked_for():
     from recipes.reasoning_gym import environment as reasoning_gym
 
     path = str(ROOT / "recipes/reasoning_gym/datasets/easy.yaml")
-    drawn, again, other = ([reasoning_gym.tasks(path, seed)[i] for i in range(40)] for seed in (1, 1, 2))
+    drawn, again, other = (
+        [reasoning_gym.tasks(path, seed)[i] for i in range(40)] for seed in (1, 1, 2)
+    )
     assert drawn == again != other
     wanted = {entry["name"] for entry in yaml.safe_load(Path(path).read_text())["datasets"]}
     assert {task["metadata"]["source_dataset"] for task in drawn} == wanted
@@ -294,10 +342,12 @@ def test_the_last_tagged_answer_of_a_task_counts(completion, answer):
 
 def test_the_template_of_an_environment_is_short():
     lines = (ROOT / "recipes/own_environment/environment.py").read_text().splitlines()
-    assert len(lines) <= 95 and all(any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4))
+    assert len(lines) <= 95 and all(
+        any(f"({number})" in line for line in lines) for number in (1, 2, 3, 4)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ overlays
+# ----------------------------------------------------------------------------------------- overlays
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -312,11 +362,20 @@ def test_every_setting_of_an_overlay_says_why_and_arrives(overlay, tiny_model, m
     assert {name: getattr(without, name) for name in settings} != settings
 
 
-def test_a_later_overlay_wins_over_an_earlier_one_and_a_flag_over_all(tiny_model, monkeypatch, tmp_path):
+def test_a_later_overlay_wins_over_an_earlier_one_and_a_flag_over_all(
+    tiny_model, monkeypatch, tmp_path
+):
     monkeypatch.chdir(ROOT)
     (tmp_path / "first.yaml").write_text("epsilon: 0.1\nbeta: 0.5\nlearning_rate: 1.0e-3\n")
     (tmp_path / "second.yaml").write_text("epsilon: 0.3\nbeta: 0.6\n")
-    argv = ["--overlay", str(tmp_path / "first.yaml"), "--config", "recipes/tool_use/colocate.yaml", "--beta", "0.7"]
+    argv = [
+        "--overlay",
+        str(tmp_path / "first.yaml"),
+        "--config",
+        "recipes/tool_use/colocate.yaml",
+        "--beta",
+        "0.7",
+    ]
     argv += [f"--overlay={tmp_path}/second.yaml", "--model_name_or_path", str(tiny_model)]
     training = parse(argv).training
     assert (training.learning_rate, training.epsilon, training.beta) == (1e-3, 0.3, 0.7)
@@ -332,12 +391,16 @@ def test_a_wrong_flag_is_not_blamed_on_the_recipe(flag, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("epsilon_hihg: 0.3\n", "overlay.yaml: unknown key `epsilon_hihg`. Did you mean `epsilon_high`?"),
+        (
+            "epsilon_hihg: 0.3\n",
+            "overlay.yaml: unknown key `epsilon_hihg`. Did you mean `epsilon_high`?",
+        ),
         ("max_steps: many\n", r"colocate.yaml with .*overlay.yaml: `max_steps`"),
         ("save_steps: [1]\n", r"overlay.yaml: `save_steps` is \[1\]. Write a number."),
         (
             "env: {A: 1}\n",
-            "overlay.yaml: `env` cannot be in an overlay, which is for many recipes. Set it in the recipe",
+            "overlay.yaml: `env` cannot be in an overlay, which is for many recipes. Set it in the "
+            "recipe",
         ),
         ("environments: []\n", "overlay.yaml: `environments` cannot be in an overlay"),
         ("", "overlay.yaml must hold `key: value` lines at its top level."),
@@ -354,7 +417,9 @@ def test_what_is_wrong_with_an_overlay_is_said(content, message, tiny_model, mon
 
 
 def test_an_overlay_needs_a_recipe():
-    with pytest.raises(RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none\. Name one with"):
+    with pytest.raises(
+        RecipeError, match=r"`--overlay a.yaml` changes a recipe, and there is none\. Name one with"
+    ):
         parse(["--overlay", "a.yaml", "--max_steps", "3"])
 
 
@@ -383,7 +448,9 @@ def test_flags_of_the_server_may_come_in_one_word_each_or_quoted_with_their_valu
         (12, ["--max-lora-rank", "64"], ["--max-lora-rank", "64", "--enable-lora"]),
     ],
 )
-def test_the_server_is_started_for_adapters_of_the_runs_rank(rank, stated, flags, tiny_model, tmp_path, monkeypatch):
+def test_the_server_is_started_for_adapters_of_the_runs_rank(
+    rank, stated, flags, tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "adapter.yaml"
     path.write_text(yaml.safe_dump({"use_peft": True, "lora_r": rank, "vllm_args": stated}))
@@ -391,7 +458,7 @@ def test_the_server_is_started_for_adapters_of_the_runs_rank(rank, stated, flags
     assert parse([*recipe, "--overlay", str(path)]).vllm_flags() == flags
 
 
-# --------------------------------------------------------------------------------------------- three steps of each
+# ------------------------------------------------------------------------------ three steps of each
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +472,9 @@ def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     questions = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in (1, 2)]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    kinds = [{"name": "gcd", "weight": 1, "config": {"max_numbers": 2, "min_value": 2, "max_value": 9}}]
+    kinds = [
+        {"name": "gcd", "weight": 1, "config": {"max_numbers": 2, "min_value": 2, "max_value": 9}}
+    ]
     (folder / "gcd.yaml").write_text(yaml.safe_dump({"size": 100, "datasets": kinds}))
     return folder
 
@@ -423,19 +492,23 @@ OVERLAID = {
     "recipes/reasoning_gym/colocate.yaml": "recipes/overlays/cispo.yaml",
     "recipes/tool_use/colocate.yaml": "recipes/overlays/gspo.yaml",
 }
-# Its environment is that of `cpu.yaml`, and in miniature the rest of it is `recipes/gsm8k/colocate.yaml`.
+# Its environment is that of `cpu.yaml`, and in miniature the rest of it is
+# `recipes/gsm8k/colocate.yaml`.
 NOT_RUN = ["recipes/own_environment/colocate.yaml"]
 # Their models know no letters; `tests/test_arithmetic.py` trains the first one's.
 NOT_RUN += ["recipes/arithmetic/colocate.yaml", "recipes/arithmetic/gpu.yaml"]
-# In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the environment of the others.
+# In miniature, what is left of these is a mode of `tests/weights/test_modes.py` with the
+# environment of the others.
 SEEN_ELSEWHERE = (
     *(
         f"recipes/gsm8k/{name}.yaml"
         for name in ("colocate", "colocate_8gpu", "lora", "nccl_lora", "restart", "server_6_2")
         + ("colocate_7b", "colocate_7b_lora", "nccl_lora_72b")
     ),
-    "recipes/own_environment/cpu.yaml",  # the quickstart's, with another environment, which `tool_use` is too
-    "recipes/reasoning_gym/colocate.yaml",  # whose environment `rollouts/test_environment_position.py` runs
+    # the quickstart's, with another environment, which `tool_use` is too
+    "recipes/own_environment/cpu.yaml",
+    # whose environment `rollouts/test_environment_position.py` runs
+    "recipes/reasoning_gym/colocate.yaml",
 )
 
 
@@ -450,17 +523,21 @@ def test_every_overlay_is_run():
     [
         pytest.param(
             path,
-            marks=[needs_reasoning_gym] * ("reasoning_gym" in path) + [pytest.mark.full] * (path in SEEN_ELSEWHERE),
+            marks=[needs_reasoning_gym] * ("reasoning_gym" in path)
+            + [pytest.mark.full] * (path in SEEN_ELSEWHERE),
         )
         for path in LAYOUTS
         if path not in NOT_RUN
     ],
 )
 def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
-    """As its head says, on two processes at most; servers of several GPUs (tensor parallel) are one process each."""
+    """As its head says, on two processes at most; servers of several GPUs (tensor parallel) are one
+    process each."""
     overlay = OVERLAID.get(recipe)
     environment = ENVIRONMENTS[Path(recipe).parts[1]] | {"group_size": 4}
-    environment |= {name: it.format(data=data) for name, it in environment.items() if isinstance(it, str)}
+    environment |= {
+        name: it.format(data=data) for name, it in environment.items() if isinstance(it, str)
+    }
     flags = ("--overlay", overlay) if overlay else ()
     with miniature(recipe, tmp_path, speaker, environment=environment, flags=flags) as run:
         run.until(lambda: not run.processes(), "the run ends", 900)
@@ -476,13 +553,15 @@ def test_a_recipe_trains_for_three_steps(recipe, speaker, data, tmp_path):
     wanted = yaml.safe_load((ROOT / overlay).read_text()) if overlay else {}
     assert {name: config[name] for name in wanted} == wanted
     evaluated = [note["metrics"]["problems"] for note in notes if "evaluation" in note]
-    assert evaluated == [2, 2] * ("gsm8k" in recipe)  # all that there are, before the first step and after the last
+    # all that there are, before the first step and after the last
+    assert evaluated == [2, 2] * ("gsm8k" in recipe)
     if "tool_use" in recipe:
         the_tools_answers_are_masked(tmp_path / "run/rollouts", speaker)
 
 
 def the_tools_answers_are_masked(folder: Path, model: Path) -> None:
-    """And nothing else between the model's messages, each of which is trained on as it was sampled."""
+    """And nothing else between the model's messages, each of which is trained on as it was
+    sampled."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     turns = []
     for one in (rollout for path in folder.glob("*.arrow") for rollout in read_rollouts(path)):
@@ -490,11 +569,19 @@ def the_tools_answers_are_masked(folder: Path, model: Path) -> None:
         mask = [*[False] * len(one.prompt_ids), *one.mask.tolist()]
         parts = [
             (sampled, tokenizer.decode([token for token, _ in part]))
-            for sampled, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
+            for sampled, part in itertools.groupby(
+                zip(tokens, mask, strict=True), lambda pair: pair[1]
+            )
         ]
         assert [sampled for sampled, _ in parts] == [False, True] * (len(parts) // 2)
         messages, answers = [text for _, text in parts[1::2]], [text for _, text in parts[2::2]]
-        assert all(tool_use.CALL.search(message) and message.endswith("<|end|>") for message in messages[:-1])
-        assert all(re.fullmatch(r"u:(\w+: \d+|There are no .* here\.)a:", answer, re.DOTALL) for answer in answers)
+        assert all(
+            tool_use.CALL.search(message) and message.endswith("<|end|>")
+            for message in messages[:-1]
+        )
+        assert all(
+            re.fullmatch(r"u:(\w+: \d+|There are no .* here\.)a:", answer, re.DOTALL)
+            for answer in answers
+        )
         turns.append(len(messages))
     assert 1 < max(turns) <= 3

@@ -1,7 +1,9 @@
-"""The recipes on the GPUs that they are for, with all that is in them but three things: the model has the shape of the
-one that they name, and random weights; data are local; and what random weights say is rewarded for its letters.
+"""The recipes on the GPUs that they are for, with all that is in them but three things: the model
+has the shape of the one that they name, and random weights; data are local; and what random weights
+say is rewarded for its letters.
 
-Each test prints a row of the table in docs/performance.md: `pytest -m gpu -s tests/test_recipes_gpu.py`. Run as a
+Each test prints a row of the table in docs/performance.md: `pytest -m gpu -s
+tests/test_recipes_gpu.py`. Run as a
 module (`python -m tests.test_recipes_gpu NAME FOLDER`), it makes such a model.
 """
 
@@ -35,7 +37,13 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 STEPS = 8
 TAKES = 1500  # seconds at most
 LIMIT = 0.5  # nats on one token: large models with random weights round coarsely in bfloat16
-WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2),
     "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2),
@@ -60,12 +68,16 @@ def make_model(name: str, folder: str) -> None:
     """With a tokenizer of as many tokens, of which texts become bytes alone."""
     vocabulary = UNTIED.get(name, VOCABULARY)
     small = byte_tokenizer()
-    tokens = {token: number for token, number in small.get_vocab().items() if number < len(small) - 2}
+    tokens = {
+        token: number for token, number in small.get_vocab().items() if number < len(small) - 2
+    }
     tokens |= {f"w{number}": number for number in range(len(tokens), vocabulary - 2)}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=small.pad_token, eos_token=small.eos_token)
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=small.pad_token, eos_token=small.eos_token
+    )
     whole.chat_template = small.chat_template
     whole.save_pretrained(folder)
     config = Qwen2Config(
@@ -92,7 +104,8 @@ def model_of(tmp_path_factory):
     def make(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("model")
-            command = [sys.executable, "-m", __name__, name, str(made[name])]  # or its memory would be this process'
+            # or its memory would be this process'
+            command = [sys.executable, "-m", __name__, name, str(made[name])]
             subprocess.run(command, cwd=ROOT, check=True)
         return made[name]
 
@@ -109,14 +122,20 @@ def recipe_of(path: str, model: Path, folder: Path, urls: list[str]) -> Path:
     script.write_text(ENVIRONMENT.format(folder=kind, name=NAMES[kind]))
     config = {}
     if kind == "gsm8k":
-        lines = [{"question": f"{number} " * 60, "answer": f"#### {number}"} for number in range(300)]
+        lines = [
+            {"question": f"{number} " * 60, "answer": f"#### {number}"} for number in range(300)
+        ]
         (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
         config = {"dataset": str(folder / "questions.jsonl")}
     for one in [*recipe.get("evaluations", []), spec]:
         one |= {"path": str(script), "config": one.get("config", {}) | config}
     several = isinstance(recipe.get("vllm_server_base_url"), list)
     recipe |= {"environments": [spec], "vllm_server_base_url": urls if several else urls[0]}
-    recipe |= {"model_name_or_path": str(model), "output_dir": str(folder / "run"), "max_steps": STEPS}
+    recipe |= {
+        "model_name_or_path": str(model),
+        "output_dir": str(folder / "run"),
+        "max_steps": STEPS,
+    }
     recipe |= {"atropos_url": free_urls(1)[0], "save_strategy": "no", "report_to": "none"}
     recipe["warning_thresholds"] = {"truncated": 1}  # random weights know no end
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -149,11 +168,18 @@ def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
             elif "serve" in words:
                 _serve(services, words, model, urls[0], env[TOKEN_VARIABLE])
         (words,) = [words for words in commands(path) if "launch" in words]
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[words.index("launch") :]]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            *words[words.index("launch") :],
+        ]
         command[command.index("--config") + 1] = str(file)
         if "CUDA_VISIBLE_DEVICES" in os.environ:  # accelerate would take the first
             command[4:4] = ["--gpu_ids", os.environ["CUDA_VISIBLE_DEVICES"]]
-        run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
+        run = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             code = run.wait(TAKES)
         finally:
@@ -163,7 +189,12 @@ def test_a_recipe_runs_on_the_gpus_that_it_names(path, model_of, tmp_path):
     told = json.loads((tmp_path / "run/summary.json").read_text())
     steps = read_logs(tmp_path / "run/run_log.jsonl")
     row = {"recipe": path, **summary(steps[WARM_UP:]), "memory_gb": peak.gigabytes}
-    print("\n" + json.dumps(row | {"probe": told["probe_max_abs_diff"], "first_step_s": steps[0]["time/step"]}))
+    print(
+        "\n"
+        + json.dumps(
+            row | {"probe": told["probe_max_abs_diff"], "first_step_s": steps[0]["time/step"]}
+        )
+    )
     assert told["steps"] == STEPS
     assert 0 < told["probe_max_abs_diff"] <= LIMIT
     assert max(step["grad_norm"] for step in steps) > 0
@@ -173,7 +204,14 @@ def _serve(services: Services, words: list[str], model: Path, url: str, token: s
     """Starts the server by the command at the recipe's head, and waits until it is there."""
     env = {"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token}
     env |= dict(word.split("=", 1) for word in words if word.startswith("CUDA_VISIBLE_DEVICES="))
-    command = [sys.executable, "-m", "trl_atropos.cli", "serve", str(model), *words[words.index("serve") + 2 :]]
+    command = [
+        sys.executable,
+        "-m",
+        "trl_atropos.cli",
+        "serve",
+        str(model),
+        *words[words.index("serve") + 2 :],
+    ]
     command += ["--port", url.rpartition(":")[2]]
     services.start("vllm", command, env=env, health_url=f"{url}/health")
     services.wait_healthy("vllm", 400)

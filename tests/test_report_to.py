@@ -1,4 +1,5 @@
-"""Where a run's metrics go: TensorBoard, Weights & Biases, trackio, and the log that `trl-atropos report` reads."""
+"""Where a run's metrics go: TensorBoard, Weights & Biases, trackio, and the log that `trl-atropos
+report` reads."""
 
 import json
 import logging
@@ -35,7 +36,9 @@ def ours(logs: dict[str, float]) -> dict[str, float]:
 def told(folder: Path) -> Logged:
     """What the run logged, by its own account. Of every kind of metric, there is one."""
     logged = {step: ours(logs) for step, logs in read_run(folder).logs.items()}
-    assert sorted(logged) == [1, 2] and all(any(name.startswith(kind) for name in logged[1]) for kind in OURS)
+    assert sorted(logged) == [1, 2] and all(
+        any(name.startswith(kind) for name in logged[1]) for kind in OURS
+    )
     return logged
 
 
@@ -47,9 +50,9 @@ def test_tensorboard_gets_every_metric_of_every_step_below_the_runs_folder(tiny_
     read.Reload()
     for step, logs in told(tmp_path / "run").items():
         for name, value in logs.items():
-            assert [event.value for event in read.Scalars(f"train/{name}") if event.step == step] == [
-                pytest.approx(value, rel=1e-6)
-            ], name
+            assert [
+                event.value for event in read.Scalars(f"train/{name}") if event.step == step
+            ] == [pytest.approx(value, rel=1e-6)], name
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +61,20 @@ def reported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("reported")
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(2)]
     loggers = [name for name in ("wandb", "trackio") if find_spec(name)]
-    recipe = arguments(folder / "run", max_steps=2, report_to=loggers, model_name_or_path=str(tiny_model))
+    recipe = arguments(
+        folder / "run", max_steps=2, report_to=loggers, model_name_or_path=str(tiny_model)
+    )
     recipe["replay_paths"] = record(folder / "rollouts.jsonl", *batches)
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # which is YAML, too
-    places = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
+    places = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
     command = [sys.executable, "-m", "trl_atropos.train", "--config", str(folder / "recipe.yaml")]
-    done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, env=os.environ | places, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -84,12 +95,15 @@ def test_trackio_gets_every_metric_of_every_step(reported):
 
 
 def assert_same(entries: list[dict], expected: Logged) -> None:
-    by_step = {entry["train/global_step"]: ours(entry) for entry in entries if "train/reward" in entry}
+    by_step = {
+        entry["train/global_step"]: ours(entry) for entry in entries if "train/reward" in entry
+    }
     assert by_step == {step: pytest.approx(logs) for step, logs in expected.items()}
 
 
 def wandb_history(path: Path) -> Iterator[dict]:
-    """What was logged, from the file that a run offline leaves: LevelDB's records, each one message."""
+    """What was logged, from the file that a run offline leaves: LevelDB's records, each one
+    message."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, message = path.read_bytes(), 7, b""
@@ -103,7 +117,10 @@ def wandb_history(path: Path) -> Iterator[dict]:
         if kind in (1, 4):  # a whole record, or the last piece of one
             entry, message = Record.FromString(message), b""
             if entry.HasField("history"):
-                yield {"/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
+                yield {
+                    "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in entry.history.item
+                }
 
 
 @pytest.mark.slow
@@ -117,8 +134,14 @@ def test_the_main_job_keeps_one_log_with_the_settings_of_the_model(reported, tin
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tensorbord", r"`report_to` is \['tensorbord'\]: tensorbord is not supported, only .*tensorboard"),
-        ("clearml", r"`report_to` is \['clearml'\]: .*Run `pip install clearml`\. Or set `report_to: none`\."),
+        (
+            "tensorbord",
+            r"`report_to` is \['tensorbord'\]: tensorbord is not supported, only .*tensorboard",
+        ),
+        (
+            "clearml",
+            r"`report_to` is \['clearml'\]: .*Run `pip install clearml`\. Or set `report_to: none`\.",
+        ),
     ],
 )
 def test_a_logger_that_is_not_there_is_refused_before_anything_starts(name, message, tmp_path):
@@ -127,7 +150,7 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_starts(name, mess
         check_reports(config)
 
 
-# --------------------------------------------------------------------------------------------------- the run's own log
+# -------------------------------------------------------------------------------- the run's own log
 
 
 class Spooled(ReplaySource):
@@ -138,22 +161,33 @@ class Spooled(ReplaySource):
 
 
 def make_spooled(model: Path, folder: Path, number: int, **settings) -> AtroposGRPOTrainer:
-    recording = record(folder / "rollouts.jsonl", *[uniform_batch(model, 4, 2, seed) for seed in range(number)])
+    recording = record(
+        folder / "rollouts.jsonl", *[uniform_batch(model, 4, 2, seed) for seed in range(number)]
+    )
     (folder / "run" / "rollouts").mkdir(parents=True)
     config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
     return AtroposGRPOTrainer(str(model), args=config, rollout_source=Spooled(recording))
 
 
-def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(tiny_model, tmp_path):
+def test_a_trainer_made_in_python_logs_its_steps_batches_and_model_for_a_report(
+    tiny_model, tmp_path
+):
     trainer = make_spooled(
-        tiny_model, tmp_path, 4, max_steps=4, gradient_accumulation_steps=2, per_device_train_batch_size=4
+        tiny_model,
+        tmp_path,
+        4,
+        max_steps=4,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
     )
     assert isinstance(trainer.rollout_source, Spooled)
     trainer.train()
     run = read_run(tmp_path / "run")
     assert (run.ended, run.steps, sorted(run.logs)) == (4, 4, [1, 2, 3, 4])
     entries = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
-    assert [entry["batch"] for entry in entries if "batch" in entry] == [[step, step] for step in (1, 2, 3, 4)]
+    assert [entry["batch"] for entry in entries if "batch" in entry] == [
+        [step, step] for step in (1, 2, 3, 4)
+    ]
     assert [entry["spool"] for entry in entries if "batch" in entry] == ["abc"] * 4
     assert run.began["model"] == {"model_name_or_path": tiny_model.name}
 

@@ -1,4 +1,5 @@
-"""Services that are started again: by real guards, with real processes, a real Atropos API and real environments."""
+"""Services that are started again: by real guards, with real processes, a real Atropos API and real
+environments."""
 
 import logging
 import os
@@ -79,7 +80,10 @@ def test_a_service_that_ends_is_started_again_with_a_warning_and_counted(service
         until(lambda: services.restarts == 1, "the restart is counted")
     assert process_of(services, "environment-one") != pid
     assert deaths == []
-    assert re.search(r"environment-one ended with exit code 137 \(SIGKILL\) after \d s; .* again in 1 s", caplog.text)
+    assert re.search(
+        r"environment-one ended with exit code 137 \(SIGKILL\) after \d s; .* again in 1 s",
+        caplog.text,
+    )
 
 
 def test_the_waits_before_restarts_double(services):
@@ -103,15 +107,19 @@ def test_one_end_more_than_is_allowed_ends_the_run_with_the_number_of_restarts(s
     time.sleep(2 * SETTLED)
     os.kill(process_of(services, "environment-one"), signal.SIGKILL)
     assert seen.wait(SOON)
-    assert "environment-one ended with exit code 137 (SIGKILL), after 1 restarts, while the run needs it" in str(
-        deaths
+    assert (
+        "environment-one ended with exit code 137 (SIGKILL), after 1 restarts, while the run needs "
+        "it" in str(deaths)
     )
 
 
 def test_a_service_that_dies_again_at_once_ends_the_run_with_the_end_of_its_log(services, tmp_path):
     """Like an environment whose data has gone: it starts well once, and never again."""
     once = "import os, sys, time\nprint('up', flush=True)\n"
-    once += "if os.path.exists('gone'): sys.exit('no data found')\nopen('gone', 'w').close()\ntime.sleep(600)"
+    once += (
+        "if os.path.exists('gone'): sys.exit('no data found')\nopen('gone', "
+        "'w').close()\ntime.sleep(600)"
+    )
     deaths, seen = [], threading.Event()
     pid = start(services, "environment-one", [sys.executable, "-c", once], restarts=3, cwd=tmp_path)
     services.watch(lambda error: (deaths.append(error), seen.set()))
@@ -122,7 +130,11 @@ def test_a_service_that_dies_again_at_once_ends_the_run_with_the_end_of_its_log(
 
 
 def test_a_service_that_fails_at_its_start_is_not_started_again(services):
-    services.start("environment-one", [sys.executable, "-c", "import sys; sys.exit('no module found')"], restarts=3)
+    services.start(
+        "environment-one",
+        [sys.executable, "-c", "import sys; sys.exit('no module found')"],
+        restarts=3,
+    )
     services._services["environment-one"].guard.wait(SOON)
     with pytest.raises(ServiceError, match=r"ended with exit code 1 while(.|\n)*no module found"):
         services.check()
@@ -144,28 +156,39 @@ def test_a_stop_during_the_wait_before_a_restart_is_quick_and_starts_nothing(ser
 
 
 def test_nothing_of_the_life_before_is_left_when_a_service_is_started_again(services):
-    parent = "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    parent = (
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])\n"
+    )
     parent += "print('up', flush=True)\ntime.sleep(600)"
     start(services, "environment-one", [sys.executable, "-c", parent], restarts=3)
     guard = services._services["environment-one"].guard.pid
-    before = until(lambda: (pids := members(guard)) and len(pids) == 2 and pids, "both processes run")
+    before = until(
+        lambda: (pids := members(guard)) and len(pids) == 2 and pids, "both processes run"
+    )
     services.watch(lambda error: None)
     os.kill(before[0], signal.SIGKILL)
     until(lambda: services.restarts == 1, "it is started again")
-    after = until(lambda: (pids := members(guard)) and len(pids) == 2 and pids, "both processes run again")
+    after = until(
+        lambda: (pids := members(guard)) and len(pids) == 2 and pids, "both processes run again"
+    )
     assert not set(before) & set(after)
 
 
 def test_a_trainer_that_is_killed_during_the_wait_leaves_no_guard_behind(tmp_path):
     trainer = (
-        "import os, sys, time\nfrom trl_atropos.services.manager import Services\nservices = Services('logs')\n"
-        "service = [sys.executable, '-c', 'import time; print(\"up\", flush=True); time.sleep(0.5)']\n"
-        "services.start('a', service, restarts=9, settled=0.1)\n"
+        "import os, sys, time\nfrom trl_atropos.services.manager import Services\nservices = "
+        "Services('logs')\nservice = [sys.executable, '-c', 'import time; print(\"up\", "
+        "flush=True); time.sleep(0.5)']\nservices.start('a', service, restarts=9, settled=0.1)\n"
         "print(services._services['a'].guard.pid, flush=True)\ntime.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-c", trainer], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", trainer],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     guard = int(process.stdout.readline())
     log = tmp_path / "logs" / "a.log"
@@ -177,7 +200,7 @@ def test_a_trainer_that_is_killed_during_the_wait_leaves_no_guard_behind(tmp_pat
     assert log.read_text().count("\nup\n") == 2  # and it has not been started a third time
 
 
-# --------------------------------------------------------------------------------------- with the API and environments
+# -------------------------------------------------------------------- with the API and environments
 
 
 class Loop:
@@ -187,7 +210,15 @@ class Loop:
         self.services, self.model = services, model
         self.url = f"http://127.0.0.1:{free_port()}"
         port = self.url.rpartition(":")[2]
-        api = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", port]
+        api = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+        ]
         services.start(ATROPOS, api, health_url=f"{self.url}/", restarts=3, settled=SETTLED)
         services.wait_healthy(ATROPOS, 60)
         self.deaths: list[ServiceError] = []
@@ -198,7 +229,15 @@ class Loop:
         self.client = self.trainer.client
 
     def start_environment(self, name: str, *flags: str) -> None:
-        command = [sys.executable, PLAIN_ENVIRONMENT, self.url, str(self.model), "--offpolicy", "4", *flags]
+        command = [
+            sys.executable,
+            PLAIN_ENVIRONMENT,
+            self.url,
+            str(self.model),
+            "--offpolicy",
+            "4",
+            *flags,
+        ]
         env = EnvironmentSpec(path=PLAIN_ENVIRONMENT).variables()
         self.services.start(f"environment-{name}", command, env=env, restarts=3, settled=SETTLED)
 
@@ -231,9 +270,15 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
     loop.start_environment("two", "--minimum", "0.5")
     for name in ("one", "two"):
         log = loop.services.log_dir / f"environment-{name}.log"
-        until(lambda log=log: "Waiting to register" in log.read_text(), f"{name} wants to register", 60)
+        until(
+            lambda log=log: "Waiting to register" in log.read_text(),
+            f"{name} wants to register",
+            60,
+        )
     loop.join()
-    until(lambda: (loop.pull(1), len(loop.client.environments()) == 2)[1], "both have registered", 60)
+    until(
+        lambda: (loop.pull(1), len(loop.client.environments()) == 2)[1], "both have registered", 60
+    )
     loop.pull(3)
     assert len(loop.client.environments()) == 2
     supervisor = Supervisor(loop.services, lambda error: None)
@@ -242,7 +287,9 @@ def test_of_two_environments_the_dead_one_is_disconnected_where_its_log_tells_it
     kill_and_see_again(loop.services, "environment-two")
     until(lambda: (loop.pull(1), loop.client.environment(2))[1], "it registers again", 60)
     until(lambda: supervisor.names() == names | {2: "two"}, "its log shows the new number")
-    until(lambda: loop.client.environment(2).env_weight == 0.5, "only the dead one's weight is gone")
+    until(
+        lambda: loop.client.environment(2).env_weight == 0.5, "only the dead one's weight is gone"
+    )
     assert loop.client.environment(2).unallocated_fraction == 0.5
     loop.pull(3)
 
@@ -261,7 +308,9 @@ def test_an_api_that_is_killed_comes_back_with_the_environments_that_it_took_wit
 
 
 @pytest.mark.slow
-def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(loop, tmp_path, caplog):
+def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_started(
+    loop, tmp_path, caplog
+):
     run = RunInfo(
         batch_size=4,
         max_sequence_length=64,
@@ -279,32 +328,41 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
         source.poll(4, 0.1)  # lets environments in
         loop.start_environment("one", "--faults", "constant scores")
         loop.start_environment("two", "--faults", "cannot score", "--seconds", "0.5")
-        until(lambda: failures and "environment-one: " in source.diagnose(), "groups were dropped", 90)
+        until(
+            lambda: failures and "environment-one: " in source.diagnose(), "groups were dropped", 90
+        )
         told = source.diagnose()
         metrics = source.metrics()
     finally:
         source.close()
     assert "has 2 environments, but its queue is empty" in told
     for sign in (
-        "one: [0-9]+ times it dropped a group because its scores are all equal: set `--env.ensure_scores_are_not_same",
-        "two: [0-9]+ times it failed to collect a group; the last error was KeyError: 'weight' .* in score",
+        "one: [0-9]+ times it dropped a group because its scores are all equal: set "
+        "`--env.ensure_scores_are_not_same",
+        "two: [0-9]+ times it failed to collect a group; the last error was KeyError: 'weight' .* "
+        "in score",
     ):
         account = rf"environment-{sign}.* It has been running for \d+ s\. Its log: \S+\.log\..* The Atropos API"
         assert re.search(account, told), told
     (failure,) = failures
     count = re.match(
-        r"environment-two failed on each of its first (\d+) groups\. The last error was Key", str(failure)
+        r"environment-two failed on each of its first (\d+) groups\. The last error was Key",
+        str(failure),
     )
     assert int(count[1]) >= HOPELESS
-    (warning,) = [record.getMessage() for record in caplog.records if "failed on a group" in record.message]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "failed on a group" in record.message
+    ]
     log = loop.services.log_dir / "environment-two.log"
-    assert re.match(r"environment-two failed on a group: KeyError: 'weight' \(.*plain_environment.py:", warning)
+    assert re.match(
+        r"environment-two failed on a group: KeyError: 'weight' \(.*plain_environment.py:", warning
+    )
     assert warning.endswith(f"the traceback is in its log, {log}.")
     assert log.read_text().count("Traceback (most recent call last)") == 1
     assert metrics["services/restarts"] == 0.0 and "rollouts/waiting_rows" in metrics
 
 
-# -------------------------------------------------------------------------------------------------------- the main job
+# ------------------------------------------------------------------------------------- the main job
 
 
 @pytest.mark.full  # whose parts are above, and in `rollouts/test_source_faults.py`
@@ -312,7 +370,14 @@ def test_the_diagnosis_and_the_metrics_tell_of_the_environments_that_the_run_sta
 @pytest.mark.server
 def test_a_run_survives_the_death_of_its_api_which_takes_the_environment_with_it(tmp_path):
     model = make_model(tmp_path / "model")
-    flags = ("--max_steps", "100000", "--per_device_train_batch_size", "16", "--rollout_timeout", "120")
+    flags = (
+        "--max_steps",
+        "100000",
+        "--per_device_train_batch_size",
+        "16",
+        "--rollout_timeout",
+        "120",
+    )
     with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:
 
         def trains_beyond(step: int) -> None:

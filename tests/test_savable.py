@@ -1,4 +1,5 @@
-"""What the saving of a checkpoint would refuse is found before the first step, and nothing else is refused."""
+"""What the saving of a checkpoint would refuse is found before the first step, and nothing else is
+refused."""
 
 import json
 import re
@@ -80,14 +81,28 @@ UNSAVABLE: dict[str, tuple[Callable[[dict[str, Any]], None], str, str]] = {
     "a length penalty without beams": (search_without_beams, "The generation config", "remove"),
     "a config with an object": (put_object_into_config, "The model's config", "config.json"),
     "weights that overlap": (share_undeclared, "Weights that share memory", "memory of its own"),
-    "a tokenizer with an object": (put_object_into_tokenizer, "The tokenizer", "`processing_class`"),
-    "settings with a function": (put_function_into_arguments, "The settings of the run", "functions"),
-    "a callback with an object": (add_stateful_callback, "The state of the callback Stateful", "`state\\(\\)`"),
+    "a tokenizer with an object": (
+        put_object_into_tokenizer,
+        "The tokenizer",
+        "`processing_class`",
+    ),
+    "settings with a function": (
+        put_function_into_arguments,
+        "The settings of the run",
+        "functions",
+    ),
+    "a callback with an object": (
+        add_stateful_callback,
+        "The state of the callback Stateful",
+        "`state\\(\\)`",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNSAVABLE)
-def test_what_saving_refuses_is_refused_before_the_first_step(name, tiny_model, tmp_path, monkeypatch):
+def test_what_saving_refuses_is_refused_before_the_first_step(
+    name, tiny_model, tmp_path, monkeypatch
+):
     spoil, what, fix = UNSAVABLE[name]
     given = parts(tiny_model, tmp_path)
     spoil(given)
@@ -103,10 +118,14 @@ def test_what_saving_refuses_is_refused_before_the_first_step(name, tiny_model, 
     assert trainer.state.global_step <= 1
 
 
-def test_output_folder_where_nothing_can_be_written_is_refused_before_the_first_step(tiny_model, tmp_path):
+def test_output_folder_where_nothing_can_be_written_is_refused_before_the_first_step(
+    tiny_model, tmp_path
+):
     given = parts(tiny_model, tmp_path)
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(RecipeError, match=r"`output_dir` is .*/run', where nothing can be written \(File exists\)"):
+    with pytest.raises(
+        RecipeError, match=r"`output_dir` is .*/run', where nothing can be written \(File exists\)"
+    ):
         AtroposGRPOTrainer(**given)
 
 
@@ -133,7 +152,9 @@ def test_room_for_one_checkpoint_is_needed_and_no_more(name, tiny_model, tmp_pat
 
     def trainer_with(free: float) -> AtroposGRPOTrainer:
         monkeypatch.setattr(savable.shutil, "disk_usage", lambda _: Usage(0, 0, int(free)))
-        return AtroposGRPOTrainer(**parts(tiny_model, tmp_path, **settings), peft_config=peft_config)
+        return AtroposGRPOTrainer(
+            **parts(tiny_model, tmp_path, **settings), peft_config=peft_config
+        )
 
     trainer_with(taken)
     with pytest.raises(RecipeError, match="too little room for one checkpoint") as refused:
@@ -150,7 +171,9 @@ def test_checkpoints_that_are_there_count_as_room(tiny_model, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_adapter_needs_the_bases_generation_config_only_where_it_is_merged(merges, tiny_model, tmp_path):
+def test_adapter_needs_the_bases_generation_config_only_where_it_is_merged(
+    merges, tiny_model, tmp_path
+):
     """With `restart`, the server gets a whole model."""
     given = parts(tiny_model, tmp_path, **{"vllm_mode": "restart"} if merges else {})
     sample_greedily(given)
@@ -160,4 +183,7 @@ def test_adapter_needs_the_bases_generation_config_only_where_it_is_merged(merge
             build()
     else:
         build().train()
-        assert json.loads((tmp_path / "run/checkpoint-1/adapter_config.json").read_text())["peft_type"] == "LORA"
+        assert (
+            json.loads((tmp_path / "run/checkpoint-1/adapter_config.json").read_text())["peft_type"]
+            == "LORA"
+        )

@@ -1,4 +1,5 @@
-"""What stays on disk where the writing of a checkpoint is interrupted or fails, in one process and in two.
+"""What stays on disk where the writing of a checkpoint is interrupted or fails, in one process and
+in two.
 
 Run as a module, this file is one of two processes of a trainer (`main` below).
 """
@@ -48,7 +49,9 @@ def test_what_keeps_a_checkpoint_from_the_disk_ends_the_training(trainer, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint-2").write_text("in the way")
     run = trainer(max_steps=6, save_steps=2)
-    with pytest.raises(SaveError, match=r"could not be written to .*/run/checkpoint-2: .*exists.*resume"):
+    with pytest.raises(
+        SaveError, match=r"could not be written to .*/run/checkpoint-2: .*exists.*resume"
+    ):
         run.train()
     assert run.state.global_step == 2
 
@@ -67,15 +70,24 @@ def test_what_fails_while_it_is_written_leaves_nothing(trainer, tmp_path, error)
     assert not (tmp_path / "run/checkpoint-2").exists()
 
 
-# ------------------------------------------------------------------------------------------- in the middle of a batch
+# ------------------------------------------------------------------------- in the middle of a batch
 
 IN_THE_MIDDLE: list[tuple[dict[str, Any], str | None]] = [
     ({"save_steps": 1}, None),
     ({"steps_per_generation": 4, "save_steps": 4}, None),
     ({"steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_steps": 1}, None),
-    ({"steps_per_generation": 4, "save_steps": 2}, "step 2 .* 8 of its 16 rollouts. .* a multiple of 4"),
-    ({"steps_per_generation": 4, "save_steps": 3}, "step 3 .* 4 of its 16 rollouts. .* a multiple of 4"),
-    ({"num_iterations": 2, "save_steps": 1}, "step 1 .* the last 1 of its 2 passes .* a multiple of 2"),
+    (
+        {"steps_per_generation": 4, "save_steps": 2},
+        "step 2 .* 8 of its 16 rollouts. .* a multiple of 4",
+    ),
+    (
+        {"steps_per_generation": 4, "save_steps": 3},
+        "step 3 .* 4 of its 16 rollouts. .* a multiple of 4",
+    ),
+    (
+        {"num_iterations": 2, "save_steps": 1},
+        "step 1 .* the last 1 of its 2 passes .* a multiple of 2",
+    ),
     (
         {"num_iterations": 2, "steps_per_generation": 2, "save_steps": 1},
         "step 1 .* 4 of its 8 rollouts and the last 1.5 of its 2 passes .* a multiple of 4",
@@ -88,10 +100,16 @@ IN_THE_MIDDLE: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("settings", "said"), IN_THE_MIDDLE)
-def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(trainer, caplog, settings, said):
+def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(
+    trainer, caplog, settings, said
+):
     caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
     trainer(max_steps=4, **{"per_device_train_batch_size": 4} | settings).train()
-    told = [entry.getMessage() for entry in caplog.records if "middle of a generation batch" in entry.getMessage()]
+    told = [
+        entry.getMessage()
+        for entry in caplog.records
+        if "middle of a generation batch" in entry.getMessage()
+    ]
     assert len(told) == (said is not None)
     assert said is None or re.search(said, told[0]), told
 
@@ -100,18 +118,25 @@ def test_resume_in_the_middle_of_a_batch_says_what_it_leaves_out(trainer, tmp_pa
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "save_steps": 1}
     trainer(max_steps=1, **settings).train()
     caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
-    trainer(max_steps=2, **settings).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    trainer(max_steps=2, **settings).train(
+        resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1")
+    )
     assert "middle of a generation batch: 4 rollouts of it are not trained" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
 
 
 def main(model: Path, folder: Path) -> None:
     """What each of the two processes does."""
 
     def run(name: str) -> AtroposGRPOTrainer:
-        given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": ROWS // 2}
+        given = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "per_device_train_batch_size": ROWS // 2,
+        }
         settings = arguments(folder / name, **given, replay_paths=[str(folder / "rollouts.jsonl")])
         return AtroposGRPOTrainer(str(model), AtroposGRPOConfig(**settings))
 
@@ -126,18 +151,26 @@ def main(model: Path, folder: Path) -> None:
     except SaveError as error:
         told["error"] = str(error)
     (folder / f"rank{trainer.args.process_index}.json").write_text(json.dumps(told))
-    trainer.accelerator.end_training()  # threads of a process group that is still there abort a process that ends
+    # threads of a process group that is still there abort a process that ends
+    trainer.accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_two_processes_write_one_checkpoint_and_hear_both_of_what_kept_it_from_the_disk(tiny_model, tmp_path):
-    record(tmp_path / "rollouts.jsonl", *[uniform_batch(tiny_model, 8, 2, seed) for seed in range(6)])
+def test_two_processes_write_one_checkpoint_and_hear_both_of_what_kept_it_from_the_disk(
+    tiny_model, tmp_path
+):
+    record(
+        tmp_path / "rollouts.jsonl", *[uniform_batch(tiny_model, 8, 2, seed) for seed in range(6)]
+    )
     launch_two(tmp_path, __name__, tiny_model)
     assert whole(tmp_path / "run") == [2, 4]
     names = {path.name for path in (tmp_path / "run/checkpoint-4").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} <= names
     for rank in (0, 1):
-        assert "blocked/checkpoint-2: " in json.loads((tmp_path / f"rank{rank}.json").read_text())["error"]
+        assert (
+            "blocked/checkpoint-2: "
+            in json.loads((tmp_path / f"rank{rank}.json").read_text())["error"]
+        )
 
 
 if __name__ == "__main__":

@@ -42,11 +42,18 @@ from trl_atropos.services.manager import (
 from trl_atropos.train import apply_recipe_environment, start_mps, start_services
 
 GONE_WITHIN = 15.0
-REGISTRATION = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": ""}
+REGISTRATION = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "",
+}
 REGISTRATION |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9}
 FOREVER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 FAILING = [sys.executable, "-c", "import sys; print('no GPU found', flush=True); sys.exit(3)"]
-# As vLLM 0.26 writes it on a GPU: the reason first, then two more tracebacks of where it was noticed.
+# As vLLM 0.26 writes it on a GPU: the reason first, then two more tracebacks of where it was
+# noticed.
 VLLM_TRACEBACK = """
 import sys
 def traceback(prefix, error):
@@ -98,26 +105,40 @@ time.sleep(600)
 """
 
 
-def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(services, monkeypatch, caplog):
+def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(
+    services, monkeypatch, caplog
+):
     monkeypatch.setattr(manager, "TOLD_EVERY", 0.6)
     monkeypatch.setenv("COLUMNS", "80")
     caplog.set_level("INFO", "trl_atropos")
-    services.start("vllm", [sys.executable, "-c", STARTING], health_url=f"http://127.0.0.1:{free_port()}/health")
+    services.start(
+        "vllm",
+        [sys.executable, "-c", STARTING],
+        health_url=f"http://127.0.0.1:{free_port()}/health",
+    )
     with pytest.raises(ServiceError, match="did not become healthy"):
         services.wait_healthy("vllm", timeout=3)
-    told = [record.getMessage() for record in caplog.records if "is starting" in record.getMessage()]
-    assert len(told) >= 2 and re.fullmatch(r"vllm is starting, [123] s: Capturing CUDA graphs: 35%\|###\|", told[-1])
+    told = [
+        record.getMessage() for record in caplog.records if "is starting" in record.getMessage()
+    ]
+    assert len(told) >= 2 and re.fullmatch(
+        r"vllm is starting, [123] s: Capturing CUDA graphs: 35%\|###\|", told[-1]
+    )
 
 
 def test_a_service_that_dies_at_start_is_reported_with_the_end_of_its_log(services, free_url):
     services.start("inference server", FAILING, health_url=f"{free_url}/health")
     began = time.monotonic()
-    with pytest.raises(ServiceError, match=r"inference server ended with exit code 3 (.|\n)*no GPU found"):
+    with pytest.raises(
+        ServiceError, match=r"inference server ended with exit code 3 (.|\n)*no GPU found"
+    ):
         services.wait_healthy("inference server", timeout=600)
     assert time.monotonic() - began < GONE_WITHIN
 
 
-def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_reason_is(services, free_url):
+def test_of_vllms_tracebacks_only_the_innermost_frames_are_shown_so_that_the_reason_is(
+    services, free_url
+):
     services.start("vllm", [sys.executable, "-c", VLLM_TRACEBACK], health_url=f"{free_url}/health")
     said = r"needs it: RuntimeError: CUDA error: out of memory\. Fix "
     said += r"(.|\n)*module_24.py(.|\n)*CUDA error: out of memory\n(.|\n)*root cause above"
@@ -136,10 +157,14 @@ def test_of_a_killed_service_the_signal_is_named_and_memory_only_where_the_kerne
     pid = running(services, "vllm")
     vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + killed}\n")
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ServiceError, match=r"vllm ended with exit code 137 \(SIGKILL\) while") as told:
+    with pytest.raises(
+        ServiceError, match=r"vllm ended with exit code 137 \(SIGKILL\) while"
+    ) as told:
         services._services["vllm"].guard.wait(GONE_WITHIN)
         services.check()
-    assert ("kernel of this machine has killed 1 processes because its memory" in str(told.value)) == bool(killed)
+    assert (
+        "kernel of this machine has killed 1 processes because its memory" in str(told.value)
+    ) == bool(killed)
 
 
 def test_the_kernels_own_count_can_be_read():
@@ -150,7 +175,8 @@ def test_a_service_that_does_not_answer_in_time_is_reported_with_url_and_log(ser
     services.start("api", FOREVER, health_url=f"{free_url}/health")
     running(services, "api")
     with pytest.raises(
-        ServiceError, match=r"/health gave no 200 within 1 s (.|\n)*refused(.|\n)*api\.log:\n(.|\n)*up"
+        ServiceError,
+        match=r"/health gave no 200 within 1 s (.|\n)*refused(.|\n)*api\.log:\n(.|\n)*up",
     ):
         services.wait_healthy("api", timeout=1)
 
@@ -224,7 +250,10 @@ def test_stop_does_not_raise_for_a_service_that_is_already_dead(services):
 
 def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services, monkeypatch):
     monkeypatch.setattr(manager, "GRACE", 1.0)
-    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    stubborn = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+        "time.sleep(600)"
+    )
     services.start("environment", [sys.executable, "-c", stubborn])
     guard = guard_of(services, "environment")
     running(services, "environment")
@@ -234,8 +263,14 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(services, monk
 
 def test_what_a_killed_guard_leaves_behind_is_ended(services, monkeypatch):
     monkeypatch.setattr(manager, "GRACE", 1.0)
-    parent = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); p.wait()"
-    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    parent = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); "
+        "p.wait()"
+    )
+    child = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+        "time.sleep(600)"
+    )
     services.start("environment", [sys.executable, "-c", parent, child])
     guard = guard_of(services, "environment")
     log = services.log_dir / "environment.log"
@@ -269,7 +304,11 @@ def test_a_service_gets_its_own_variables_and_none_of_the_launchers(services, mo
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GROUP_SIZE", "8")
-    report = "import os; print({name: os.environ.get(name) for name in ('RANK', 'GROUP_SIZE', 'MINE')}, flush=True);"
+    report = (
+        "import os; "
+        "print({name: os.environ.get(name) for name in ('RANK', 'GROUP_SIZE', 'MINE')}, "
+        "flush=True);"
+    )
     report += "print(any(name.startswith('TORCHELASTIC') for name in os.environ), flush=True)"
     services.start("environment", [sys.executable, "-c", report], env={"MINE": "1"})
     services._services["environment"].guard.wait(GONE_WITHIN)
@@ -279,7 +318,15 @@ def test_a_service_gets_its_own_variables_and_none_of_the_launchers(services, mo
 
 def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
     port = port_of(free_url)
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     services.start("Atropos API", command, health_url=f"{free_url}/info")
     services.wait_healthy("Atropos API", timeout=60)
     with pytest.raises(ServiceError, match="already in use"):
@@ -292,13 +339,18 @@ def test_the_atropos_api_becomes_healthy_and_stops(services, free_url):
 
 def test_everything_is_gone_after_the_trainer_is_killed(tmp_path):
     trainer = (
-        "import sys, time\nfrom trl_atropos.services.manager import Services\nservices = Services('logs')\n"
-        "for name in 'ab':\n    services.start(name, [sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(*(service.guard.pid for service in services._services.values()), flush=True)\ntime.sleep(600)\n"
+        "import sys, time\nfrom trl_atropos.services.manager import Services\nservices = "
+        "Services('logs')\nfor name in 'ab':\n    services.start(name, [sys.executable, '-c', "
+        "'import time; time.sleep(600)'])\nprint(*(service.guard.pid for service in "
+        "services._services.values()), flush=True)\ntime.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-c", trainer], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", trainer],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     guards = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
@@ -322,7 +374,8 @@ def test_processes_with_one_seed_draw_ports_of_their_own(method):
         theirs = pool.map(_draw_ports, [5, 5], chunksize=1)
     drawn = [*mine, *theirs[0], *theirs[1], *_draw_ports(5)]
     assert len(set(mine)) == 5
-    # Each process has a place of its own among 10,000 ports; that two of three meet has a probability of 0.3 %.
+    # Each process has a place of its own among 10,000 ports; that two of three meet has a
+    # probability of 0.3 %.
     assert len(set(drawn)) >= len(drawn) - 5
 
 
@@ -333,7 +386,8 @@ def test_a_port_in_use_is_named_with_the_way_out():
         with pytest.raises(ServiceError) as caught:
             require_free_port(f"http://127.0.0.1:{port}", "the Atropos API", fix)
     assert str(caught.value) == (
-        f"port {port} on 127.0.0.1 is already in use, the Atropos API cannot be started there. {fix}"
+        f"port {port} on 127.0.0.1 is already in use, the Atropos API cannot be started there. "
+        f"{fix}"
     )
 
 
@@ -356,17 +410,28 @@ def test_a_health_check_does_not_go_through_a_proxy(services, free_url, monkeypa
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     assert urllib.request.getproxies()["http"] == "http://192.0.2.1:1"
-    server = "import sys; from http.server import *; HTTPServer(('127.0.0.1', int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()"  # noqa: E501
-    services.start("server", [sys.executable, "-c", server, str(port_of(free_url))], health_url=free_url)
+    server = (
+        "import sys; from http.server import *; HTTPServer(('127.0.0.1', int(sys.argv[1])), "
+        "SimpleHTTPRequestHandler).serve_forever()"
+    )
+    services.start(
+        "server", [sys.executable, "-c", server, str(port_of(free_url))], health_url=free_url
+    )
     services.wait_healthy("server", timeout=30)
 
 
 @pytest.mark.parametrize(
     ("length", "refused"),
-    [(59, nullcontext()), (60, pytest.raises(ServiceError, match=r"`TMPDIR`.* 60 bytes; at most 59 .* such as /tmp"))],
+    [
+        (59, nullcontext()),
+        (60, pytest.raises(ServiceError, match=r"`TMPDIR`.* 60 bytes; at most 59 .* such as /tmp")),
+    ],
 )
-def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(length, refused, monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own folders are too long for the first
+def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(
+    length, refused, monkeypatch
+):
+    # pytest's own folders are too long for the first
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
         folder = Path(short, "x" * (length - len(short) - 1))
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -380,7 +445,9 @@ def test_a_folder_whose_path_leaves_no_room_for_a_sockets_name_is_refused(length
 def test_too_little_shared_memory_is_named_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
     require_shared_memory(1)
-    with pytest.raises(ServiceError, match=r"/dev/shm has 64 MiB free.* 2 worker processes needs 256.*--shm-size"):
+    with pytest.raises(
+        ServiceError, match=r"/dev/shm has 64 MiB free.* 2 worker processes needs 256.*--shm-size"
+    ):
         require_shared_memory(2)
 
 
@@ -389,7 +456,10 @@ def test_what_a_service_leaves_in_its_temporary_folder_is_removed_however_it_end
     services, killed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import os, tempfile, time; tempfile.mkstemp(); print(os.getpid(), flush=True); time.sleep(600)"
+    code = (
+        "import os, tempfile, time; tempfile.mkstemp(); print(os.getpid(), flush=True); "
+        "time.sleep(600)"
+    )
     services.start("server", [sys.executable, "-c", code], scratch=True)
     [service] = services.running()
     deadline = time.monotonic() + GONE_WITHIN
@@ -410,13 +480,19 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
     """What a process says that starts MPS, and then runs `code`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_MPS")} | variables
     command = [sys.executable, "-c", STARTS_MPS + "import os\n" + code]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize(
     ("daemon", "says"),
     [
-        ("", "it did not start. The end of logs/mps.log:\nsh: 1: exec: nvidia-cuda-mps-control: not found"),
+        (
+            "",
+            "it did not start. The end of logs/mps.log:\nsh: 1: exec: nvidia-cuda-mps-control: not "
+            "found",
+        ),
         ("echo no GPU; exit 3", "no GPU"),
         ("touch $CUDA_MPS_PIPE_DIRECTORY/control; exec sleep 600", "CUDA does not begin under it"),
     ],
@@ -424,12 +500,15 @@ def started_mps(folder: Path, code: str, **variables: str) -> subprocess.Complet
 def test_a_run_goes_on_where_mps_cannot_be_had(tmp_path, daemon, says):
     path = tmp_path / "bin/nvidia-cuda-mps-control"
     path.parent.mkdir()
-    for tool in ("sh", "sleep", "touch"):  # and no others: a machine with a GPU has the real one beside them
+    # and no others: a machine with a GPU has the real one beside them
+    for tool in ("sh", "sleep", "touch"):
         path.with_name(tool).symlink_to(shutil.which(tool))
     if daemon:
         path.write_text(f"#!/bin/sh\n{daemon}\n")
         path.chmod(0o755)
-    ended = started_mps(tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=str(path.parent))
+    ended = started_mps(
+        tmp_path, "print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))", PATH=str(path.parent)
+    )
     assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
     assert "goes on without NVIDIA's MPS" in ended.stderr and says in ended.stderr
 
@@ -461,15 +540,21 @@ def test_what_a_run_states_is_known_before_it_is_parsed(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_ATROPOS_TESTED", "0")
     assert apply_recipe_environment([f"--config={recipe}"])["mps"] is False
     assert os.environ["TRL_ATROPOS_TESTED"] == "1"
-    stated = apply_recipe_environment(["--config", str(recipe), "--overlay", str(overlay), "--output_dir=runs/b"])
+    stated = apply_recipe_environment(
+        ["--config", str(recipe), "--overlay", str(overlay), "--output_dir=runs/b"]
+    )
     assert stated["mps"] is True and stated["output_dir"] == "runs/b"
-    assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] == ""  # as argparse reads it: true
+    # as argparse reads it: true
+    assert apply_recipe_environment(["--config", str(recipe), "--mps"])["mps"] == ""
     # What reads the variables when it is imported is not imported before.
     code = f"""import sys
 from trl_atropos.train import apply_recipe_environment
 apply_recipe_environment(["--config", {str(recipe)!r}])
 print({{"numpy", "torch", "huggingface_hub"}} & set(sys.modules))"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )
 
 
 def test_an_api_is_reset_before_the_environments_of_the_run_register_there(services, tmp_path):
@@ -479,8 +564,15 @@ def test_an_api_is_reset_before_the_environments_of_the_run_register_there(servi
     try:
         api.post("/register", REGISTRATION)
         api.get("/batch")  # the former trainer, which lets environments in at once
-        environment = [{"name": "mine", "command": f"{sys.executable} -c 'import time; time.sleep(600)'"}]
-        recipe = {"model_name_or_path": "m", "output_dir": str(tmp_path / "run"), "max_steps": 1, "use_cpu": True}
+        environment = [
+            {"name": "mine", "command": f"{sys.executable} -c 'import time; time.sleep(600)'"}
+        ]
+        recipe = {
+            "model_name_or_path": "m",
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 1,
+            "use_cpu": True,
+        }
         recipe |= {"atropos_url": api.url, "reset_atropos": True, "environments": environment}
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
         start_services(parse(["--config", str(tmp_path / "recipe.yaml")]), services)

@@ -1,7 +1,7 @@
 """How the processes of a run on several machines begin and end together.
 
-`main` is what each of two processes does, with an `output_dir` of its own as on two machines without a common file
-system. `tests/nodes.py` has machines with networks, and takes minutes.
+`main` is what each of two processes does, with an `output_dir` of its own as on two machines
+without a common file system. `tests/nodes.py` has machines with networks, and takes minutes.
 """
 
 import json
@@ -17,12 +17,22 @@ from trl_atropos.train import _heed_ddp_timeout, _lost_contact
 
 pytestmark = pytest.mark.slow
 
-SAVED = {0: (2, 4, 6), 1: (2, 4)}  # steps of the checkpoints on each machine: one was late with the last
+# steps of the checkpoints on each machine: one was late with the last
+SAVED = {0: (2, 4, 6), 1: (2, 4)}
 TIMEOUT = 5  # seconds
 
 
 def recipe_of(model: str, folder: Path, resume: str):
-    argv = ["--model_name_or_path", model, "--output_dir", str(folder), "--max_steps", "9", "--use_cpu", "true"]
+    argv = [
+        "--model_name_or_path",
+        model,
+        "--output_dir",
+        str(folder),
+        "--max_steps",
+        "9",
+        "--use_cpu",
+        "true",
+    ]
     return parse([*argv, "--resume_from_checkpoint", resume, "--ddp_timeout", str(TIMEOUT)])
 
 
@@ -33,7 +43,9 @@ def main(model: str, folder: str) -> None:
     own = Path(folder, f"machine{rank}")
     for step in SAVED[rank]:
         (own / f"checkpoint-{step}").mkdir(parents=True)
-        (own / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (own / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            json.dumps({"global_step": step})
+        )
     recipe = recipe_of(model, own, "true")
     check_files(recipe)
     told["resumed"] = os.path.basename(recipe.training.resume_from_checkpoint)
@@ -70,9 +82,14 @@ def test_a_run_resumes_from_the_last_checkpoint_that_all_machines_have(told):
 def test_a_checkpoint_that_one_machine_lacks_ends_all_with_what_to_do(told):
     for one in told:
         assert "there is no checkpoint in" in one["refused"]
-        assert "put `output_dir` on a file system that they share, or train with `save_on_each_node" in one["refused"]
+        assert (
+            "put `output_dir` on a file system that they share, or train with `save_on_each_node"
+            in one["refused"]
+        )
 
 
 def test_a_silent_process_is_given_up_after_ddp_timeout_with_a_message(told):
-    assert told[0]["lost"].startswith("Another process of this trainer, on this machine or on another one, has ended")
+    assert told[0]["lost"].startswith(
+        "Another process of this trainer, on this machine or on another one, has ended"
+    )
     assert TIMEOUT - 1 < told[0]["seconds"] < TIMEOUT + 4

@@ -1,4 +1,5 @@
-"""Rows with the `sft` override are trained as supervised: the step is that of cross-entropy on their tokens."""
+"""Rows with the `sft` override are trained as supervised: the step is that of cross-entropy on
+their tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,19 @@ from trl_atropos.rollouts.wire import MASKED
 SFT = {"group_overrides": {"sft": True}}
 LONGEST = 16  # `max_completion_length`, by which dr_grpo divides
 RATE = 0.1
-STEP = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+STEP = {
+    "optim": "sgd",
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 
 
-def gradient_of_training(model: Path, folder: Path, groups: list[Group], **settings: Any) -> torch.Tensor:
-    """What one step of plain gradient descent on `groups` took away from the weights, over its rate."""
+def gradient_of_training(
+    model: Path, folder: Path, groups: list[Group], **settings: Any
+) -> torch.Tensor:
+    """What one step of plain gradient descent on `groups` took away from the weights, over its
+    rate."""
     rows = sum(len(group["tokens"]) for group in groups)
     folder.mkdir(exist_ok=True)
     trainer = make_trainer(
@@ -50,7 +59,9 @@ MEANS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 }
 
 
-def gradient_of_cross_entropy(model: Path, groups: list[Group], loss_type: str, **options: Any) -> torch.Tensor:
+def gradient_of_cross_entropy(
+    model: Path, groups: list[Group], loss_type: str, **options: Any
+) -> torch.Tensor:
     loss = -MEANS[loss_type](likelihoods(model, groups, **options))
     gradients = torch.autograd.grad(loss, list(load_policy(model).parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
@@ -63,11 +74,15 @@ def assert_same(gradient: torch.Tensor, expected: torch.Tensor) -> None:
 
 def supervised(model: Path) -> list[Group]:
     """With log-probabilities and scores as of a rollout, which must not matter."""
-    return [make_group(model, size, 40 + size, turns=turns, **SFT) for size, turns in ((6, 1), (2, 3))]
+    return [
+        make_group(model, size, 40 + size, turns=turns, **SFT) for size, turns in ((6, 1), (2, 3))
+    ]
 
 
 @pytest.mark.parametrize("loss_type", MEANS)
-def test_a_batch_of_supervised_rows_has_the_gradient_of_cross_entropy(tiny_model, tmp_path, loss_type):
+def test_a_batch_of_supervised_rows_has_the_gradient_of_cross_entropy(
+    tiny_model, tmp_path, loss_type
+):
     groups = supervised(tiny_model)
     gradient = gradient_of_training(tiny_model, tmp_path, groups, loss_type=loss_type)
     assert_same(gradient, gradient_of_cross_entropy(tiny_model, groups, loss_type))
@@ -90,9 +105,12 @@ def test_the_likelihood_is_at_the_temperature_of_the_run(tiny_model, tmp_path):
 
 
 def test_single_rows_of_a_group_may_be_supervised(tiny_model, tmp_path):
-    """The others of the group are left without an advantage, so that the step is that of the supervised ones."""
+    """The others of the group are left without an advantage, so that the step is that of the
+    supervised ones."""
     group = make_group(tiny_model, 4, 7)
-    mixed = group | {"overrides": [{"sft": i in (1, 2), "set_advantage_to_zero": i in (0, 3)} for i in range(4)]}
+    mixed = group | {
+        "overrides": [{"sft": i in (1, 2), "set_advantage_to_zero": i in (0, 3)} for i in range(4)]
+    }
     only = {name: group[name][1:3] for name in ("tokens", "masks")}
     gradient = gradient_of_training(tiny_model, tmp_path, [mixed], loss_type="dr_grpo")
     assert_same(2 * gradient, gradient_of_cross_entropy(tiny_model, [only], "dr_grpo"))
@@ -111,7 +129,9 @@ def test_advantages_that_a_supervised_row_brings_are_not_used(tiny_model, tmp_pa
 
 
 def test_a_supervised_row_that_asks_for_no_advantage_is_not_trained_on(tiny_model, tmp_path):
-    groups = [make_group(tiny_model, 8, 1, group_overrides={"sft": True, "set_advantage_to_zero": True})]
+    groups = [
+        make_group(tiny_model, 8, 1, group_overrides={"sft": True, "set_advantage_to_zero": True})
+    ]
     trainer = make_trainer(tiny_model, tmp_path, groups)
     trainer.train()
     assert step_logs(trainer)[0]["grad_norm"] == 0.0
@@ -119,7 +139,8 @@ def test_a_supervised_row_that_asks_for_no_advantage_is_not_trained_on(tiny_mode
 
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo"])
 def test_supervised_and_other_rows_of_a_batch_add_up(tiny_model, tmp_path, loss_type):
-    """Both losses are means over rows, so that the gradient of a batch is the mean of its halves'."""
+    """Both losses are means over rows, so that the gradient of a batch is the mean of its
+    halves'."""
     halves = [[make_group(tiny_model, 4, 70, turns=2, **SFT)], [make_group(tiny_model, 4, 71)]]
     first, second, both = (
         gradient_of_training(tiny_model, tmp_path / str(i), groups, loss_type=loss_type)

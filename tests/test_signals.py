@@ -50,7 +50,9 @@ def start(program: str, cwd: Path, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     (cwd / "program.py").write_text(START + program)
     command = options.pop("command", [sys.executable, "program.py"])
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, **options
+    )
 
 
 def outcome(program: str, cwd: Path, **options) -> tuple[int, list[str]]:
@@ -196,7 +198,10 @@ try:
 except Interrupted:
     say("raised while the thread was in its block")
 """
-    assert outcome(program, tmp_path) == (0, ["in the thread", "raised while the thread was in its block"])
+    assert outcome(program, tmp_path) == (
+        0,
+        ["in the thread", "raised while the thread was in its block"],
+    )
 
 
 def test_another_thread_can_raise_its_exception_in_a_blocked_main_thread(tmp_path):
@@ -235,11 +240,30 @@ def wait_for(path: Path) -> None:
 
 
 ACCELERATE = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"),
+    *(
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+    ),
     *("--mixed_precision", "no", "--dynamo_backend", "no"),
 ]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0"]
-LAUNCHERS = pytest.mark.parametrize("launcher", [ACCELERATE, TORCHRUN], ids=["accelerate", "torchrun"])
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node",
+    "1",
+    "--master_port",
+    "0",
+]
+LAUNCHERS = pytest.mark.parametrize(
+    "launcher", [ACCELERATE, TORCHRUN], ids=["accelerate", "torchrun"]
+)
 
 
 @LAUNCHERS
@@ -279,7 +303,12 @@ def test_launchers_are_recognised_by_their_command_line(command):
 
 @pytest.mark.parametrize(
     "command",
-    ["python3 run.py", "python3 -m trl_atropos.train --log accelerate", "bash /home/me/accelerate/run.sh", ""],
+    [
+        "python3 run.py",
+        "python3 -m trl_atropos.train --log accelerate",
+        "bash /home/me/accelerate/run.sh",
+        "",
+    ],
 )
 def test_other_parents_are_no_launchers(command):
     assert not _runs_launcher(command.split(" "))

@@ -1,4 +1,5 @@
-"""Memory that two processes share, and messages: what is opened is what was meant, what is packed is unpacked."""
+"""Memory that two processes share, and messages: what is opened is what was meant, what is packed
+is unpacked."""
 
 import os
 from types import SimpleNamespace
@@ -7,7 +8,14 @@ import pytest
 import torch
 
 from trl_atropos.tensors import channel
-from trl_atropos.tensors.channel import ChannelError, GlooChannel, MemoryChannel, open_group, open_receiver, unpack
+from trl_atropos.tensors.channel import (
+    ChannelError,
+    GlooChannel,
+    MemoryChannel,
+    open_group,
+    open_receiver,
+    unpack,
+)
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.full_weights import FullWeights
@@ -43,7 +51,8 @@ def test_a_message_that_does_not_fit_into_the_shared_buffer_is_refused():
 
 
 class Connecting(GlooChannel):
-    """Connects as NCCL does: in its first broadcast, which returns when all others are in theirs."""
+    """Connects as NCCL does: in its first broadcast, which returns when all others are in
+    theirs."""
 
     def _broadcast(self, buffer):
         work = super()._broadcast(buffer)
@@ -54,9 +63,16 @@ class Connecting(GlooChannel):
 def test_a_broadcast_may_wait_for_those_that_it_goes_to(monkeypatch):
     monkeypatch.setattr(channel, "GlooChannel", Connecting)
     cpu, ends, got = torch.device("cpu"), [], []
-    own = open_group("gloo", cpu, [("127.0.0.1", 1, lambda to: ends.append(open_receiver(to, 0, cpu)))], timeout=10.0)
+    own = open_group(
+        "gloo",
+        cpu,
+        [("127.0.0.1", 1, lambda to: ends.append(open_receiver(to, 0, cpu)))],
+        timeout=10.0,
+    )
     client = SimpleNamespace(url="http://127.0.0.1:1")
-    servers = SimpleNamespace(clients=[client], timeout=10.0, each_here=lambda receive: [receive(client)])
+    servers = SimpleNamespace(
+        clients=[client], timeout=10.0, each_here=lambda receive: [receive(client)]
+    )
     message = own.staging(3).copy_(torch.tensor([1, 2, 3]))
     send_messages(own, iter([message]), servers, lambda _: got.append(ends[0].receive(3).tolist()))
     assert got == [[1, 2, 3]] and not own.broken
@@ -74,7 +90,10 @@ def test_tensors_of_any_size_are_unpacked_as_they_were_packed(room):
         for spec, tensor in zip(specs, unpack(message, specs), strict=True)
     }
     assert received.keys() == sent.keys()
-    assert all(received[name].dtype == tensor.dtype and received[name].equal(tensor) for name, tensor in sent.items())
+    assert all(
+        received[name].dtype == tensor.dtype and received[name].equal(tensor)
+        for name, tensor in sent.items()
+    )
 
 
 def test_a_view_with_swapped_strides_is_saved_as_a_contiguous_copy():

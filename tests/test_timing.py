@@ -1,8 +1,10 @@
-"""Where a step's time goes: the parts add up to what a clock beside them measures, and each has what it is to have.
+"""Where a step's time goes: the parts add up to what a clock beside them measures, and each has
+what it is to have.
 
-Nothing here says that a part is short, which it is not on a busy machine. Either the stopwatch reads a clock of the
-test's own, `ticking`, and what it says is exact, or each side is made to take its time, and must have that: as a
-moment belongs to one part only, none has what the other must have.
+Nothing here says that a part is short, which it is not on a busy machine. Either the stopwatch
+reads a clock of the test's own, `ticking`, and what it says is exact, or each side is made to take
+its time, and must have that: as a moment belongs to one part only, none has what the other must
+have.
 """
 
 import statistics
@@ -17,7 +19,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from tests.rollout_factory import arguments, load_policy, make_trainer, record, step_logs, uniform_batch
+from tests.rollout_factory import (
+    arguments,
+    load_policy,
+    make_trainer,
+    record,
+    step_logs,
+    uniform_batch,
+)
 from tests.rollouts.conftest import Api, restartable_api  # noqa: F401 - a fixture
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
@@ -49,7 +58,8 @@ Sleep = Callable[[float], None]
 
 @pytest.fixture
 def ticking(monkeypatch) -> Sleep:
-    """The stopwatch's clock stands still. Returns what moves it on, as a sleep of that many seconds would."""
+    """The stopwatch's clock stands still. Returns what moves it on, as a sleep of that many seconds
+    would."""
     now = [0.0]
 
     def move_on(seconds: float) -> None:
@@ -71,8 +81,8 @@ class Clock(TrainerCallback):
 
 class Clocks:
     """
-    One before all callbacks of a trainer and one behind them, the stopwatch's among them: steps as long as they see.
-    However busy the machine is, the stopwatch looks at the time between the two.
+    One before all callbacks of a trainer and one behind them, the stopwatch's among them: steps as
+    long as they see. However busy the machine is, the stopwatch looks at the time between the two.
     """
 
     def __init__(self, trainer: AtroposGRPOTrainer):
@@ -81,7 +91,8 @@ class Clocks:
         trainer.add_callback(self._behind)
 
     def assert_between(self, seconds: float, first: int, last: int) -> None:
-        """That from the end of step `first` to that of step `last`, counted from 0, it may be that many seconds."""
+        """That from the end of step `first` to that of step `last`, counted from 0, it may be that
+        many seconds."""
         least = self._before.ends[last] - self._behind.ends[first]
         most = self._behind.ends[last] - self._before.ends[first]
         assert least - 1e-6 <= seconds <= most + 1e-6  # floating-point sums
@@ -149,7 +160,11 @@ def batches(model: Path, number: int = STEPS, groups: int = 4) -> list:
 def parts(trainer: AtroposGRPOTrainer) -> list[dict[str, float]]:
     """Of each step, by name without `time/`."""
     return [
-        {name.removeprefix("time/"): value for name, value in log.items() if name.startswith("time/")}
+        {
+            name.removeprefix("time/"): value
+            for name, value in log.items()
+            if name.startswith("time/")
+        }
         for log in step_logs(trainer)
     ]
 
@@ -172,7 +187,8 @@ def slow_forward(trainer: AtroposGRPOTrainer, seconds: float, sleep: Sleep = tim
 
 @contextmanager
 def slow_optimizer(seconds: float, sleep: Sleep = time.sleep):
-    """Each step of an optimizer takes that much longer, inside of all that a publisher wraps around it."""
+    """Each step of an optimizer takes that much longer, inside of all that a publisher wraps around
+    it."""
     handle = register_optimizer_step_pre_hook(lambda *_: sleep(seconds))
     try:
         yield
@@ -181,7 +197,8 @@ def slow_optimizer(seconds: float, sleep: Sleep = time.sleep):
 
 
 def assert_steps_are(trainer: AtroposGRPOTrainer, **seconds: float) -> None:
-    """That each step but the first is made of just these parts, with a clock that stands still otherwise."""
+    """That each step but the first is made of just these parts, with a clock that stands still
+    otherwise."""
     wanted = dict.fromkeys((*PARTS, SAVE), 0.0) | seconds | {"step": sum(seconds.values())}
     steps = parts(trainer)[1:]
     assert len(steps) == STEPS - 1
@@ -189,24 +206,36 @@ def assert_steps_are(trainer: AtroposGRPOTrainer, **seconds: float) -> None:
         assert {name: step[name] for name in wanted} == pytest.approx(wanted)
 
 
-# ----------------------------------------------------------------------------------------------------------- the speed
+# ---------------------------------------------------------------------------------------- the speed
 
 
 def test_a_steps_tokens_are_counted_once_each(tiny_model, tmp_path):
-    """Of two optimizer steps on each batch, in two rounds: a token is sampled once and trained on twice."""
+    """Of two optimizer steps on each batch, in two rounds: a token is sampled once and trained on
+    twice."""
     numbers = [
-        [(len(row), sum(m != -100 for m in mask)) for g in batch for row, mask in zip(g["tokens"], g["masks"])]
+        [
+            (len(row), sum(m != -100 for m in mask))
+            for g in batch
+            for row, mask in zip(g["tokens"], g["masks"])
+        ]
         for batch in batches(tiny_model, 1, 4)
     ]
-    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    trainer = make_trainer(tiny_model, tmp_path, *batches(tiny_model, 1, 4), num_iterations=2, max_steps=4, **settings)
+    settings = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+    }
+    trainer = make_trainer(
+        tiny_model, tmp_path, *batches(tiny_model, 1, 4), num_iterations=2, max_steps=4, **settings
+    )
     trainer._times.most_tokens_per_second = 1e6
     trainer.train()
     whole = sum(length for length, _ in numbers[0])
     sampled = sum(number for _, number in numbers[0])  # without holes in the mask
     for log in step_logs(trainer):
         worked_off = {
-            name: log[f"speed/{name}_tokens_per_second"] * log["time/step"] for name in ("sampled", "trained")
+            name: log[f"speed/{name}_tokens_per_second"] * log["time/step"]
+            for name in ("sampled", "trained")
         }
         assert worked_off["trained"] == pytest.approx(whole / 2)
         assert worked_off["sampled"] == pytest.approx(sampled / 4)
@@ -224,13 +253,20 @@ def test_the_operations_of_a_token_are_those_of_the_weights(tiny_model, tmp_path
     finally:
         frozen.requires_grad_(True)
     with torch.device("meta"):
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32))
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        experts = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32)
+        )
     assert timing.flops_per_token(experts) is None  # a token passes only some
     assert timing.peak_flops(torch.device("cpu")) is None
 
 
-# ------------------------------------------------------------------------------------------------------- the stopwatch
+# ------------------------------------------------------------------------------------ the stopwatch
 
 
 def test_a_part_inside_another_is_taken_out_of_it(ticking):
@@ -241,7 +277,11 @@ def test_a_part_inside_another_is_taken_out_of_it(ticking):
             ticking(5)
         ticking(1)
     lap = stopwatch.lap()
-    assert {name: seconds for name, seconds in lap.items() if seconds} == {COMPUTE: 3, WAIT: 5, "step": 8}
+    assert {name: seconds for name, seconds in lap.items() if seconds} == {
+        COMPUTE: 3,
+        WAIT: 5,
+        "step": 8,
+    }
 
 
 def test_a_part_that_raises_is_left(ticking):
@@ -249,7 +289,10 @@ def test_a_part_that_raises_is_left(ticking):
     with pytest.raises(KeyError), stopwatch.part(COMPUTE):
         raise KeyError
     ticking(2)
-    assert {name: seconds for name, seconds in stopwatch.lap().items() if seconds} == {OTHER: 2, "step": 2}
+    assert {name: seconds for name, seconds in stopwatch.lap().items() if seconds} == {
+        OTHER: 2,
+        "step": 2,
+    }
 
 
 def test_what_is_in_no_part_belongs_to_the_optimizer_only_until_the_step_ends(ticking):
@@ -262,7 +305,7 @@ def test_what_is_in_no_part_belongs_to_the_optimizer_only_until_the_step_ends(ti
     assert lap[OPTIMIZER] == 0 and lap[OTHER] == 3
 
 
-# --------------------------------------------------------------------------------------------------------- the trainer
+# -------------------------------------------------------------------------------------- the trainer
 
 
 @pytest.mark.parametrize(
@@ -270,11 +313,21 @@ def test_what_is_in_no_part_belongs_to_the_optimizer_only_until_the_step_ends(ti
     [
         {},
         {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8},
-        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 1},
+        {
+            "gradient_accumulation_steps": 4,
+            "per_device_train_batch_size": 8,
+            "steps_per_generation": 1,
+        },
         {"steps_per_generation": 4, "per_device_train_batch_size": 8},
         {"num_iterations": 2, "beta": 0.1},
     ],
-    ids=["plain", "accumulated", "several batches a step", "several steps a batch", "iterations and a reference"],
+    ids=[
+        "plain",
+        "accumulated",
+        "several batches a step",
+        "several steps a batch",
+        "iterations and a reference",
+    ],
 )
 def test_the_parts_add_up_to_the_steps_wall_time(tiny_model, tmp_path, settings):
     settings = {"per_device_train_batch_size": 32, "max_steps": STEPS} | settings
@@ -313,9 +366,16 @@ def test_the_parts_are_means_over_the_logged_steps(tiny_model, tmp_path):
 def test_waiting_for_a_source_is_waiting_and_nothing_else(ticking, tiny_model, tmp_path):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     args = AtroposGRPOConfig(
-        **arguments(tmp_path / "run", max_steps=STEPS, per_device_train_batch_size=32, replay_paths=[recording])
+        **arguments(
+            tmp_path / "run",
+            max_steps=STEPS,
+            per_device_train_batch_size=32,
+            replay_paths=[recording],
+        )
     )
-    trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=SlowSource(recording, ticking))
+    trainer = AtroposGRPOTrainer(
+        str(tiny_model), args, rollout_source=SlowSource(recording, ticking)
+    )
     with slow_forward(trainer, PAUSE, ticking):
         trainer.train()
     assert_steps_are(trainer, **{WAIT: PAUSE, COMPUTE: PAUSE})
@@ -324,7 +384,12 @@ def test_waiting_for_a_source_is_waiting_and_nothing_else(ticking, tiny_model, t
 def test_publishing_is_not_counted_as_the_optimizers(ticking, tiny_model, tmp_path):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     args = AtroposGRPOConfig(
-        **arguments(tmp_path / "run", max_steps=STEPS, per_device_train_batch_size=32, replay_paths=[recording])
+        **arguments(
+            tmp_path / "run",
+            max_steps=STEPS,
+            per_device_train_batch_size=32,
+            replay_paths=[recording],
+        )
     )
     trainer = AtroposGRPOTrainer(str(tiny_model), args, policy_publisher=SlowPublisher(ticking))
     with slow_optimizer(2 * PAUSE, ticking):
@@ -332,7 +397,9 @@ def test_publishing_is_not_counted_as_the_optimizers(ticking, tiny_model, tmp_pa
     assert_steps_are(trainer, **{PUBLISH: PAUSE, OPTIMIZER: 2 * PAUSE})
 
 
-def test_what_comes_between_backward_and_the_end_of_the_step_is_the_optimizers(ticking, tiny_model, tmp_path):
+def test_what_comes_between_backward_and_the_end_of_the_step_is_the_optimizers(
+    ticking, tiny_model, tmp_path
+):
     trainer = make_trainer(
         tiny_model,
         tmp_path,
@@ -347,12 +414,17 @@ def test_what_comes_between_backward_and_the_end_of_the_step_is_the_optimizers(t
     assert_steps_are(trainer, **{COMPUTE: 4.0, OPTIMIZER: 3 * PAUSE, OTHER: PAUSE})
 
 
-def test_the_old_policys_forward_is_compute_and_not_ingest(ticking, tiny_model, tmp_path, monkeypatch):
+def test_the_old_policys_forward_is_compute_and_not_ingest(
+    ticking, tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(AtroposGRPOTrainer, "_scores_first", True)
-    trainer = make_trainer(tiny_model, tmp_path, *batches(tiny_model), per_device_train_batch_size=32, max_steps=STEPS)
+    trainer = make_trainer(
+        tiny_model, tmp_path, *batches(tiny_model), per_device_train_batch_size=32, max_steps=STEPS
+    )
     with slow_forward(trainer, PAUSE, ticking):
         trainer.train()
-    assert_steps_are(trainer, **{COMPUTE: 2 * PAUSE})  # of the old policy, and of the one that is trained
+    # of the old policy, and of the one that is trained
+    assert_steps_are(trainer, **{COMPUTE: 2 * PAUSE})
 
 
 def test_saving_and_callbacks_are_other_and_saving_is_told_by_itself(tiny_model, tmp_path):
@@ -368,20 +440,24 @@ def test_saving_and_callbacks_are_other_and_saving_is_told_by_itself(tiny_model,
     )
     trainer.train()
     steps = parts(trainer)
-    assert all(step[OTHER] > PAUSE for step in steps[1:])  # of the step before, which is logged after it has ended
+    # of the step before, which is logged after it has ended
+    assert all(step[OTHER] > PAUSE for step in steps[1:])
     assert [step[SAVE] > 0 for step in steps] == [False, False, True, False]
     assert steps[2][OTHER] > PAUSE + steps[2][SAVE]
 
 
 class Deliveries(TrainerCallback):
-    """Gives the API a batch for the first step, and one more before the end of each; looks what is left of that."""
+    """Gives the API a batch for the first step, and one more before the end of each; looks what is
+    left of that."""
 
     def __init__(self, api: Api, model: Path, expected: list[int]):
         self.api, self.model, self.expected = api, model, expected
         self.left: list[int] = []  # groups
 
     def deliver(self) -> None:
-        self.api.deliver(*[group | {"env_id": None} for group in uniform_batch(self.model, 8, 2, len(self.left))])
+        self.api.deliver(
+            *[group | {"env_id": None} for group in uniform_batch(self.model, 8, 2, len(self.left))]
+        )
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -392,13 +468,16 @@ class Deliveries(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         to_be_pulled = not self.expected[len(self.left)]
-        deadline = time.monotonic() + (PULLED_WITHIN if to_be_pulled else 3 * PAUSE)  # nobody polls in it
+        # nobody polls in it
+        deadline = time.monotonic() + (PULLED_WITHIN if to_be_pulled else 3 * PAUSE)
         while self.api.get("/status")["queue_size"] and time.monotonic() < deadline:
             time.sleep(0.02)
         self.left.append(self.api.get("/status")["queue_size"])
 
 
-@pytest.mark.parametrize(("publisher", "left"), [(SlowPublisher, [0, 0, 2]), (NullPublisher, [2, 2, 2])])
+@pytest.mark.parametrize(
+    ("publisher", "left"), [(SlowPublisher, [0, 0, 2]), (NullPublisher, [2, 2, 2])]
+)
 def test_the_next_batch_is_pulled_from_the_pause_on_and_none_after_the_last(
     restartable_api,  # noqa: F811
     tiny_model,
@@ -410,7 +489,12 @@ def test_the_next_batch_is_pulled_from_the_pause_on_and_none_after_the_last(
     trainer = AtroposGRPOTrainer(
         str(tiny_model),
         AtroposGRPOConfig(
-            **arguments(tmp_path, max_steps=3, per_device_train_batch_size=16, atropos_url=restartable_api.url)
+            **arguments(
+                tmp_path,
+                max_steps=3,
+                per_device_train_batch_size=16,
+                atropos_url=restartable_api.url,
+            )
         ),
         rollout_source=AtroposSource(restartable_api.url),
         policy_publisher=publisher(),
@@ -431,7 +515,9 @@ def after_a_pause(function):
 
 
 @pytest.mark.server
-def test_what_the_fence_does_around_the_optimizers_step_is_publishing(server, tiny_model, tmp_path, monkeypatch):
+def test_what_the_fence_does_around_the_optimizers_step_is_publishing(
+    server, tiny_model, tmp_path, monkeypatch
+):
     recording = record(tmp_path / "rollouts.jsonl", *batches(tiny_model))
     publisher = trainers.make_publisher(server, tmp_path)
     monkeypatch.setattr(publisher.transfer, "send", after_a_pause(publisher.transfer.send))
@@ -455,24 +541,35 @@ def test_what_the_fence_does_around_the_optimizers_step_is_publishing(server, ti
     client.release_lease()
 
 
-# ------------------------------------------------------------------------------------------------------ the bottleneck
+# ----------------------------------------------------------------------------------- the bottleneck
 
 
 def logged(**seconds: float) -> dict[str, float]:
     spent = dict.fromkeys(PARTS, 0.0) | seconds
-    return {f"time/{name}": value for name, value in spent.items()} | {"time/step": sum(spent[part] for part in PARTS)}
+    return {f"time/{name}": value for name, value in spent.items()} | {
+        "time/step": sum(spent[part] for part in PARTS)
+    }
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
         ({WAIT: 6.1, COMPUTE: 3.9}, "the environments cannot keep up: 61 % of the step is waiting"),
-        ({WAIT: 2, COMPUTE: 7, OPTIMIZER: 1}, "the trainer is the bottleneck: 80 % of the step is computing"),
+        (
+            {WAIT: 2, COMPUTE: 7, OPTIMIZER: 1},
+            "the trainer is the bottleneck: 80 % of the step is computing",
+        ),
         ({PUBLISH: 3, COMPUTE: 2}, "publishing is the bottleneck: 60 % of the step"),
         ({OTHER: 7, EVALUATE: 6, COMPUTE: 3}, "training waits for evaluations: 60 % of the step"),
-        ({OTHER: 7, EVALUATE: 1, COMPUTE: 3}, "saving, logging and callbacks are the bottleneck: 60 % of the step"),
+        (
+            {OTHER: 7, EVALUATE: 1, COMPUTE: 3},
+            "saving, logging and callbacks are the bottleneck: 60 % of the step",
+        ),
         ({INGEST: 3, COMPUTE: 2}, "taking rollouts in is the bottleneck: 60 % of the step"),
-        ({OTHER: 3, COMPUTE: 2}, "saving, logging and callbacks are the bottleneck: 60 % of the step"),
+        (
+            {OTHER: 3, COMPUTE: 2},
+            "saving, logging and callbacks are the bottleneck: 60 % of the step",
+        ),
         ({WAIT: 4.5, COMPUTE: 4.5, OTHER: 1}, None),
     ],
 )
@@ -488,7 +585,29 @@ def test_the_bottleneck_is_told_at_first_and_when_another_one_has_stayed_for_two
     waiting, computing = {WAIT: 6.1, COMPUTE: 3.9}, {WAIT: 3.9, COMPUTE: 6.1}
     neither = {WAIT: 4.0, COMPUTE: 4.0, PUBLISH: 2.0}
     lines = LineCallback()
-    seen = [waiting, waiting, computing, waiting, computing, computing, computing, neither, neither, neither]
+    seen = [
+        waiting,
+        waiting,
+        computing,
+        waiting,
+        computing,
+        computing,
+        computing,
+        neither,
+        neither,
+        neither,
+    ]
     told = [lines._news(logged(**seconds)).partition(":")[0] for seconds in seen]
     slow, busy = "the environments cannot keep up", "the trainer is the bottleneck"
-    assert told == [slow, "", "", "", "", busy, "", "", "nothing takes half of the step any more", ""]
+    assert told == [
+        slow,
+        "",
+        "",
+        "",
+        "",
+        busy,
+        "",
+        "",
+        "nothing takes half of the step any more",
+        "",
+    ]

@@ -1,5 +1,5 @@
-"""What `AtroposGRPOTrainer` does with rollouts, one behaviour a test. Whether the loss is right is in
-`test_reference.py`."""
+"""What `AtroposGRPOTrainer` does with rollouts, one behaviour a test. Whether the loss is right is
+in `test_reference.py`."""
 
 import dataclasses
 import json
@@ -48,16 +48,21 @@ def standardized(scores: list[float]) -> list[float]:
 
 
 def tables(folder: Path) -> list[pandas.DataFrame]:
-    return [pandas.read_parquet(path) for path in sorted((folder / "run" / "completions").glob("*.parquet"))]
+    return [
+        pandas.read_parquet(path)
+        for path in sorted((folder / "run" / "completions").glob("*.parquet"))
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------------------------------- groups
 
 
 def test_groups_of_any_sizes_fill_a_batch_together(tiny_model, tmp_path):
     sizes = (2, 3, 5, 6)
     groups = [make_group(tiny_model, size, size) for size in sizes]
-    trainer = make_trainer(tiny_model, tmp_path, groups, per_device_train_batch_size=16, log_completions=True)
+    trainer = make_trainer(
+        tiny_model, tmp_path, groups, per_device_train_batch_size=16, log_completions=True
+    )
     trainer.train()
     expected = [advantage for group in groups for advantage in standardized(group["scores"])]
     assert tables(tmp_path)[0]["advantage"].tolist() == pytest.approx(expected, abs=1e-4)
@@ -74,8 +79,12 @@ def test_a_group_split_between_two_batches_keeps_its_own_statistics(tiny_model, 
 
 
 def test_a_group_of_one_is_trained_on_its_raw_score_when_asked_to(tiny_model, tmp_path):
-    groups = [make_group(tiny_model, size, size, scores=[0.5 + i for i in range(size)]) for size in (1, 7)]
-    trainer = make_trainer(tiny_model, tmp_path, groups, single_row_groups="raw", log_completions=True)
+    groups = [
+        make_group(tiny_model, size, size, scores=[0.5 + i for i in range(size)]) for size in (1, 7)
+    ]
+    trainer = make_trainer(
+        tiny_model, tmp_path, groups, single_row_groups="raw", log_completions=True
+    )
     trainer.train()
     assert tables(tmp_path)[0]["advantage"].tolist()[0] == 0.5
 
@@ -87,7 +96,7 @@ def test_rows_that_ask_for_no_advantage_add_nothing_to_the_loss(tiny_model, tmp_
     assert step_logs(trainer)[0]["loss"] == step_logs(trainer)[0]["grad_norm"] == 0.0
 
 
-# --------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def test_rewards_and_lengths_in_the_metrics_are_those_of_the_rollouts(tiny_model, tmp_path):
@@ -96,15 +105,24 @@ def test_rewards_and_lengths_in_the_metrics_are_those_of_the_rollouts(tiny_model
     trainer.train()
     log = step_logs(trainer)[0]
     scores = torch.tensor([score for group in groups for score in group["scores"]])
-    trained = torch.tensor([sum(m != -100 for m in mask) for group in groups for mask in group["masks"]]).float()
+    trained = torch.tensor(
+        [sum(m != -100 for m in mask) for group in groups for mask in group["masks"]]
+    ).float()
     assert log["reward"] == log["rewards/atropos_score/mean"] == pytest.approx(scores.mean().item())
-    assert log["reward_std"] == log["rewards/atropos_score/std"] == pytest.approx(scores.std().item())
+    assert (
+        log["reward_std"] == log["rewards/atropos_score/std"] == pytest.approx(scores.std().item())
+    )
     assert log["completions/mean_length"] == pytest.approx(trained.mean().item())
-    assert (log["completions/min_length"], log["completions/max_length"]) == (trained.min(), trained.max())
+    assert (log["completions/min_length"], log["completions/max_length"]) == (
+        trained.min(),
+        trained.max(),
+    )
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_frac_reward_zero_std_is_the_share_of_rows_in_groups_without_variance(tiny_model, tmp_path, scale_rewards):
+def test_frac_reward_zero_std_is_the_share_of_rows_in_groups_without_variance(
+    tiny_model, tmp_path, scale_rewards
+):
     groups = [make_group(tiny_model, 6, 1), make_group(tiny_model, 2, 2, scores=[0.5, 0.5])]
     trainer = make_trainer(tiny_model, tmp_path, groups, scale_rewards=scale_rewards)
     trainer.train()
@@ -112,7 +130,8 @@ def test_frac_reward_zero_std_is_the_share_of_rows_in_groups_without_variance(ti
 
 
 def test_a_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
-    """Feedback after the last trained token, as of a tool whose answer the policy never got to use."""
+    """Feedback after the last trained token, as of a tool whose answer the policy never got to
+    use."""
     whole, cut = make_group(tiny_model, 4, 1), make_group(tiny_model, 4, 2)
     for name, entry in (("tokens", 65), ("masks", -100), ("inference_logprobs", 1.0)):
         whole[name] = [[*sequence, entry, entry] for sequence in whole[name]]
@@ -126,7 +145,9 @@ def test_a_masked_tail_does_not_count_as_truncated(tiny_model, tmp_path):
 
 def test_the_policy_version_in_the_metrics_counts_optimizer_steps(tiny_model, tmp_path):
     batches = [uniform_batch(tiny_model, 4, 4, seed) for seed in range(3)]
-    trainer = make_trainer(tiny_model, tmp_path, *batches, max_steps=3, gradient_accumulation_steps=2)
+    trainer = make_trainer(
+        tiny_model, tmp_path, *batches, max_steps=3, gradient_accumulation_steps=2
+    )
     trainer.train()
     assert [log["policy/version"] for log in step_logs(trainer)] == [0, 1, 2]
     assert trainer.policy_publisher.policy_version == 3
@@ -138,7 +159,11 @@ def test_the_completions_table_shows_the_rollouts_with_their_advantages(tiny_mod
     trainer.train()
     for step, (table, batch) in enumerate(zip(tables(tmp_path), batches, strict=True), start=1):
         decode = trainer.processing_class.decode
-        starts = [next(i for i, m in enumerate(mask) if m != -100) for group in batch for mask in group["masks"]]
+        starts = [
+            next(i for i, m in enumerate(mask) if m != -100)
+            for group in batch
+            for mask in group["masks"]
+        ]
         tokens = [sequence for group in batch for sequence in group["tokens"]]
         assert table["step"].tolist() == [step] * 8
         assert table["prompt"].tolist() == [decode(t[:start]) for t, start in zip(tokens, starts)]
@@ -146,16 +171,19 @@ def test_the_completions_table_shows_the_rollouts_with_their_advantages(tiny_mod
             decode(t[start:], skip_special_tokens=True) for t, start in zip(tokens, starts)
         ]
         scores = [group["scores"] for group in batch]
-        assert table["atropos_score"].tolist() == pytest.approx([s for group in scores for s in group])
+        assert table["atropos_score"].tolist() == pytest.approx(
+            [s for group in scores for s in group]
+        )
         advantages = [advantage for group in scores for advantage in standardized(group)]
         assert table["advantage"].tolist() == pytest.approx(advantages, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------ what arrives
+# ------------------------------------------------------------------------------------- what arrives
 
 
 def test_token_level_advantages_replace_what_the_scores_say(tiny_model, tmp_path):
-    """With the log-probabilities' gradient per token alike, doubling the advantages doubles the loss and its norm."""
+    """With the log-probabilities' gradient per token alike, doubling the advantages doubles the
+    loss and its norm."""
     once = make_group(tiny_model, 8, 1, token_advantages=True)
     twice = once | {"advantages": [[2 * a for a in sequence] for sequence in once["advantages"]]}
     other_scores = once | {"scores": [1.0 - score for score in once["scores"]]}
@@ -175,10 +203,16 @@ def test_a_row_without_log_probabilities_has_ratio_one(tiny_model, tmp_path, log
     groups = [make_group(tiny_model, 8, 1, logprobs=logprobs)]
     corrected = make_trainer(tiny_model, tmp_path / "on", groups)
     corrected.train()
-    uncorrected = make_trainer(tiny_model, tmp_path / "off", groups, vllm_importance_sampling_correction=False)
+    uncorrected = make_trainer(
+        tiny_model, tmp_path / "off", groups, vllm_importance_sampling_correction=False
+    )
     uncorrected.train()
     log = step_logs(corrected)[0]
-    assert log["sampling/importance_sampling_ratio/min"] == log["sampling/importance_sampling_ratio/max"] == 1.0
+    assert (
+        log["sampling/importance_sampling_ratio/min"]
+        == log["sampling/importance_sampling_ratio/max"]
+        == 1.0
+    )
     assert log["rollouts/unknown_logprobs"] == 1.0
     assert log["loss"] == pytest.approx(step_logs(uncorrected)[0]["loss"])
     assert log["grad_norm"] == pytest.approx(step_logs(uncorrected)[0]["grad_norm"])
@@ -189,13 +223,15 @@ def test_known_log_probabilities_change_the_loss(tiny_model, tmp_path):
     losses = []
     for correction in (True, False):
         folder = tmp_path / str(correction)
-        trainer = make_trainer(tiny_model, folder, groups, vllm_importance_sampling_correction=correction)
+        trainer = make_trainer(
+            tiny_model, folder, groups, vllm_importance_sampling_correction=correction
+        )
         trainer.train()
         losses.append(step_logs(trainer)[0]["loss"])
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
-# -------------------------------------------------------------------------------------------------------- the life
+# ----------------------------------------------------------------------------------------- the life
 
 
 class Witness(TrainerCallback):
@@ -221,24 +257,37 @@ def test_callbacks_see_every_step_and_can_end_the_run(tiny_model, tmp_path):
     assert witness.events == ["begin", 1, 2, "end"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"num_iterations": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_accumulation_steps": 2}, {"num_iterations": 2}], ids=str
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tiny_model, tmp_path, settings):
     rows = 2 * settings.get("gradient_accumulation_steps", 1)
     batches = [uniform_batch(tiny_model, 4, rows, seed) for seed in range(4)]
-    options = {"max_steps": 4, "loss_type": "bnpo", "save_strategy": "steps", "save_steps": 2, **settings}
+    options = {
+        "max_steps": 4,
+        "loss_type": "bnpo",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        **settings,
+    }
     whole = make_trainer(tiny_model, tmp_path / "whole", *batches, **options)
     whole.train()
     resumed = make_trainer(tiny_model, tmp_path / "resumed", *batches, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
     names = ("step", "loss", "grad_norm", "learning_rate", "policy/version")
-    expected, found = ([[log.get(name) for name in names] for log in step_logs(t)] for t in (whole, resumed))
+    expected, found = (
+        [[log.get(name) for name in names] for log in step_logs(t)] for t in (whole, resumed)
+    )
     assert [log[0] for log in found] == [1, 2, 3, 4]
     assert found[2:] == expected[2:]
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters())
+    )
 
 
 def test_a_resumed_run_has_the_state_of_the_optimizer(tiny_model, tmp_path):
-    """The test above would not notice if Adam's memory were lost on both sides; here it is looked at."""
+    """The test above would not notice if Adam's memory were lost on both sides; here it is looked
+    at."""
     batches = [uniform_batch(tiny_model, 4, 2, seed) for seed in range(3)]
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     make_trainer(tiny_model, tmp_path / "whole", *batches, **options).train()
@@ -268,7 +317,8 @@ class Watched(ReplaySource):
     ("settings", "consumed", "unfinished", "polled"),
     [
         ({}, 16, 0, [(2, 2), (3, 3)]),
-        # The checkpoint falls into the middle of a batch: the rest of it is not trained, and is not replayed.
+        # The checkpoint falls into the middle of a batch: the rest of it is not trained, and is not
+        # replayed.
         ({"steps_per_generation": 4}, 32, 16, [(2, 1)]),
     ],
     ids=["between two batches", "in the middle of a batch"],
@@ -307,12 +357,16 @@ def test_a_run_that_finds_no_checkpoint_keeps_the_rollouts_only_if_it_was_to_res
     assert source.run.state == state
 
 
-def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is_due(tiny_model, tmp_path):
+def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is_due(
+    tiny_model, tmp_path
+):
     class Pausing(NullPublisher):
         def begin(self, optimizer, policy_version):
             super().begin(optimizer, policy_version)
             step = optimizer.step
-            self._wrap_step(optimizer, lambda *args, **kwargs: (self.on_pause(), step(*args, **kwargs))[1])
+            self._wrap_step(
+                optimizer, lambda *args, **kwargs: (self.on_pause(), step(*args, **kwargs))[1]
+            )
 
     class Asking(ReplaySource):
         def start(self, run):
@@ -324,9 +378,12 @@ def test_environments_begin_with_the_next_batch_in_the_last_publish_before_it_is
     source = Asking(record(tmp_path / "rollouts.jsonl", *batches))
     options = {"replay_paths": ["given"], "steps_per_generation": 2, "max_steps": 6}
     config = AtroposGRPOConfig(**arguments(tmp_path / "run", **options))
-    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source, policy_publisher=Pausing())
+    trainer = AtroposGRPOTrainer(
+        str(tiny_model), args=config, rollout_source=source, policy_publisher=Pausing()
+    )
     trainer.train()
-    assert source.asked == [1, 3]  # before the steps to versions 2 and 4; after the step to 6 there is no batch
+    # before the steps to versions 2 and 4; after the step to 6 there is no batch
+    assert source.asked == [1, 3]
 
 
 def test_training_twice_counts_every_step_once(tiny_model, tmp_path):
@@ -354,7 +411,9 @@ def test_an_error_of_the_source_ends_the_run_and_closes_both_ends(tiny_model, tm
     source = Ending(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
     publisher = Closing()
     config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], max_steps=2))
-    trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source, policy_publisher=publisher)
+    trainer = AtroposGRPOTrainer(
+        str(tiny_model), args=config, rollout_source=source, policy_publisher=publisher
+    )
     with pytest.raises(RolloutError, match="used up"):
         trainer.train()
     assert source.closed and publisher.closed
@@ -381,9 +440,14 @@ def test_no_rollouts_within_the_timeout_ends_the_run_with_a_diagnosis(tiny_model
             return "Nobody answers."
 
     source = Silent(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
-    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2))
+    config = AtroposGRPOConfig(
+        **arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2)
+    )
     trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
-    with pytest.raises(RolloutError, match=r"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\). Nobody answers."):
+    with pytest.raises(
+        RolloutError,
+        match=r"No batch of 8 rollouts for \d+ s \(`rollout_timeout`\). Nobody answers.",
+    ):
         trainer.train()
 
 
@@ -402,7 +466,9 @@ def test_time_in_which_queued_rollouts_are_pulled_is_not_taken_for_waiting(tiny_
             return self.pulled
 
     source = Backlog(record(tmp_path / "rollouts.jsonl", uniform_batch(tiny_model, 4, 2, 0)))
-    config = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2, max_steps=1))
+    config = AtroposGRPOConfig(
+        **arguments(tmp_path / "run", replay_paths=["given"], rollout_timeout=0.2, max_steps=1)
+    )
     trainer = AtroposGRPOTrainer(str(tiny_model), args=config, rollout_source=source)
     trainer.train()
     assert trainer.state.global_step == 1
@@ -422,7 +488,9 @@ def test_a_saved_model_loads_and_is_the_trained_one(tiny_model, tmp_path):
 
 
 def test_the_model_card_names_the_run(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run", beta=0.1)
+    trainer = make_trainer(
+        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), run_name="my-run", beta=0.1
+    )
     trainer.train()
     trainer.create_model_card(model_name="tiny")
     card = (tmp_path / "run" / "README.md").read_text()
@@ -433,7 +501,7 @@ def test_the_model_card_names_the_run(tiny_model, tmp_path):
     assert f"{step_logs(trainer)[0]['reward']:.3f}" in card
 
 
-# ----------------------------------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------------------- model
 
 
 def test_a_model_that_caps_its_attention_scores_is_trained_with_the_cap(tiny_model, tmp_path):
@@ -447,15 +515,21 @@ def test_a_model_that_caps_its_attention_scores_is_trained_with_the_cap(tiny_mod
     ids = torch.arange(200)[None]
     implementations = {"eager": 0.0, "sdpa": 0.0}
     with torch.no_grad():
-        logits = [model.eval()(input_ids=ids).logits for model in (trainer.model, trainer.ref_model)]
+        logits = [
+            model.eval()(input_ids=ids).logits for model in (trainer.model, trainer.ref_model)
+        ]
         for name in implementations:
-            plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma", attn_implementation=name).eval()
-            implementations[name] = max((one - plain(input_ids=ids).logits).abs().max().item() for one in logits)
+            plain = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "gemma", attn_implementation=name
+            ).eval()
+            implementations[name] = max(
+                (one - plain(input_ids=ids).logits).abs().max().item() for one in logits
+            )
     assert implementations["eager"] == 0.0
     assert implementations["sdpa"] > 0.01
 
 
-# -------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def test_a_load_balancing_loss_that_trl_cannot_compute_is_refused_with_the_fix(tmp_path):
@@ -467,9 +541,12 @@ def test_a_load_balancing_loss_that_trl_cannot_compute_is_refused_with_the_fix(t
 
 def test_a_model_that_is_divided_among_gpus_is_refused_with_the_fix(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.hf_device_map = {"model": 0, "lm_head": 1}  # as `device_map="auto"` leaves it where two GPUs are seen
+    # as `device_map="auto"` leaves it where two GPUs are seen
+    model.hf_device_map = {"model": 0, "lm_head": 1}
     config = AtroposGRPOConfig(**arguments(tmp_path, replay_paths=["unused"]))
-    with pytest.raises(ValueError, match=r"among several GPUs.*set `CUDA_VISIBLE_DEVICES` to one GPU, or start"):
+    with pytest.raises(
+        ValueError, match=r"among several GPUs.*set `CUDA_VISIBLE_DEVICES` to one GPU, or start"
+    ):
         AtroposGRPOTrainer(model, args=config)
 
 
@@ -482,7 +559,9 @@ def test_an_argument_that_has_no_meaning_here_is_refused_with_the_fix(tiny_model
 
 def test_the_configuration_of_trl_is_refused_with_the_fix(tiny_model, tmp_path):
     config = GRPOConfig(**arguments(tmp_path))
-    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig: pass `AtroposGRPOConfig\(output_dir=\.\.\."):
+    with pytest.raises(
+        ValueError, match=r"`args` is a GRPOConfig: pass `AtroposGRPOConfig\(output_dir=\.\.\."
+    ):
         AtroposGRPOTrainer(str(tiny_model), args=config)
 
 
@@ -494,21 +573,26 @@ def test_prediction_is_refused(tiny_model, tmp_path):
 
 
 def test_the_run_is_written_down_in_finite_numbers(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16)
+    trainer = make_trainer(
+        tiny_model, tmp_path, mixed_batch(tiny_model), per_device_train_batch_size=16
+    )
     trainer.train()
     trainer.save_state()
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert all(math.isfinite(value) for entry in history for value in entry.values())
 
 
-# ----------------------------------------------------------------------------------------------------------- noise
+# -------------------------------------------------------------------------------------------- noise
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NOISY = {
     "gpt2": ({"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "resid_dropout"),
     "gpt_bigcode": ({"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "attn_pdrop"),
     "opt": ({**TINY, "word_embed_proj_dim": 32, "ffn_dim": 64, "layerdrop": 0.5}, "layerdrop"),
-    "seed_oss": ({**TINY, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}, "residual_dropout"),
+    "seed_oss": (
+        {**TINY, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16},
+        "residual_dropout",
+    ),
     "falcon": ({**TINY, "hidden_dropout": 0.1, "attention_dropout": 0.1}, "hidden_dropout"),
     "phimoe": (
         {**TINY, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4},
@@ -532,19 +616,26 @@ def test_a_model_computes_the_same_in_training_as_where_it_is_sampled_from(name)
     assert torch.equal(model.train()(tokens, use_cache=False).logits, sampled)
 
 
-def test_an_attribute_with_the_name_of_noise_is_restored_if_it_changes_what_is_sampled(tiny_model, tmp_path, caplog):
+def test_an_attribute_with_the_name_of_noise_is_restored_if_it_changes_what_is_sampled(
+    tiny_model, tmp_path, caplog
+):
     """Here, the first layer scales its output by what is called dropout."""
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         layer = model.model.layers[0]
         layer.scale_dropout, layer.self_attn.attention_dropout = 0.5, 0.1
-        layer.register_forward_hook(lambda module, inputs, output: output * (1 - module.scale_dropout))
+        layer.register_forward_hook(
+            lambda module, inputs, output: output * (1 - module.scale_dropout)
+        )
         trainer = AtroposGRPOTrainer(model, args, rollout_source=ReplaySource([]))
         assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.0, 0.0)
         trainer._check_computation()
     assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.5, 0.0)
-    assert "`scale_dropout` stays at 0.5: with 0, the model would compute something else" in caplog.text
+    assert (
+        "`scale_dropout` stays at 0.5: with 0, the model would compute something else"
+        in caplog.text
+    )
     assert "`attention_dropout` stays" not in caplog.text
 
 
@@ -565,20 +656,43 @@ def test_dropout_is_set_to_0_also_in_an_adapter_and_said_so(tiny_model, tmp_path
     adapter = LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear")
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
-        trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]), peft_config=adapter)
+        trainer = AtroposGRPOTrainer(
+            str(tiny_model), args, rollout_source=ReplaySource([]), peft_config=adapter
+        )
     assert "off for training (lora_dropout 0.05), because the server samples without" in caplog.text
-    assert all(module.p == 0 for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout))
+    assert all(
+        module.p == 0 for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)
+    )
 
 
 def test_a_class_that_names_its_backbone_wrongly_takes_a_step(tiny_model, tmp_path):
-    """Llama 4's; TRL would take the whole model for its backbone, which has no hidden states to score from."""
+    """Llama 4's; TRL would take the whole model for its backbone, which has no hidden states to
+    score from."""
     folder = tmp_path / "llama4"
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    settings = {**TINY, "vocab_size": len(tokenizer), "intermediate_size": 32, "intermediate_size_mlp": 32}
-    settings |= {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-    settings |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **settings)).save_pretrained(folder)
+    settings = {
+        **TINY,
+        "vocab_size": len(tokenizer),
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 32,
+    }
+    settings |= {
+        "num_local_experts": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    }
+    settings |= {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama4_text", **settings)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    trainer = make_trainer(folder, tmp_path, uniform_batch(tiny_model, 4, 2, seed=0), router_aux_loss_coef=0.0)
+    trainer = make_trainer(
+        folder, tmp_path, uniform_batch(tiny_model, 4, 2, seed=0), router_aux_loss_coef=0.0
+    )
     trainer.train()
     assert step_logs(trainer)[0]["grad_norm"] > 0

@@ -1,4 +1,5 @@
-"""Before training, a model is tried: rollouts share a row only if each is computed as the model computes it alone."""
+"""Before training, a model is tried: rollouts share a row only if each is computed as the model
+computes it alone."""
 
 import itertools
 import math
@@ -29,13 +30,17 @@ from trl_atropos.weights.probe import prepare_model
 QWEN2_MOE = {**BASE, **EXPERTS, "shared_expert_intermediate_size": 64, "use_sliding_window": True}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PACKED = {  # with windows that rollouts of a trial are longer than, and one that they are not
-    "Qwen2": Family("qwen2", {**BASE, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}),
+    "Qwen2": Family(
+        "qwen2", {**BASE, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
+    ),
     "Mistral": Family("mistral", {**BASE, "sliding_window": 16}),
     "Mistral, window of 4096": Family("mistral", {**BASE, "sliding_window": 4096}),
     "Mixtral": Family("mixtral", {**BASE, **MIXTRAL, "sliding_window": 16}),
     "Phi-3": Family("phi3", {**BASE, "sliding_window": 16}),
     "StarCoder 2": Family("starcoder2", {**BASE, "sliding_window": 16}),
-    "Gemma 3": Family("gemma3_text", {**WITH_HEAD_DIM, "query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "Gemma 3": Family(
+        "gemma3_text", {**WITH_HEAD_DIM, "query_pre_attn_scalar": 32, "sliding_window": 16}
+    ),
     "Ministral 3": Family("ministral3", WITH_HEAD_DIM),  # scales queries by their position
     "OPT": FAMILIES["OPT"],  # positions begin at 2
     "BioGPT": Family("biogpt", BASE),
@@ -66,7 +71,9 @@ REFUSED = {
         "scales attention by a token's place in the row",  # from 8192 tokens on
     ),
     "DeepSeek-V3.2": (
-        Family("deepseek_v32", {**LATENT, "index_topk": 16, "index_head_dim": 64, "index_n_heads": 2}),
+        Family(
+            "deepseek_v32", {**LATENT, "index_topk": 16, "index_head_dim": 64, "index_n_heads": 2}
+        ),
         "change the mask of their attention",  # not where attention has another name than `sdpa`
     ),
 }
@@ -76,7 +83,9 @@ def made(family: Family, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A tiny model with random weights, as the trainer has it."""
     torch.manual_seed(0)
     ids = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **ids | family.fields))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family.model_type, **ids | family.fields)
+    )
     change(dict(model.named_parameters()), seed=1, scale=0.05 if dtype is torch.float32 else 0.02)
     prepare_model(model.to(dtype).train(), warn=False)
     packing.use_packed_attention(model)
@@ -106,7 +115,9 @@ def test_packed_rollouts_are_what_the_model_computes_of_each_alone(name):
     model = made(PACKED[name])
     assert why_padded(model) is None
     assert trial.why_unshared(model, model, how_of(model)) is None
-    rollouts = torch.randint(2, 300, (224,), generator=torch.Generator().manual_seed(0)).split([60, 7, 90, 7, 60])
+    rollouts = torch.randint(2, 300, (224,), generator=torch.Generator().manual_seed(0)).split(
+        [60, 7, 90, 7, 60]
+    )
     completions = [len(rollout) - 1 for rollout in rollouts]
     layout = packing.Layout.of([1] * 5, completions, 1, max(completions), how_of(model))
     ids = torch.nn.utils.rnn.pad_sequence(rollouts, batch_first=True)
@@ -138,7 +149,9 @@ LEAKY = {  # what a layer adds to its output, and how the trial calls it
     "the token before": (lambda states: moved(states, 1), LEAKS),
     "the token behind": (lambda states: moved(states, -1), LEAKS),
     "the place in the row": (
-        lambda states: torch.arange(states.size(1))[:, None] * torch.linspace(-1, 1, states.size(2)).to(states),
+        lambda states: (
+            torch.arange(states.size(1))[:, None] * torch.linspace(-1, 1, states.size(2)).to(states)
+        ),
         "not computed as it is alone",
     ),
 }
@@ -151,8 +164,11 @@ def test_layer_that_leaks_is_refused(leak, family, dtype):
     added, reason = LEAKY[leak]
     model = made(FAMILIES[family], dtype)
     assert why_padded(model) is None
-    size = SIZE if dtype is torch.float32 else 50 * SIZE  # experts in 16 bits may round by as much as the smaller
-    model.model.layers[0].register_forward_hook(lambda module, inputs, states: states + size * added(states))
+    # experts in 16 bits may round by as much as the smaller
+    size = SIZE if dtype is torch.float32 else 50 * SIZE
+    model.model.layers[0].register_forward_hook(
+        lambda module, inputs, states: states + size * added(states)
+    )
     assert reason in why_padded(model)
 
 
@@ -162,25 +178,31 @@ def test_verdict_does_not_depend_on_the_order_in_which_rollouts_come(lengths, mo
     model = made(FAMILIES["Qwen3"])
     assert why_padded(model) is None
     added, reason = LEAKY["the sum of what stands before"]
-    model.model.layers[0].register_forward_hook(lambda module, inputs, states: states + SIZE * added(states))
+    model.model.layers[0].register_forward_hook(
+        lambda module, inputs, states: states + SIZE * added(states)
+    )
     assert reason in why_padded(model)
 
 
 def test_leak_into_a_shared_prompt_is_found():
-    """What `why_padded` cannot see: here a layer treats tokens in another way where keys are shared."""
+    """What `why_padded` cannot see: here a layer treats tokens in another way where keys are
+    shared."""
     model = made(FAMILIES["Qwen3"])
     attention = model.model.layers[0].self_attn
     whole = attention.forward
 
     def leaky(*args, rollout_keys=None, **options):
         states, weights = whole(*args, rollout_keys=rollout_keys, **options)
-        return (states if rollout_keys is None else states + SIZE * states.mean(1, keepdim=True)), weights
+        return (
+            states if rollout_keys is None else states + SIZE * states.mean(1, keepdim=True)
+        ), weights
 
     attention.forward = leaky
     assert why_padded(model) is None
     assert LEAKS in trial.why_unshared(model, model, how_of(model))
     attention.forward = lambda *args, rollout_keys=None, **options: (
-        whole(*args, rollout_keys=rollout_keys, **options)[0] * (1 if rollout_keys is None else 1 + SIZE),
+        whole(*args, rollout_keys=rollout_keys, **options)[0]
+        * (1 if rollout_keys is None else 1 + SIZE),
         None,
     )
     assert "not computed as it is alone" in trial.why_unshared(model, model, how_of(model))
@@ -188,19 +210,26 @@ def test_leak_into_a_shared_prompt_is_found():
 
 def test_trial_leaves_the_model_and_transformers_as_they_were():
     model = made(FAMILIES["Qwen3"])
-    registries = (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    registries = (
+        modeling_utils.ALL_ATTENTION_FUNCTIONS,
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+    )
     before = [dict(registry) for registry in registries]
     for error in (None, ZeroDivisionError("one")):
         if error is not None:
             model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
         why = why_padded(model)
-        assert (why is None) == (error is None) and ("ZeroDivisionError" in (why or "ZeroDivisionError"))
+        assert (why is None) == (error is None) and (
+            "ZeroDivisionError" in (why or "ZeroDivisionError")
+        )
         assert [dict(registry) for registry in registries] == before
         assert model.config._attn_implementation == packing.ATTENTION
 
 
 def test_refused_model_is_padded_with_its_own_attention(tiny_model, tmp_path, caplog):
-    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16)
+    trainer = make_trainer(
+        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16
+    )
     layer = trainer.model.model.layers[0]
     layer.register_forward_hook(lambda module, inputs, states: states + SIZE * states.cumsum(1))
     trainer.train()
@@ -219,7 +248,7 @@ def test_reference_model_is_tried_too(tiny_model, tmp_path, caplog):
     assert "computed by `eager`" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------ lengths that change others
+# ----------------------------------------------------------------------- lengths that change others
 
 ROPE = {"rope_theta": 1e4}
 LONG = ROPE | {"rope_type": "longrope", "original_max_position_embeddings": 64}
@@ -233,7 +262,9 @@ ORIGINAL = {"original_max_position_embeddings": 64}
 def with_rope(kind: str) -> torch.nn.Module:
     rope = ROPE | {"rope_type": kind} | ({} if kind == "dynamic" else ORIGINAL) | STRETCHED[kind]
     positions = 64 if kind == "dynamic" else 256
-    return made(Family("llama", BASE | {"rope_parameters": rope, "max_position_embeddings": positions}))
+    return made(
+        Family("llama", BASE | {"rope_parameters": rope, "max_position_embeddings": positions})
+    )
 
 
 def logprobs_of(model, ids, mask) -> torch.Tensor:
@@ -249,7 +280,8 @@ def test_length_from_which_a_rollout_changes_others_is_known_for_every_rotary_em
     ids = torch.randint(2, 300, (2, 200), generator=torch.Generator().manual_seed(0))
 
     def short(longest: int) -> torch.Tensor:
-        """Of the first 40 tokens, beside a rollout of another length; padded on the right, as the trainer does."""
+        """Of the first 40 tokens, beside a rollout of another length; padded on the right, as the
+        trainer does."""
         mask = torch.arange(longest) < torch.tensor([[40], [longest]])
         return logprobs_of(model, ids[:, :longest], mask.long())[0, :40]
 
@@ -266,7 +298,11 @@ def test_length_from_which_a_rollout_changes_others_is_known_for_every_rotary_em
         ("phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 1.0}}, 64),
         ("gpt2", {}, math.inf),
         ("bloom", {}, math.inf),
-        ("gemma3_text", {"rope_parameters": {"full_attention": LONG, "sliding_attention": ROPE}}, 64),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": LONG, "sliding_attention": ROPE}},
+            64,
+        ),
     ],
 )
 def test_length_from_which_a_rollout_changes_others_is_found_in_the_config(kind, fields, limit):
@@ -282,9 +318,17 @@ def test_rollouts_that_change_others_are_refused(tmp_path, padding_free):
     folder = tmp_path / "model"
     make_model(Family("phi3", BASE | ORIGINAL | {"rope_parameters": rope}), folder)
     batch = uniform_batch(folder, 4, 4, 0)
-    make = partial(make_trainer, folder, tmp_path, batch, padding_free=padding_free, per_device_train_batch_size=16)
+    make = partial(
+        make_trainer,
+        folder,
+        tmp_path,
+        batch,
+        padding_free=padding_free,
+        per_device_train_batch_size=16,
+    )
     with pytest.raises(
-        RecipeError, match=r"may have 256 tokens.* more than 64 changes .*Set `max_sequence_length: 64`"
+        RecipeError,
+        match=r"may have 256 tokens.* more than 64 changes .*Set `max_sequence_length: 64`",
     ):
         make()
     with pytest.raises(RecipeError, match="may have 65 tokens"):

@@ -1,6 +1,6 @@
-"""What is used of TRL, Transformers and torch without a promise. A failure here means that a library moved it: read
-its new source (for TRL, `grpo_trainer.py`), adapt `trl_atropos/trainer.py`, and then `tests/test_equal_to_trl.py`
-tells whether it still fits.
+"""What is used of TRL, Transformers and torch without a promise. A failure here means that a
+library moved it: read its new source (for TRL, `grpo_trainer.py`), adapt `trl_atropos/trainer.py`,
+and then `tests/test_equal_to_trl.py` tells whether it still fits.
 """
 
 import importlib
@@ -81,16 +81,26 @@ with without_vllm():
 print([name for name in sys.modules if name.split(".")[0] == "vllm"], "VLLM_LOGGING_LEVEL" in os.environ)
 print(importlib.util.find_spec("vllm") is not None)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"
+    }
     told = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
-    assert told.stdout.splitlines() == ["[] False", str(importlib.util.find_spec("vllm") is not None)]
+    assert told.stdout.splitlines() == [
+        "[] False",
+        str(importlib.util.find_spec("vllm") is not None),
+    ]
     assert "TRL currently supports" not in told.stderr
 
 
-# What `trl_atropos/weights` and `trl_atropos/tensors` touch without a promise: `module:class`, or `module:` ->
-# attributes, and functions with the arguments that are given to them.
+# What `trl_atropos/weights` and `trl_atropos/tensors` touch without a promise: `module:class`, or
+# `module:` -> attributes, and functions with the arguments that are given to them.
 OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "torch:Tensor": ("_version", "grad_dtype"),
     "torch:UntypedStorage": ("_cdata",),
@@ -101,7 +111,11 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d:ProcessGroupGloo._Options": ("_timeout", "_devices"),
     "torch.multiprocessing.reductions:": ("reduce_tensor", "rebuild_cuda_tensor"),
     "torch.utils._python_dispatch:": ("TorchDispatchMode",),
-    "transformers:Trainer": ("_get_output_dir(trial)", "optimizer_cls_and_kwargs", "get_optimizer_cls_and_kwargs"),
+    "transformers:Trainer": (
+        "_get_output_dir(trial)",
+        "optimizer_cls_and_kwargs",
+        "get_optimizer_cls_and_kwargs",
+    ),
     "transformers:TrainingArguments": ("_setup_devices",),
     "transformers.modeling_utils:": ("remove_tied_weights_from_state_dict(state_dict, model)",),
     "transformers.trainer_callback:": ("ExportableState",),
@@ -110,7 +124,13 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "transformers.core_model_loading:": ("revert_weight_conversion(model, state_dict)",),
     "accelerate.state:GradientState": ("_set_sync_gradients(sync_gradients)",),
     "accelerate.optimizer:AcceleratedOptimizer": ("gradient_state", "step_was_skipped"),
-    "peft.tuners.lora:LoraLayer": ("merged_adapters", "_caches", "scaling", "lora_bias", "get_base_layer"),
+    "peft.tuners.lora:LoraLayer": (
+        "merged_adapters",
+        "_caches",
+        "scaling",
+        "lora_bias",
+        "get_base_layer",
+    ),
     "peft.tuners.tuners_utils:": ("BaseTunerLayer",),
     "peft.utils:": ("AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"),
     "peft:": (
@@ -121,7 +141,11 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "peft:PeftModel": ("active_adapters", "peft_config"),
     "trl.trainer.utils:": ("create_model_from_path(model_id)",),
     "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary": (
-        *("ncclGetUniqueId", "unique_id_from_bytes(data)", "ncclCommInitRank(world_size, unique_id, rank)"),
+        *(
+            "ncclGetUniqueId",
+            "unique_id_from_bytes(data)",
+            "ncclCommInitRank(world_size, unique_id, rank)",
+        ),
         "ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream)",
     ),
 }
@@ -130,10 +154,15 @@ OF_WEIGHTS: dict[str, tuple[str, ...]] = {
 def is_set_in(cls: type, attribute: str) -> bool:
     """Whether a method of the class sets the attribute."""
     own = [parent for parent in cls.__mro__ if parent.__module__.startswith(("torch.", *LIBRARIES))]
-    return any(re.search(rf"self\.{attribute}\b[^=\n]*=|\"{attribute}\"", inspect.getsource(one)) for one in own)
+    return any(
+        re.search(rf"self\.{attribute}\b[^=\n]*=|\"{attribute}\"", inspect.getsource(one))
+        for one in own
+    )
 
 
-@pytest.mark.parametrize(("place", "name"), [(place, name) for place, names in OF_WEIGHTS.items() for name in names])
+@pytest.mark.parametrize(
+    ("place", "name"), [(place, name) for place, names in OF_WEIGHTS.items() for name in names]
+)
 def test_the_rooms_of_weights_find_what_they_touch(place, name):
     module, _, owner = place.partition(":")
     found = importlib.import_module(module)
@@ -142,7 +171,9 @@ def test_the_rooms_of_weights_find_what_they_touch(place, name):
     attribute, _, arguments = name.rstrip(")").partition("(")
     assert hasattr(found, attribute) or is_set_in(found, attribute), f"{place} has no {attribute}"
     if arguments:
-        assert set(arguments.split(", ")) <= set(parameters(getattr(found, attribute))), f"{place}.{attribute}"
+        assert set(arguments.split(", ")) <= set(parameters(getattr(found, attribute))), (
+            f"{place}.{attribute}"
+        )
 
 
 def test_generate_and_score_takes_the_inputs_alone_and_is_called_with_them():
@@ -163,8 +194,8 @@ def test_what_is_overridden_takes_what_trl_gives(name):
     assert ours in (theirs, ["self", "args", "kwargs"])
 
 
-# Everything without a promise that `trainer.py`, `train.py`, `recipe.py` and `config.py` reach into, by owner. What a
-# constructor sets is looked for in its source.
+# Everything without a promise that `trainer.py`, `train.py`, `recipe.py` and `config.py` reach
+# into, by owner. What a constructor sets is looked for in its source.
 PRIVATE = {
     GRPOTrainer: ["_generate_and_score_completions", "_prepare_inputs", "_get_per_token_logps_and_entropies", "_name",
                   "_tag_names", "_save_checkpoint"],
@@ -186,26 +217,46 @@ SET = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names]
+)
 def test_a_name_without_a_promise_is_still_there(owner, name):
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more"
 
 
-@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in SET.items() for name in names])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in SET.items() for name in names]
+)
 def test_an_attribute_without_a_promise_is_still_set(owner, name):
-    assert f"self.{name} = " in inspect.getsource(owner), f"{owner.__name__} sets no {name} any more"
+    assert f"self.{name} = " in inspect.getsource(owner), (
+        f"{owner.__name__} sets no {name} any more"
+    )
 
 
 def test_models_of_every_kind_are_found_where_they_are_looked_for():
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["qwen3"] == "Qwen3ForCausalLM"
-    assert parameters(get_class_from_dynamic_module)[:2] == ["class_reference", "pretrained_model_name_or_path"]
+    assert parameters(get_class_from_dynamic_module)[:2] == [
+        "class_reference",
+        "pretrained_model_name_or_path",
+    ]
 
 
 def test_rows_are_scored_in_chunks_of_a_stated_size_before_training_and_as_a_whole_in_it():
-    theirs, ours = (parameters(cls._get_per_token_logps_and_entropies) for cls in (GRPOTrainer, AtroposGRPOTrainer))
-    assert theirs[:6] == ours[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    theirs, ours = (
+        parameters(cls._get_per_token_logps_and_entropies)
+        for cls in (GRPOTrainer, AtroposGRPOTrainer)
+    )
+    assert (
+        theirs[:6]
+        == ours[:6]
+        == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    )
     score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert score.count("batch_size=batch_size") == score.count("_get_per_token_logps_and_entropies(") == 3
+    assert (
+        score.count("batch_size=batch_size")
+        == score.count("_get_per_token_logps_and_entropies(")
+        == 3
+    )
     train = inspect.getsource(GRPOTrainer._compute_loss)
     assert train.count("_get_per_token_logps_and_entropies(") == 1 and "batch_size" not in train
 
@@ -215,7 +266,8 @@ def test_a_generation_batch_is_shuffled_split_and_kept_until_the_next_one():
     lines = [
         "generation_batch = shuffle_sequence_dict(generation_batch)",
         "generation_batches = split_tensor_dict(generation_batch, self.args.steps_per_generation)",
-        "self._buffered_inputs = [unsplit_pixel_values_by_grid(batch) for batch in generation_batches]",
+        "self._buffered_inputs = [unsplit_pixel_values_by_grid(batch) for batch in "
+        "generation_batches]",
         "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
     ]
     places = [body.index(line) for line in lines]
@@ -259,7 +311,10 @@ def test_the_attributes_are_read_where_they_are_counted_on():
     assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in generate
     assert 'tool_mask = extra_fields.pop("env_mask", None)' in generate
     score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert 'num_generations = self.num_generations if mode == "train" else self.num_generations_eval' in score
+    assert (
+        'num_generations = self.num_generations if mode == "train" else self.num_generations_eval'
+        in score
+    )
     assert "self.vllm_generation" not in score
     for body in (score, inspect.getsource(GRPOTrainer._compute_loss)):
         assert "if self.use_vllm and self.vllm_importance_sampling_correction" in body
@@ -286,7 +341,8 @@ def test_the_loss_takes_the_ratio_from_its_inputs_after_its_forward_pass():
     forward, *reads = (body.index(text) for text in (
         "self._get_per_token_logps_and_entropies(",
         'old_per_token_logps = inputs.get("old_per_token_logps")',
-        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else "
+        "old_per_token_logps",
         'importance_sampling_ratio=inputs.get("importance_sampling_ratio")',
         'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
     ))  # fmt: skip
@@ -310,9 +366,17 @@ def test_generate_hands_on_masks_and_scores_in_the_form_that_is_counted_on(tiny_
         "env_mask": [[1, 0], [1]],
         "score": [0.5, 1.0],
     }
-    trainer = plain_trainer(tiny_model, tmp_path, rollout_func=lambda prompts, trainer: dict(columns))
-    prompts, completions, mask, _texts, logprobs, extra, images, tool_images = trainer._generate(["", ""])
-    assert (prompts, completions, logprobs) == (columns["prompt_ids"], columns["completion_ids"], columns["logprobs"])
+    trainer = plain_trainer(
+        tiny_model, tmp_path, rollout_func=lambda prompts, trainer: dict(columns)
+    )
+    prompts, completions, mask, _texts, logprobs, extra, images, tool_images = trainer._generate(
+        ["", ""]
+    )
+    assert (prompts, completions, logprobs) == (
+        columns["prompt_ids"],
+        columns["completion_ids"],
+        columns["logprobs"],
+    )
     assert mask == columns["env_mask"]
     assert extra == {"score": columns["score"]}
     assert images is None and not tool_images
@@ -326,7 +390,9 @@ def test_the_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path, ite
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": ""}])
     assert trainer.use_vllm
-    expected = TENSORS if scored else {name: TENSORS[name] for name in TENSORS if name not in OF_SCORING}
+    expected = (
+        TENSORS if scored else {name: TENSORS[name] for name in TENSORS if name not in OF_SCORING}
+    )
     assert {name: value.dtype for name, value in batch.items()} == expected
     rows, length = batch["completion_ids"].shape
     assert rows == 16
@@ -336,7 +402,9 @@ def test_the_batch_has_the_tensors_that_the_loss_takes(tiny_model, tmp_path, ite
 
 
 def test_num_generations_is_given_back_and_the_logs_are_corrected_in_place(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16)
+    trainer = make_trainer(
+        tiny_model, tmp_path, uniform_batch(tiny_model, 4, 4, 0), per_device_train_batch_size=16
+    )
     trainer._begin(trainer.create_optimizer())
     trainer.model.train()
     trainer._generate_and_score_completions([{"prompt": ""}])
@@ -352,19 +420,25 @@ def test_the_correction_is_on_exactly_when_it_is_asked_for(tiny_model, tmp_path,
     assert trainer.use_vllm is correction
     trainer._begin(trainer.create_optimizer())
     trainer.model.train()
-    assert ("importance_sampling_ratio" in trainer._generate_and_score_completions([{"prompt": ""}])) is correction
+    assert (
+        "importance_sampling_ratio" in trainer._generate_and_score_completions([{"prompt": ""}])
+    ) is correction
 
 
 def test_rewards_are_scaled_by_the_standard_deviation_that_rollouts_use_too():
     assert parameters(nanstd) == ["tensor", "dim", "keepdim"], "TRL's nanstd takes other arguments"
-    assert "std_rewards = nanstd(" in SOURCE, "TRL no longer scales rewards by its nanstd: adapt `rollouts/rollout.py`"
+    assert "std_rewards = nanstd(" in SOURCE, (
+        "TRL no longer scales rewards by its nanstd: adapt `rollouts/rollout.py`"
+    )
 
 
 def test_losses_are_scaled_for_accumulation_by_trl_and_not_again():
     assert AtroposGRPOTrainer.loss_is_scaled_for_ga is True
 
 
-def test_steps_are_counted_in_micro_batches_from_the_begin_of_training_and_rows_are_taken_by_that_count(theirs):
+def test_steps_are_counted_in_micro_batches_from_the_begin_of_training_and_rows_are_taken_by_that_count(
+    theirs,
+):
     assert theirs._step == 0
     assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
     prepare = inspect.getsource(GRPOTrainer._prepare_inputs)
@@ -391,11 +465,19 @@ def test_the_estimate_of_memory_finds_what_it_counts_on_in_torch_and_transformer
     from transformers import PreTrainedModel
 
     linear = torch.nn.Linear(2, 3)
-    assert set(linear._parameters) == {"weight", "bias"} and linear._buffers == {}, "torch keeps parameters elsewhere"
-    assert issubclass(FakeTensorMode, TorchDispatchMode), "fake tensors are not made by dispatch any more"
-    assert tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3], "results of operators are taken apart in another way"
+    assert set(linear._parameters) == {"weight", "bias"} and linear._buffers == {}, (
+        "torch keeps parameters elsewhere"
+    )
+    assert issubclass(FakeTensorMode, TorchDispatchMode), (
+        "fake tensors are not made by dispatch any more"
+    )
+    assert tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3], (
+        "results of operators are taken apart in another way"
+    )
     assert isinstance(torch.ones(1).untyped_storage()._cdata, int), "storages have another address"
-    assert hasattr(PreTrainedModel, "_no_split_modules"), "transformers names the blocks of a model elsewhere"
+    assert hasattr(PreTrainedModel, "_no_split_modules"), (
+        "transformers names the blocks of a model elsewhere"
+    )
 
 
 def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
@@ -403,12 +485,16 @@ def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
 
     from trl_atropos.check.memory import TILE
 
-    assert TILE[0] == chunked_logprob.TOKEN_CHUNK_SIZE, "TRL's head takes other tiles: see `_head_bytes`"
+    assert TILE[0] == chunked_logprob.TOKEN_CHUNK_SIZE, (
+        "TRL's head takes other tiles: see `_head_bytes`"
+    )
 
 
 def test_a_push_is_an_upload_of_a_folder_by_the_shared_client():
     """Which `trl_atropos/report/summary.py` has leave out what is not the model's."""
-    assert "hf_api().upload_folder(" in inspect.getsource(Trainer.push_to_hub), "transformers uploads in another way"
+    assert "hf_api().upload_folder(" in inspect.getsource(Trainer.push_to_hub), (
+        "transformers uploads in another way"
+    )
     assert "hf_api().upload_folder(" in inspect.getsource(Trainer._push_from_checkpoint)
 
 
@@ -416,4 +502,6 @@ def test_the_progress_bar_is_where_the_line_callback_writes():
     from transformers import ProgressCallback
 
     steps = inspect.getsource(ProgressCallback.on_step_end)
-    assert "self.training_bar.update(state.global_step - self.current_step)" in steps, "the bar counts in another way"
+    assert "self.training_bar.update(state.global_step - self.current_step)" in steps, (
+        "the bar counts in another way"
+    )

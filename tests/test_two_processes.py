@@ -1,7 +1,8 @@
-"""Two processes of half a batch take the steps of one process with the whole, on the same recorded rollouts.
+"""Two processes of half a batch take the steps of one process with the whole, on the same recorded
+rollouts.
 
-The two are real: `accelerate launch` runs this file, with gloo between them (`main` below is what they run). One
-launch does all the runs, because starting one takes longer than they do.
+The two are real: `accelerate launch` runs this file, with gloo between them (`main` below is what
+they run). One launch does all the runs, because starting one takes longer than they do.
 """
 
 import json
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 ROWS = 16  # of a generation batch
 
-# Adam divides small gradients by their own size, which would turn the rounding of a sum in another order into a step.
+# Adam divides small gradients by their own size, which would turn the rounding of a sum in another
+# order into a step.
 PLAIN_STEPS = {"optim": "sgd", "learning_rate": 0.05}
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -38,16 +40,22 @@ RUNS: dict[str, dict[str, Any]] = {
     "dapo, two iterations": {"loss_type": "dapo", "num_iterations": 2},
 }
 
-PRODUCTS = ("vespo", "dapo, sequence_mask")  # multiply the ratios of all tokens, and so their rounding
+# multiply the ratios of all tokens, and so their rounding
+PRODUCTS = ("vespo", "dapo, sequence_mask")
 
 
 def recordings(model: Path) -> list[list[dict]]:
-    """Groups that lie across the border between the two processes (after row 8), and across two batches."""
-    straddling = [make_group(model, size, 900 + i, turns=2) for i, size in enumerate((4, 8, 8, 6, 6))]
+    """Groups that lie across the border between the two processes (after row 8), and across two
+    batches."""
+    straddling = [
+        make_group(model, size, 900 + i, turns=2) for i, size in enumerate((4, 8, 8, 6, 6))
+    ]
     return [mixed_batch(model, 1), straddling]
 
 
-def train(model: Path, folder: Path, recording: str, per_device: int, settings: dict[str, Any]) -> AtroposGRPOTrainer:
+def train(
+    model: Path, folder: Path, recording: str, per_device: int, settings: dict[str, Any]
+) -> AtroposGRPOTrainer:
     rows = per_device // settings.get("gradient_accumulation_steps", 1)
     run = {"max_steps": STEPS, "per_device_train_batch_size": rows, **PLAIN_STEPS, **settings}
     config = AtroposGRPOConfig(**arguments(folder, replay_paths=[recording], **run))
@@ -62,8 +70,13 @@ def main(model: Path, folder: Path) -> None:
     place.mkdir()
     told: dict[str, Any] = {"runs": {}, "tokens": tokens_of_a_run(model, place)}
     for name, settings in RUNS.items():
-        trainer = train(model, folder / "two" / name, str(folder / "rollouts.jsonl"), ROWS // 2, settings)
-        told["runs"][name] = {"log": step_logs(trainer), "advantages": list(trainer._logs["advantages"])}
+        trainer = train(
+            model, folder / "two" / name, str(folder / "rollouts.jsonl"), ROWS // 2, settings
+        )
+        told["runs"][name] = {
+            "log": step_logs(trainer),
+            "advantages": list(trainer._logs["advantages"]),
+        }
     state = trainer.accelerator.state
     told |= {"processes": state.num_processes, "backend": state.backend}
     try:
@@ -98,7 +111,9 @@ def test_every_process_of_a_run_has_the_token_of_its_servers(ranks):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_of_one_and_show_its_advantages(tiny_model, recorded, tmp_path, ranks, name):
+def test_two_processes_take_the_steps_of_one_and_show_its_advantages(
+    tiny_model, recorded, tmp_path, ranks, name
+):
     alone = train(tiny_model, tmp_path, str(recorded / "rollouts.jsonl"), ROWS, RUNS[name])
     expected = step_logs(alone)
     assert len(expected) == STEPS
@@ -107,7 +122,9 @@ def test_two_processes_take_the_steps_of_one_and_show_its_advantages(tiny_model,
         for log, reference in zip(rank["runs"][name]["log"], expected, strict=True):
             for metric in ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std"):
                 if metric in reference:
-                    assert log[metric] == pytest.approx(reference[metric], rel=tolerance, abs=2e-7), metric
+                    assert log[metric] == pytest.approx(
+                        reference[metric], rel=tolerance, abs=2e-7
+                    ), metric
             assert abs(reference["loss"]) > 1e-4 and math.isfinite(reference["loss"])
         # The table of completions has the rows of all ranks, in the order in which they came.
         assert rank["runs"][name]["advantages"] == pytest.approx(list(alone._logs["advantages"]))

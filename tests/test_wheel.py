@@ -1,4 +1,5 @@
-"""What `python -m build` makes: it has what it needs, and runs the quickstart outside of the checkout."""
+"""What `python -m build` makes: it has what it needs, and runs the quickstart outside of the
+checkout."""
 
 import json
 import os
@@ -18,7 +19,14 @@ from tests.launching import ROOT, free_urls
 
 pytestmark = pytest.mark.slow
 
-DISTRIBUTED = ("CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
+DISTRIBUTED = (
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+)
 FOLDERS = ("benchmarks", "configs", "docs", "recipes", "tests", "trl_atropos")
 RECIPE = "recipes/quickstart/colocate.yaml"
 COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench")
@@ -27,7 +35,9 @@ COMMANDS = ("train", "check", "try", "init", "serve", "report", "slurm", "bench"
 def run(*command: str | Path, cwd: Path, timeout: float) -> subprocess.CompletedProcess:
     """Runs a command in a folder with nothing of the checkout on its path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def succeed(*command: str | Path, cwd: Path, timeout: float) -> str:
@@ -39,7 +49,8 @@ def succeed(*command: str | Path, cwd: Path, timeout: float) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the wheel and the sources. Built from a copy, because building writes beside setup.cfg."""
+    """Folder with the wheel and the sources. Built from a copy, because building writes beside
+    setup.cfg."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in DISTRIBUTED:
         shutil.copy(ROOT / name, folder)
@@ -55,9 +66,13 @@ def test_the_wheel_has_the_package_with_all_of_its_files_and_nothing_else(built)
     needed = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "trl_atropos").rglob("*")
-        if path.suffix in (".py", ".html", ".css", ".js", ".sh", ".typed") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".html", ".css", ".js", ".sh", ".typed")
+        and "__pycache__" not in path.parts
     }
-    template = [*(ROOT / "recipes/own_environment").glob("*.*"), ROOT / "recipes/quickstart/make_model.py"]
+    template = [
+        *(ROOT / "recipes/own_environment").glob("*.*"),
+        ROOT / "recipes/quickstart/make_model.py",
+    ]
     needed |= {f"trl_atropos/{path.relative_to(ROOT).as_posix()}" for path in template}
     assert {"trl_atropos/py.typed", "trl_atropos/report/page.html"} < needed == names
 
@@ -67,19 +82,24 @@ def test_the_source_distribution_has_recipes_and_docs_but_no_tests_and_no_benchm
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {RECIPE, "configs/accelerate/cpu.yaml", "trl_atropos/report/page.js", "LICENSE"} <= names
-    assert not any(name.startswith(("tests/", "benchmarks/", "runs/")) or name.endswith(".pyc") for name in names)
+    assert not any(
+        name.startswith(("tests/", "benchmarks/", "runs/")) or name.endswith(".pyc")
+        for name in names
+    )
 
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs of a new environment with the wheel. What it depends on comes from this one, but not the checkout."""
+    """Programs of a new environment with the wheel. What it depends on comes from this one, but not
+    the checkout."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, with_pip=False)
     python, (wheel,) = folder / "bin" / "python", built.glob("*.whl")
     install = ["pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
     succeed(sys.executable, "-m", *install, cwd=folder, timeout=120)
     (site,) = folder.glob("lib/python*/site-packages")
-    # As a line of a .pth file, a folder is searched, but its own .pth files are not read: they have the checkout.
+    # As a line of a .pth file, a folder is searched, but its own .pth files are not read: they have
+    # the checkout.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = "import trl_atropos; print(trl_atropos.__file__)"
     assert succeed(python, "-c", where, cwd=folder, timeout=240).startswith(str(site))
@@ -100,13 +120,18 @@ def test_the_command_says_what_there_is_to_do(installed, tmp_path):
     told = succeed(installed / "trl-atropos", "--help", cwd=tmp_path, timeout=240)
     assert all(f"\n  {command} " in told for command in COMMANDS)
     version = distribution("trl_atropos").version
-    assert succeed(installed / "trl-atropos", "--version", cwd=tmp_path, timeout=240).split()[-1] == version
+    assert (
+        succeed(installed / "trl-atropos", "--version", cwd=tmp_path, timeout=240).split()[-1]
+        == version
+    )
 
 
 def test_benchmarks_need_a_checkout(installed, tmp_path):
     done = run(installed / "trl-atropos", "bench", "step", cwd=tmp_path, timeout=240)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
+    assert (
+        "has no folder `benchmarks`" in done.stderr and "`pip install --editable .`" in done.stderr
+    )
 
 
 def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(installed, tmp_path):
@@ -116,7 +141,16 @@ def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(install
         written.partition('"""\n')[2]
         == (ROOT / "recipes/own_environment/environment.py").read_text().partition('"""\n')[2]
     )
-    script = ["slurm", "mine/colocate.yaml", "--nodes", "2", "--vllm_mode", "server", "--output", "job.sh"]
+    script = [
+        "slurm",
+        "mine/colocate.yaml",
+        "--nodes",
+        "2",
+        "--vllm_mode",
+        "server",
+        "--output",
+        "job.sh",
+    ]
     succeed(installed / "trl-atropos", *script, cwd=tmp_path, timeout=240)
     assert f"export PATH={installed}:$PATH" in (tmp_path / "job.sh").read_text()
 
@@ -124,12 +158,23 @@ def test_a_new_environment_and_a_batch_script_are_written_from_the_wheel(install
 @pytest.mark.server
 def test_the_quickstart_is_checked_trained_and_reported_from_the_wheel(installed, elsewhere):
     atropos, vllm = free_urls(2)
-    recipe = ["--config", RECIPE, "--max_steps", "3", "--atropos_url", atropos, "--vllm_server_base_url", vllm]
+    recipe = [
+        "--config",
+        RECIPE,
+        "--max_steps",
+        "3",
+        "--atropos_url",
+        atropos,
+        "--vllm_server_base_url",
+        vllm,
+    ]
     succeed(installed / "trl-atropos", "check", *recipe, cwd=elsewhere, timeout=200)
     # Neither a configuration of accelerate nor anything else of the checkout is needed.
     succeed(installed / "trl-atropos", "train", *recipe, cwd=elsewhere, timeout=800)
     run = elsewhere / "runs/quickstart"
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
     assert (run / "model.safetensors").is_file()
-    assert "3 steps" in succeed(installed / "trl-atropos", "report", run, cwd=elsewhere, timeout=120)
+    assert "3 steps" in succeed(
+        installed / "trl-atropos", "report", run, cwd=elsewhere, timeout=120
+    )
     assert (run / "report.html").is_file()

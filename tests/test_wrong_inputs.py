@@ -1,6 +1,8 @@
-"""What newcomers get wrong, and what they are told: one message with cause and fix, and nothing is left over.
+"""What newcomers get wrong, and what they are told: one message with cause and fix, and nothing is
+left over.
 
-Mistakes in the recipe are tried on the parser, the others on the main job: some through `accelerate launch`, most in
+Mistakes in the recipe are tried on the parser, the others on the main job: some through `accelerate
+launch`, most in
 a fork of a process that has done the slow imports (`Forge`), which runs the same `main`.
 """
 
@@ -43,7 +45,7 @@ MARKER = "TRL_ATROPOS_TEST_WRONG_INPUTS"
 PATIENCE = 240.0  # seconds for one run on a machine that is busy with other things
 
 
-# ---------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def free_url() -> str:
@@ -56,7 +58,9 @@ def marked(marker: str) -> list[str]:
     for place in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if place.name.isdigit() and marker.encode() in (place / "environ").read_bytes():
-                command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 if command:
                     found.append(f"{place.name} {command}")
     return found
@@ -105,7 +109,9 @@ def run_forked(argv: list[str], env: dict[str, str], log: Path) -> Outcome:
     marker = uuid.uuid4().hex
     began = time.monotonic()
     job = TRAINER.fork(
-        ["-m", "trl_atropos.train", *argv], {**os.environ, **SERVER_ENVIRONMENT, **env, MARKER: marker}, log
+        ["-m", "trl_atropos.train", *argv],
+        {**os.environ, **SERVER_ENVIRONMENT, **env, MARKER: marker},
+        log,
     )
     try:
         code = job.wait(PATIENCE)
@@ -121,7 +127,12 @@ def service(command: list[str], url: str, log: Path, **env: str) -> Iterator[str
     """A service of the tests' own, healthy inside of the block."""
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, env={**os.environ, **env}, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            env={**os.environ, **env},
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + PATIENCE
@@ -156,7 +167,7 @@ class Silent(SimpleHTTPRequestHandler):
         pass
 
 
-# --------------------------------------------------------------------------------------------------------- the models
+# --------------------------------------------------------------------------------------- the models
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +210,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------- services to use
+# ---------------------------------------------------------------------------------- services to use
 
 
 @pytest.fixture(scope="module")
 def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM server on `models/model`. No run here takes a step, so that its weights stay those of the checkpoint."""
+    """A vLLM server on `models/model`. No run here takes a step, so that its weights stay those of
+    the checkpoint."""
     port = free_port()
     # fmt: off
     command = [
@@ -221,8 +233,18 @@ def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 @pytest.fixture(scope="module")
 def shared_atropos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
-    with service(command, f"http://127.0.0.1:{port}/", tmp_path_factory.mktemp("atropos") / "log") as url:
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    with service(
+        command, f"http://127.0.0.1:{port}/", tmp_path_factory.mktemp("atropos") / "log"
+    ) as url:
         yield url.rstrip("/")
 
 
@@ -234,15 +256,22 @@ def atropos(shared_atropos: str) -> str:
 
 
 @contextlib.contextmanager
-def delivering(atropos: str, *groups: dict[str, Any], then: Callable[[], Any] = lambda: None) -> Iterator[None]:
+def delivering(
+    atropos: str, *groups: dict[str, Any], then: Callable[[], Any] = lambda: None
+) -> Iterator[None]:
     """An environment that registers as soon as it may, and delivers these groups once."""
 
     def deliver() -> None:
         size = len(groups[0]["tokens"]) if groups else 1
         about = {"max_token_length": 512, "desired_name": "fake", "weight": 1.0, "group_size": size}
         while not over.wait(0.1):
-            if requests.post(f"{atropos}/register-env", json=about, timeout=10).json()["status"] == "success":
-                requests.post(f"{atropos}/scored_data_list", json=groups, timeout=10).raise_for_status()
+            if (
+                requests.post(f"{atropos}/register-env", json=about, timeout=10).json()["status"]
+                == "success"
+            ):
+                requests.post(
+                    f"{atropos}/scored_data_list", json=groups, timeout=10
+                ).raise_for_status()
                 then()
                 return
 
@@ -268,7 +297,7 @@ def group(size: int, last_token: int = 70, **fields: Any) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ running a job
+# ------------------------------------------------------------------------------------ running a job
 
 
 @dataclasses.dataclass
@@ -279,7 +308,8 @@ class Desk:
     folder: Path
 
     def recipe(self, **changes: Any) -> list[str]:
-        """A recipe that would be right but for `changes`; `None` leaves a key out. Returns the flags that name it."""
+        """A recipe that would be right but for `changes`; `None` leaves a key out. Returns the
+        flags that name it."""
         settings = {
             "model_name_or_path": str(self.models / "model"),
             "output_dir": str(self.folder / "run"),
@@ -291,15 +321,23 @@ class Desk:
             "atropos_url": free_url(),
             "vllm_server_base_url": free_url(),
         }
-        settings = {name: value for name, value in (settings | changes).items() if value is not None}
+        settings = {
+            name: value for name, value in (settings | changes).items() if value is not None
+        }
         path = self.folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(settings))
         return ["--config", str(path)]
 
     def run(self, env: dict[str, str] | None = None, **changes: Any) -> Outcome:
         """Starts the main job as `accelerate launch` starts it, but with the imports done."""
-        launched = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", TOKEN_VARIABLE: TOKEN}
-        return run_forked(self.recipe(**changes), {**launched, **(env or {})}, self.folder / "output")
+        launched = {
+            "ACCELERATE_USE_CPU": "true",
+            "ACCELERATE_MIXED_PRECISION": "no",
+            TOKEN_VARIABLE: TOKEN,
+        }
+        return run_forked(
+            self.recipe(**changes), {**launched, **(env or {})}, self.folder / "output"
+        )
 
     def launch(self, *argv: str) -> Outcome:
         """Starts the main job by the command in the README."""
@@ -310,7 +348,9 @@ class Desk:
             "-m", "trl_atropos.train", *argv,
         ]
         # fmt: on
-        return run_command(command, {**SERVER_ENVIRONMENT, TOKEN_VARIABLE: TOKEN}, self.folder / "output")
+        return run_command(
+            command, {**SERVER_ENVIRONMENT, TOKEN_VARIABLE: TOKEN}, self.folder / "output"
+        )
 
 
 @pytest.fixture
@@ -319,7 +359,8 @@ def desk(models: Path, tmp_path: Path) -> Desk:
 
 
 def assert_told(outcome: Outcome, *fragments: str, log_shown: bool = False) -> None:
-    """One message that has all the fragments (regular expressions); no traceback unless it is the end of a log."""
+    """One message that has all the fragments (regular expressions); no traceback unless it is the
+    end of a log."""
     print(outcome.message)  # `pytest -rP` shows all the messages
     assert outcome.code == 1, outcome.output
     assert outcome.output.count("trl_atropos: error: ") == 1, outcome.output
@@ -332,7 +373,7 @@ def assert_told(outcome: Outcome, *fragments: str, log_shown: bool = False) -> N
     assert not outcome.left, outcome.left
 
 
-# ------------------------------------------------------------------------------------ mistakes that the parser finds
+# ------------------------------------------------------------------- mistakes that the parser finds
 
 
 def one_environment(command: str = f"{ENVIRONMENT}", **fields: Any) -> dict[str, Any]:
@@ -341,7 +382,11 @@ def one_environment(command: str = f"{ENVIRONMENT}", **fields: Any) -> dict[str,
 
 # What is changed in a right recipe, and what the message has to say.
 IN_THE_RECIPE = {
-    "key_typo": ({"learning_rte": 1.0}, "unknown key `learning_rte`", "Did you mean `learning_rate`"),
+    "key_typo": (
+        {"learning_rte": 1.0},
+        "unknown key `learning_rte`",
+        "Did you mean `learning_rate`",
+    ),
     "no_model": ({"model_name_or_path": None}, "No model", "Set `model_name_or_path`"),
     "model_folder_missing": (
         {"model_name_or_path": "./modell"},
@@ -354,16 +399,40 @@ IN_THE_RECIPE = {
     "max_steps_is_a_fraction": ({"max_steps": 2.5}, r"`max_steps` is 2\.5", "whole number"),
     "temperature_is_a_word": ({"temperature": "hot"}, "`temperature`: invalid float value: 'hot'"),
     "temperature_zero": ({"temperature": 0.0}, r"`temperature` is 0\.0", "above 0"),
-    "unknown_mode": ({"vllm_mode": "colocated"}, "`vllm_mode` is 'colocated'", "one of: colocate, server, nccl_lora"),
-    "unknown_transport": ({"weight_transport": "rdma"}, "`weight_transport` is 'rdma'", "one of: auto, nccl, gloo"),
-    "rare_publishes_of_one_copy": ({"sync_every_n_steps": 4}, "`sync_every_n_steps` is 4", "Leave it at 1"),
+    "unknown_mode": (
+        {"vllm_mode": "colocated"},
+        "`vllm_mode` is 'colocated'",
+        "one of: colocate, server, nccl_lora",
+    ),
+    "unknown_transport": (
+        {"weight_transport": "rdma"},
+        "`weight_transport` is 'rdma'",
+        "one of: auto, nccl, gloo",
+    ),
+    "rare_publishes_of_one_copy": (
+        {"sync_every_n_steps": 4},
+        "`sync_every_n_steps` is 4",
+        "Leave it at 1",
+    ),
     "one_server_twice": (
-        {"vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9001,http://127.0.0.1:9001/v1"},
+        {
+            "vllm_mode": "server",
+            "vllm_server_base_url": "http://127.0.0.1:9001,http://127.0.0.1:9001/v1",
+        },
         "lists http://127.0.0.1:9001 twice",
         "List each server once",
     ),
-    "odd_batch": ({"per_device_train_batch_size": 3}, "has 3 rollouts", "must be even", "Change `per_device"),
-    "evaluation": ({"eval_strategy": "steps"}, "There is nothing to evaluate", "List `evaluations`"),
+    "odd_batch": (
+        {"per_device_train_batch_size": 3},
+        "has 3 rollouts",
+        "must be even",
+        "Change `per_device",
+    ),
+    "evaluation": (
+        {"eval_strategy": "steps"},
+        "There is nothing to evaluate",
+        "List `evaluations`",
+    ),
     "bare_no": ({"save_strategy": False}, "`save_strategy` is False", "quotes"),
     "url_without_scheme": (
         {"atropos_url": "localhost:8000"},
@@ -376,7 +445,12 @@ IN_THE_RECIPE = {
         "are both http://127.0.0.1:9001",
         "Give each its own port",
     ),
-    "deepspeed": ({"deepspeed": "zero2.json"}, "cannot be sharded", "Remove `deepspeed`", "`vllm_mode: server`"),
+    "deepspeed": (
+        {"deepspeed": "zero2.json"},
+        "cannot be sharded",
+        "Remove `deepspeed`",
+        "`vllm_mode: server`",
+    ),
     "fsdp": ({"fsdp": True}, "cannot be sharded", "Remove `fsdp`", "`vllm_mode: server`"),
     "sampling_temperature": (
         {"sampling_temperature": 0.7},
@@ -393,7 +467,11 @@ IN_THE_RECIPE = {
         r"'mine' has an unknown placeholder \('atropos'\)",
         r"\{atropos_url\}",
     ),
-    "environment_quote": (one_environment("{python} -c 'print"), "'mine' is cut short", "quotation"),
+    "environment_quote": (
+        one_environment("{python} -c 'print"),
+        "'mine' is cut short",
+        "quotation",
+    ),
     "environment_program": (one_environment("pyhton env.py"), "no program 'pyhton'", r"\{python\}"),
     "environment_folder": (one_environment(cwd="/nowhere"), "`cwd`, '/nowhere', is no folder"),
     "environment_key": (
@@ -413,7 +491,11 @@ IN_THE_RECIPE = {
         "groups of 3 rollouts",
         "a multiple of the group size",
     ),
-    "replay_path_missing": ({"replay_paths": "/nowhere.jsonl"}, r"/nowhere\.jsonl does not exist", "Correct the path"),
+    "replay_path_missing": (
+        {"replay_paths": "/nowhere.jsonl"},
+        r"/nowhere\.jsonl does not exist",
+        "Correct the path",
+    ),
     "replay_paths_empty": ({"replay_paths": []}, "`replay_paths` is empty"),
 }
 
@@ -487,11 +569,24 @@ def test_sharding_from_the_configuration_of_accelerate(desk, monkeypatch):
 
 
 # What a checkpoint's config.json says, and why it is refused before anything is started.
-QUANTISED = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+QUANTISED = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+}
 UNTRAINABLE = {
-    "encoder": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "t5 has an encoder"),
+    "encoder": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        "t5 has an encoder",
+    ),
     "awq": ({"quantization_config": QUANTISED}, r"are quantised \(awq\)", "`use_peft: true`"),
-    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, r"are quantised \(fp8\)", "that it was made from"),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        r"are quantised \(fp8\)",
+        "that it was made from",
+    ),
     "no_architecture": ({"architectures": None}, "names no architecture", "Add `"),
     "old_code": (
         {
@@ -506,7 +601,11 @@ UNTRAINABLE = {
         "whose class transformers has",
     ),
     "images": (
-        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+        {
+            "model_type": "qwen2_5_vl",
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "vision_config": {},
+        },
         "no causal language model for qwen2_5_vl, and no processor of images is with it",
         "Take the whole checkpoint",
     ),
@@ -521,10 +620,15 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(na
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config | change))
     (folder / "configuration_baichuan.py").write_text(
-        "from transformers import Qwen3Config\nclass BaichuanConfig(Qwen3Config):\n    model_type = 'baichuan'\n"
+        "from transformers import Qwen3Config\nclass BaichuanConfig(Qwen3Config):\n    model_type "
+        "= 'baichuan'\n"
     )
     (folder / "modeling_baichuan.py").write_text("from transformers import top_k_top_p_filtering\n")
-    settings = {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run"), "max_steps": 1}
+    settings = {
+        "model_name_or_path": str(folder),
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+    }
     settings |= {"use_cpu": True, "trust_remote_code": name == "old_code"}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(RecipeError, match="cannot be trained: ") as refused:
@@ -534,13 +638,16 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_started(na
     assert "\n" not in str(refused.value)
 
 
-# ----------------------------------------------------------------------------------------- mistakes, the whole command
+# ---------------------------------------------------------------------- mistakes, the whole command
 
 
 @pytest.mark.parametrize(
     ("argv", "fragments"),
     [
-        (["--config", "recipes/nowhere.yaml"], ["'recipes/nowhere.yaml' does not exist", "Check `--config`"]),
+        (
+            ["--config", "recipes/nowhere.yaml"],
+            ["'recipes/nowhere.yaml' does not exist", "Check `--config`"],
+        ),
         (
             ["--config", "recipes/quickstart/colocate.yaml", "--learning_rte", "1"],
             ["Unknown arguments: --learning_rte 1", "Did you mean `learning_rate`"],
@@ -554,19 +661,29 @@ def test_a_command_that_cannot_start(argv, fragments, desk):
 
 @pytest.mark.full  # `tests/weights/test_architectures.py` has the family, with a server alone
 def test_an_architecture_whose_weights_vllm_reorders(desk):
-    """It runs all the same, with a second copy of the weights, and says so; what is missing is the Atropos API."""
+    """It runs all the same, with a second copy of the weights, and says so; what is missing is the
+    Atropos API."""
     flags = desk.recipe(
-        model_name_or_path=str(desk.models / "falcon"), start_vllm=True, vllm_args="--max-model-len 64"
+        model_name_or_path=str(desk.models / "falcon"),
+        start_vllm=True,
+        vllm_args="--max-model-len 64",
     )
     outcome = desk.launch(*flags)
     assert_told(outcome, "No Atropos API answered at")
-    assert re.search(r"cannot be shared \(\S*query_key_value\.weight: .*Falling back to a copy", outcome.output)
+    assert re.search(
+        r"cannot be shared \(\S*query_key_value\.weight: .*Falling back to a copy", outcome.output
+    )
 
 
 @pytest.mark.slow
 def test_an_architecture_that_vllm_does_not_know(desk):
     outcome = desk.run(model_name_or_path=str(desk.models / "unknown_to_vllm"), start_vllm=True)
-    assert_told(outcome, "vllm ended with exit code 1", "MyOwnForCausalLM'] are not supported", log_shown=True)
+    assert_told(
+        outcome,
+        "vllm ended with exit code 1",
+        "MyOwnForCausalLM'] are not supported",
+        log_shown=True,
+    )
     assert len(outcome.message) < 6000 and outcome.message.count('File "') <= 1
 
 
@@ -577,10 +694,12 @@ def test_an_environment_that_crashes_while_the_server_starts(desk):
         service_timeout=200,
         **one_environment("""{python} -c 'raise ImportError("no module of mine")'"""),
     )
-    assert_told(outcome, "environment-mine ended with exit code 1", "no module of mine", log_shown=True)
+    assert_told(
+        outcome, "environment-mine ended with exit code 1", "no module of mine", log_shown=True
+    )
 
 
-# ------------------------------------------------------------------------- mistakes found before anything is started
+# -------------------------------------------------------- mistakes found before anything is started
 
 
 def test_a_model_that_cannot_be_downloaded(desk):
@@ -605,7 +724,11 @@ def test_an_architecture_that_transformers_does_not_know(desk):
 def test_an_output_dir_that_cannot_be_written(desk):
     file = desk.folder / "a_file"
     file.touch()
-    assert_told(desk.run(output_dir=str(file / "run")), "a_file/run', where nothing can be written", "another folder")
+    assert_told(
+        desk.run(output_dir=str(file / "run")),
+        "a_file/run', where nothing can be written",
+        "another folder",
+    )
 
 
 def test_resuming_without_a_checkpoint(desk):
@@ -614,21 +737,32 @@ def test_resuming_without_a_checkpoint(desk):
     assert outcome.seconds < 60 and "Started" not in outcome.output
 
 
-@pytest.mark.parametrize(("service", "key"), [("atropos", "atropos_url"), ("vllm", "vllm_server_base_url")])
+@pytest.mark.parametrize(
+    ("service", "key"), [("atropos", "atropos_url"), ("vllm", "vllm_server_base_url")]
+)
 def test_a_port_that_is_in_use(service, key, desk):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         outcome = desk.run(**{f"start_{service}": True, key: f"http://127.0.0.1:{port}"})
-    assert_told(outcome, f"port {port} on 127.0.0.1 is already in use", f"`{key}`", f"`start_{service}: false`")
+    assert_told(
+        outcome,
+        f"port {port} on 127.0.0.1 is already in use",
+        f"`{key}`",
+        f"`start_{service}: false`",
+    )
 
 
-# ----------------------------------------------------------------------------------------- mistakes about the server
+# ------------------------------------------------------------------------ mistakes about the server
 
 
 def test_no_server(desk):
     outcome = desk.run()
     assert_told(
-        outcome, "cannot be reached", "`vllm_server_base_url`", "trl-atropos serve MODEL", "`start_vllm: true`"
+        outcome,
+        "cannot be reached",
+        "`vllm_server_base_url`",
+        "trl-atropos serve MODEL",
+        "`start_vllm: true`",
     )
 
 
@@ -642,7 +776,12 @@ def test_a_server_without_control_routes(handler, desk):
 
     with http_server({"files": Silent, "greeter": Greeter}[handler]) as url:
         outcome = desk.run(vllm_server_base_url=url)
-    assert_told(outcome, f"{url} has no control routes", "trl-atropos serve MODEL", "correct `vllm_server_base_url`")
+    assert_told(
+        outcome,
+        f"{url} has no control routes",
+        "trl-atropos serve MODEL",
+        "correct `vllm_server_base_url`",
+    )
 
 
 @pytest.mark.parametrize("token", ["wrong", ""])
@@ -652,24 +791,40 @@ def test_the_wrong_control_token(token, desk, vllm):
 
 
 def test_a_server_of_another_checkpoint(desk, vllm):
-    outcome = desk.run(vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_seed"))
-    assert_told(outcome, "weights differ", "serves another model", r"models\d*/model", "other_seed", "start it again")
+    outcome = desk.run(
+        vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_seed")
+    )
+    assert_told(
+        outcome,
+        "weights differ",
+        "serves another model",
+        r"models\d*/model",
+        "other_seed",
+        "start it again",
+    )
 
 
 def test_a_server_with_another_tokenizer(desk, vllm):
-    outcome = desk.run(vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_tokenizer"))
+    outcome = desk.run(
+        vllm_server_base_url=vllm, model_name_or_path=str(desk.models / "other_tokenizer")
+    )
     assert_told(outcome, "other_tokenizer", "different vocabularies", "the same tokenizer")
 
 
 def test_sequences_longer_than_the_server_takes(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, max_sequence_length=1024)
-    assert_told(outcome, "`max_sequence_length` is 1024", "max_model_len is 512", "--max-model-len 1024")
+    assert_told(
+        outcome, "`max_sequence_length` is 1024", "max_model_len is 512", "--max-model-len 1024"
+    )
 
 
 def test_another_dtype_than_the_servers(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, dtype="bfloat16")
     assert_told(
-        outcome, "trainer's dtype is bfloat16, the server's float32", "set `dtype: float32`", "--dtype bfloat16"
+        outcome,
+        "trainer's dtype is bfloat16, the server's float32",
+        "set `dtype: float32`",
+        "--dtype bfloat16",
     )
 
 
@@ -680,20 +835,26 @@ def test_a_mode_of_adapters_without_an_adapter(desk, vllm):
 
 def test_a_sleep_mode_that_the_server_was_not_started_with(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm, vllm_mode="server", vllm_enable_sleep_mode=True)
-    assert_told(outcome, "`vllm_enable_sleep_mode` is set", "start the server with `--enable-sleep-mode`")
+    assert_told(
+        outcome, "`vllm_enable_sleep_mode` is set", "start the server with `--enable-sleep-mode`"
+    )
 
 
 def test_one_memory_of_two_servers(desk, vllm):
     outcome = desk.run(vllm_server_base_url=f"{vllm},{free_url()}")
-    assert_told(outcome, "1 processes and 2 servers", "list one URL per process", "`--num_processes 2`")
+    assert_told(
+        outcome, "1 processes and 2 servers", "list one URL per process", "`--num_processes 2`"
+    )
 
 
-# --------------------------------------------------------------------------------- mistakes about Atropos and rollouts
+# -------------------------------------------------------------- mistakes about Atropos and rollouts
 
 
 def test_no_atropos_api(desk, vllm):
     outcome = desk.run(vllm_server_base_url=vllm)
-    assert_told(outcome, "No Atropos API answered at", "refused", "`atropos_url`", "`start_atropos: true`")
+    assert_told(
+        outcome, "No Atropos API answered at", "refused", "`atropos_url`", "`start_atropos: true`"
+    )
 
 
 def test_something_else_at_atropos_url(desk, vllm):
@@ -732,7 +893,14 @@ def test_no_environment(desk, vllm, atropos):
 @pytest.mark.parametrize(
     ("groups", "fragments"),
     [
-        ([group(3)] * 3, ["holds 3 groups of at most 3 rollouts", "cannot assemble exactly 8", "a multiple of every"]),
+        (
+            [group(3)] * 3,
+            [
+                "holds 3 groups of at most 3 rollouts",
+                "cannot assemble exactly 8",
+                "a multiple of every",
+            ],
+        ),
         ([group(4, masks=[[-100] * 4] * 4)] * 2, ["8 without a token to train on", "warnings"]),
     ],
     ids=["wedged", "all_dropped"],
@@ -799,7 +967,9 @@ def test_rollouts_that_make_no_sense(name, desk, vllm, atropos):
 @pytest.mark.slow
 def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
     """The quickstart's environment sends groups of 8; nothing in its command says so."""
-    command = f"{ENVIRONMENT} --env.rollout_server_url {{atropos_url}} --env.tokenizer_name {{model}} "
+    command = (
+        f"{ENVIRONMENT} --env.rollout_server_url {{atropos_url}} --env.tokenizer_name {{model}} "
+    )
     command += "--openai.base_url {vllm_url}/v1 --openai.model_name {model}"
     outcome = desk.run(
         vllm_server_base_url=vllm,
@@ -810,11 +980,14 @@ def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
         **one_environment(command),
     )
     assert_told(
-        outcome, "environment-mine ended", r"group_size \(8\) must be less than batch_size \(4\)", log_shown=True
+        outcome,
+        "environment-mine ended",
+        r"group_size \(8\) must be less than batch_size \(4\)",
+        log_shown=True,
     )
 
 
-# ------------------------------------------------------------------------------------------ mistakes about recordings
+# ------------------------------------------------------------------------ mistakes about recordings
 
 
 def recording(folder: Path, *groups: dict[str, Any]) -> str:

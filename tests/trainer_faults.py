@@ -1,6 +1,8 @@
-"""The faults of `tests/rollouts/source_faults.py`, with the whole trainer in the place of the consumer.
+"""The faults of `tests/rollouts/source_faults.py`, with the whole trainer in the place of the
+consumer.
 
-It trains a tiny model on what the real API delivers, and saves as transformers does. No server: nothing samples.
+It trains a tiny model on what the real API delivers, and saves as transformers does. No server:
+nothing samples.
 """
 
 import contextlib
@@ -48,16 +50,25 @@ DRAINED = 1.5  # seconds without a batch when there are none left
 
 
 def train(pipe: Any, port: int, folder: str, orders: Orders) -> None:
-    """Trains from the last checkpoint on, and sends every step's number. With nothing to train left, it ends."""
+    """Trains from the last checkpoint on, and sends every step's number. With nothing to train
+    left, it ends."""
     logging.disable()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         _train(pipe, port, Path(folder), orders)
 
 
 def _train(pipe: Any, port: int, folder: Path, orders: Orders) -> None:
     draining = orders.stage == "drain"
     source = AtroposSource(
-        f"http://127.0.0.1:{port}", poll_interval=0.005, request_timeout=5, start_timeout=10, api_down_timeout=20
+        f"http://127.0.0.1:{port}",
+        poll_interval=0.005,
+        request_timeout=5,
+        start_timeout=10,
+        api_down_timeout=20,
     )
     reach = stages(orders, source)
     after(source, "poll", lambda rows: rows and reach("handed out"))
@@ -74,7 +85,9 @@ def _train(pipe: Any, port: int, folder: Path, orders: Orders) -> None:
     model = folder.parent / "model"
     publisher = NullPublisher()
     args = AtroposGRPOConfig(**settings)
-    trainer = AtroposGRPOTrainer(str(model), args, rollout_source=source, policy_publisher=publisher)
+    trainer = AtroposGRPOTrainer(
+        str(model), args, rollout_source=source, policy_publisher=publisher
+    )
     trainer.add_callback(TrainedRows(trainer, pipe, reach, draining))
     write_state = TrainerState.save_to_json
     TrainerState.save_to_json = lambda state, path: (reach("saving"), write_state(state, path))
@@ -120,7 +133,11 @@ def load(folder: Path) -> tuple[int, list[int], dict | None]:
         return 0, [], None
     saved = json.loads(Path(path, "trainer_state.json").read_text())
     callbacks = saved["stateful_callbacks"]
-    return saved["global_step"], callbacks["TrainedRows"]["attributes"]["ids"], source_state(callbacks)[0]
+    return (
+        saved["global_step"],
+        callbacks["TrainedRows"]["attributes"]["ids"],
+        source_state(callbacks)[0],
+    )
 
 
 class Run(source_faults.Run):

@@ -1,7 +1,7 @@
 """An Atropos environment as somebody else would write it: two turns, so that the masks have holes.
 
-It knows nothing of the trainer. First turn: any answer. Second turn, after the user's reply: repeat one letter. It is
-started with nothing but URLs, a model and a group size.
+It knows nothing of the trainer. First turn: any answer. Second turn, after the user's reply: repeat
+one letter. It is started with nothing but URLs, a model and a group size.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ class TwoTurnEnv(BaseEnv):
         return {"letter": self.random.choice("abcdefgh")}
 
     async def collect_trajectories(self, item):
-        rollouts = await asyncio.gather(*(self.one(item["letter"]) for _ in range(self.config.group_size)))
+        rollouts = await asyncio.gather(
+            *(self.one(item["letter"]) for _ in range(self.config.group_size))
+        )
         group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
         for node, score in rollouts:
             group["tokens"].append(node.tokens)
@@ -47,7 +49,9 @@ class TwoTurnEnv(BaseEnv):
         messages = [{"role": "user", "content": f"say {letter}"}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(2):
-                reply = await managed.chat_completion(messages=messages, n=1, max_tokens=6, temperature=1.0)
+                reply = await managed.chat_completion(
+                    messages=messages, n=1, max_tokens=6, temperature=1.0
+                )
                 text = reply.choices[0].message.content or ""
                 messages = [*messages, {"role": "assistant", "content": text}]
                 if turn == 0:

@@ -84,10 +84,14 @@ def _run(words: list[str]) -> None:
 
 
 def _benchmarks() -> Callable[[list[str]], None]:
-    """The command of the folder `benchmarks`, which is beside the package in a checkout and in no wheel."""
+    """The command of the folder `benchmarks`, which is beside the package in a checkout and in no
+    wheel."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks").is_dir():
-        what = f"the benchmarks are not installed with the package ({checkout} has no folder `benchmarks`)"
+        what = (
+            f"the benchmarks are not installed with the package ({checkout} has no folder "
+            "`benchmarks`)"
+        )
         fix = "Run this with a checkout of the repository: `pip install --editable .` in it."
         sys.exit(f"trl-atropos bench: {what}. {fix}")
     sys.path.insert(0, str(checkout))

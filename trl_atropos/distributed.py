@@ -1,4 +1,5 @@
-"""Calls whose outcome all ranks of the trainer share: an error raised on one rank alone leaves the others waiting."""
+"""Calls whose outcome all ranks of the trainer share: an error raised on one rank alone leaves the
+others waiting."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -9,7 +10,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 
 def together(call: Callable[[], Any]) -> Any:
-    """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the first error."""
+    """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the
+    first error."""
     result, error = None, None
     try:
         result = call()
@@ -38,7 +40,8 @@ def on_main(call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def held_on_main(make: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Enters the context that `make` returns, on rank 0 only. If entering fails, every rank raises the error."""
+    """Enters the context that `make` returns, on rank 0 only. If entering fails, every rank raises
+    the error."""
     with ExitStack() as stack:
         on_main(lambda: stack.enter_context(make()) and None)
         yield

@@ -1,25 +1,35 @@
-"""The errors that a user meets. `trl_atropos.train` prints one without a traceback, `trl-atropos check` lists them as
-its findings. Anything else that is raised is a bug and keeps its traceback."""
+"""The errors that a user meets. `trl_atropos.train` prints one without a traceback, `trl-atropos
+check` lists them as its findings. Anything else that is raised is a bug and keeps its traceback."""
 
 ERROR, WARNING = "error", "warning"
 
 
 class AtroposTrainingError(RuntimeError):
-    """Base of every error whose message is written for the person who started the run: what happened, the value that
-    was seen, what to do about it in sentences, and a stable name for scripts, such as `port-taken`. The level is
-    `"warning"` for a finding of `check` that does not end a run."""
+    """Base of every error whose message is written for the person who started the run: what
+    happened, the value that was seen, what to do about it in sentences, and a stable name for
+    scripts, such as `port-taken`. The level is `"warning"` for a finding of `check` that does not
+    end a run."""
 
     usual_code = "error"
     what_has_seen = False  # whether `what` always says the value in its own words
 
-    def __init__(self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR) -> None:
-        self.what, self.seen, self.fix, self.code, self.level = what, seen, fix, code or self.usual_code, level
+    def __init__(
+        self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR
+    ) -> None:
+        self.what, self.seen, self.fix, self.code, self.level = (
+            what,
+            seen,
+            fix,
+            code or self.usual_code,
+            level,
+        )
         addition = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
         super().__init__(f"{what.rstrip('.')}{addition}. {fix}" if fix else what)
 
 
 class RecipeError(AtroposTrainingError, ValueError):
-    """The recipe or the command line is wrong. `what` names the setting and its value, `seen` repeats it as YAML."""
+    """The recipe or the command line is wrong. `what` names the setting and its value, `seen`
+    repeats it as YAML."""
 
     usual_code = "setting"
     what_has_seen = True
@@ -56,7 +66,8 @@ class AttachError(ServerError):
 
 
 class ProbeError(AtroposTrainingError):
-    """After a publish, the server did not sample from the weights that the trainer has, as `result` shows."""
+    """After a publish, the server did not sample from the weights that the trainer has, as `result`
+    shows."""
 
     result = None  # the `ProbeResult`, where tokens were compared
 
@@ -70,7 +81,8 @@ class GatherError(AtroposTrainingError):
 
 
 class GradientError(AtroposTrainingError):
-    """The gradient of an optimizer step is not finite, so that the step would destroy the weights."""
+    """The gradient of an optimizer step is not finite, so that the step would destroy the
+    weights."""
 
 
 class EvaluationError(AtroposTrainingError):

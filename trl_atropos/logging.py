@@ -1,8 +1,8 @@
 """How much the package says on stderr: verbosity with the names that transformers uses.
 
-`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The default is the root
-logger's level, and info in runs of `trl_atropos.train`. A program that has given Python's root logger a handler gets
-the records there instead, until `disable_propagation()`.
+`TRL_ATROPOS_VERBOSITY` (debug, info, warning, error or critical) sets it from the start. The
+default is the root logger's level, and info in runs of `trl_atropos.train`. A program that has
+given Python's root logger a handler gets the records there instead, until `disable_propagation()`.
 """
 
 import logging
@@ -64,7 +64,8 @@ def verbosity_of_environment() -> int | None:
 
 
 def columns() -> int | None:
-    """Width of the terminal that stdout is, or what `COLUMNS` says. `None` for a file, where lines may be long."""
+    """Width of the terminal that stdout is, or what `COLUMNS` says. `None` for a file, where lines
+    may be long."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return shutil.get_terminal_size().columns if known else None
 
@@ -72,7 +73,9 @@ def columns() -> int | None:
 def cut(text: str, room: int) -> str:
     """The text, without its middle if it is longer than `room` characters."""
     kept = max(2, room) - 1
-    return text if len(text) <= room else f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+    return (
+        text if len(text) <= room else f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+    )
 
 
 _console = _Console()

@@ -1,7 +1,8 @@
-"""What the trainer's side and the server's side agree on: route names, JSON shapes, and how command lines are read.
+"""What the trainer's side and the server's side agree on: route names, JSON shapes, and how command
+lines are read.
 
-Both sides import this module; neither imports the other. Everything that crosses the wire is JSON, checked by these
-models where it enters.
+Both sides import this module; neither imports the other. Everything that crosses the wire is JSON,
+checked by these models where it enters.
 """
 
 import contextlib
@@ -28,21 +29,32 @@ TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 NUMERICS = ("default", "float32_head", "float16", "bitwise")
-LONGEST_QUERY = 128  # tokens, at least, that `bitwise` tells FlashAttention of: with fewer, keys are in other tiles
+# tokens, at least, that `bitwise` tells FlashAttention of: with fewer, keys are in other tiles
+LONGEST_QUERY = 128
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `--max-lora-rank` takes
-EVALUATION_KEY = "evaluation-"  # how the API keys begin by which servers know the requests of evaluations
+# how the API keys begin by which servers know the requests of evaluations
+EVALUATION_KEY = "evaluation-"
 ADAPTER_NAME = "policy"  # of the adapter that is trained, on the server, whatever its version
 
 
 def environment_token() -> str:
-    """The control token in the environment, or "". Raises `AtroposTrainingError` if no HTTP header can carry it."""
+    """The control token in the environment, or "". Raises `AtroposTrainingError` if no HTTP header
+    can carry it."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     for position, char in enumerate(token, start=1):
         if not "!" <= char <= "~":
             kind = "a space or line break" if char.isspace() else "a control or non-ASCII character"
-            where = f"The control token in {TOKEN_VARIABLE} has {kind} at place {position} of {len(token)}"
-            fix = "Set it to letters and digits (`openssl rand -hex 24`), the same for trainer and server."
-            raise AtroposTrainingError(f"{where}, which no HTTP header can carry", kind, fix, "token")
+            where = (
+                f"The control token in {TOKEN_VARIABLE} has {kind} at place {position} of "
+                f"{len(token)}"
+            )
+            fix = (
+                "Set it to letters and digits (`openssl rand -hex 24`), the same for trainer and "
+                "server."
+            )
+            raise AtroposTrainingError(
+                f"{where}, which no HTTP header can carry", kind, fix, "token"
+            )
     return token
 
 
@@ -52,7 +64,8 @@ def served_rank(rank: int) -> int:
 
 
 def reason_in(text: str) -> str:
-    """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it one level deeper."""
+    """The message in the body of an error's answer: ours, or one of vLLM's routes, which have it
+    one level deeper."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -85,7 +98,8 @@ class ServerInfo(Strict):
     device_uuids: list[str]  # of the workers' GPUs, in the order of their ranks; empty on the CPU
     num_workers: int  # data x tensor x pipeline parallel
     lora: LoraInfo | None  # None: started without --enable-lora
-    prefixes_by_path: bool  # cached prefixes of an adapter are told apart by its path, not by its name alone
+    # cached prefixes of an adapter are told apart by its path, not by its name alone
+    prefixes_by_path: bool
     sleep: bool  # started with --enable-sleep-mode
     max_model_len: int  # tokens
     block_size: int  # tokens of one KV cache block
@@ -101,7 +115,8 @@ class ServerInfo(Strict):
 
 
 class CheckpointTensor(Strict):
-    """A tensor of the checkpoint that is a part of one parameter, as a strided view of that, in elements."""
+    """A tensor of the checkpoint that is a part of one parameter, as a strided view of that, in
+    elements."""
 
     name: str
     size: list[int]
@@ -115,13 +130,16 @@ class ParameterSpec(Strict):
     name: str
     shape: list[int]
     dtype: str
-    # The checkpoint tensors that it consists of. None: one of its own name and shape. Empty: it is computed from some.
+    # The checkpoint tensors that it consists of. None: one of its own name and shape. Empty: it is
+    # computed from some.
     pieces: list[CheckpointTensor] | None = None
 
     @classmethod
     def of(cls, name: str, shape: Iterable[int], dtype: Any, pieces: Any = None) -> "ParameterSpec":
         """`dtype` is torch's."""
-        return cls(name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces)
+        return cls(
+            name=name, shape=list(shape), dtype=str(dtype).removeprefix("torch."), pieces=pieces
+        )
 
 
 class TraceQuery(Strict):
@@ -135,8 +153,10 @@ class FingerprintsReply(Strict):
     """Answer of `POST /trl_atropos/fingerprints`: of each parameter that was traced."""
 
     policy_version: int
-    fingerprints: list[int | None]  # None: of a parameter that was refused, or that two workers keep differently
-    changed: list[str] = []  # the server's own constants that are not what they were when they were first looked at
+    # None: of a parameter that was refused, or that two workers keep differently
+    fingerprints: list[int | None]
+    # the server's own constants that are not what they were when they were first looked at
+    changed: list[str] = []
 
 
 class VersionsQuery(Strict):
@@ -148,7 +168,8 @@ class VersionsQuery(Strict):
 Span = tuple[int, int]  # the policy versions at a completion's first and at its last token
 
 
-# Fields of a request that mask or shift logits, beside the numbers in `SamplingSettings`, by vLLM's names.
+# Fields of a request that mask or shift logits, beside the numbers in `SamplingSettings`, by vLLM's
+# names.
 RESHAPING_FIELDS = (
     "structured_outputs",
     "logit_bias",
@@ -161,7 +182,8 @@ RESHAPING_FIELDS = (
 
 
 class SamplingSettings(NamedTuple):
-    """What a request's tokens are drawn with; by default, from the distribution that the trainer computes."""
+    """What a request's tokens are drawn with; by default, from the distribution that the trainer
+    computes."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -170,7 +192,8 @@ class SamplingSettings(NamedTuple):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    reshaped_by: tuple[str, ...] = ()  # `RESHAPING_FIELDS` that the request set, and logits processors of the server
+    # `RESHAPING_FIELDS` that the request set, and logits processors of the server
+    reshaped_by: tuple[str, ...] = ()
 
     def numbers(self) -> dict[str, float]:
         """Returns the settings by name, without `reshaped_by`."""
@@ -186,13 +209,15 @@ class Note(NamedTuple):
     settings: SamplingSettings
 
     def merged(self, other: "Note") -> "Note":
-        """Of two equal completions: the older versions, since nothing tells which of the two is asked about."""
+        """Of two equal completions: the older versions, since nothing tells which of the two is
+        asked about."""
         (begun, ended), (begun_too, ended_too) = self.span, other.span
         return self._replace(span=(min(begun, begun_too), min(ended, ended_too)))
 
 
 class VersionsReply(Strict):
-    """Answer of `POST /trl_atropos/versions`: for each key the policy versions at its first and at its last token."""
+    """Answer of `POST /trl_atropos/versions`: for each key the policy versions at its first and at
+    its last token."""
 
     versions: list[Span | None]  # None: no such completion is known
     settings: list[SamplingSettings]  # each once
@@ -228,7 +253,8 @@ class RefusalsReply(Strict):
 
 
 class EvaluationReply(Strict):
-    """Answer of `POST /trl_atropos/evaluation`: the policy versions that sampled under one API key, if any did."""
+    """Answer of `POST /trl_atropos/evaluation`: the policy versions that sampled under one API key,
+    if any did."""
 
     oldest: int | None
     newest: int | None
@@ -240,21 +266,28 @@ def evaluation_key(authorization: str) -> str | None:
     return key if key.startswith(EVALUATION_KEY) else None
 
 
-def completion_key(prompt_ids: "ArrayLike", completion_ids: "ArrayLike", logprobs: "ArrayLike") -> bytes:
+def completion_key(
+    prompt_ids: "ArrayLike", completion_ids: "ArrayLike", logprobs: "ArrayLike"
+) -> bytes:
     """
-    What both sides know one sampled completion by: a hash of 16 bytes. It includes the log-probabilities, which JSON
-    leaves as they are, because completions repeat as a policy converges: by tokens alone, a third of them would be
-    taken for those of another version.
+    What both sides know one sampled completion by: a hash of 16 bytes. It includes the
+    log-probabilities, which JSON leaves as they are, because completions repeat as a policy
+    converges: by tokens alone, a third of them would be taken for those of another version.
 
     Args:
         prompt_ids: (p,) ids of all tokens before the completion, of earlier turns too.
         completion_ids: (c,) ids of the sampled tokens.
-        logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was converted to.
+        logprobs: (c,) their log-probabilities in nats, finite, as float32 or what float32 was
+        converted to.
     """
-    import numpy as np  # not above: it reads variables that a recipe sets, which is read by this module
+    # not above: it reads variables that a recipe sets, which is read by this module
+    import numpy as np
 
-    prompt, completion = (np.ascontiguousarray(ids, dtype="<i4") for ids in (prompt_ids, completion_ids))
-    values = np.ascontiguousarray(logprobs, dtype="<f4") + np.float32(0.0)  # there is one zero, not two
+    prompt, completion = (
+        np.ascontiguousarray(ids, dtype="<i4") for ids in (prompt_ids, completion_ids)
+    )
+    # there is one zero, not two
+    values = np.ascontiguousarray(logprobs, dtype="<f4") + np.float32(0.0)
     digest = hashlib.blake2b(np.array([prompt.size, completion.size], dtype="<i8"), digest_size=16)
     for part in (prompt, completion, values):
         digest.update(part)
@@ -262,7 +295,8 @@ def completion_key(prompt_ids: "ArrayLike", completion_ids: "ArrayLike", logprob
 
 
 def machine_id() -> str:
-    """The same in every process that sees the same /proc and memory as this one, and in no other."""
+    """The same in every process that sees the same /proc and memory as this one, and in no
+    other."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -278,7 +312,8 @@ class View(Strict):
 
 
 class Attachment(Strict):
-    """Answer of `POST /trl_atropos/attach`: handles of the server's memory, and each parameter's place in it."""
+    """Answer of `POST /trl_atropos/attach`: handles of the server's memory, and each parameter's
+    place in it."""
 
     storages: list[dict]  # handles for `trl_atropos.tensors.shared_memory.open_storage`
     views: dict[str, View]
@@ -286,12 +321,14 @@ class Attachment(Strict):
 
 
 def tokenizer_fingerprint(vocabulary: dict[str, int]) -> str:
-    """Hash of a tokenizer's whole vocabulary, to tell whether two processes mean the same tokens by the same ids."""
+    """Hash of a tokenizer's whole vocabulary, to tell whether two processes mean the same tokens by
+    the same ids."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-# The flags that divide a vLLM server among GPUs, by vLLM's short names. `tests/server/test_launch.py` compares these
-# with vLLM's own, and sees that the other flags which are looked for have none.
+# The flags that divide a vLLM server among GPUs, by vLLM's short names.
+# `tests/server/test_launch.py` compares these with vLLM's own, and sees that the other flags which
+# are looked for have none.
 PARALLEL = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -301,7 +338,8 @@ PARALLEL = {
 
 
 def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The flags of a command line with their last values, in either spelling (`--a v`, `--a=v`), or an empty text."""
+    """The flags of a command line with their last values, in either spelling (`--a v`, `--a=v`), or
+    an empty text."""
     aliases, stated, flag = aliases or {}, {}, None
     for word in argv:
         name, equals, value = word.partition("=")
@@ -315,7 +353,8 @@ def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) 
 
 
 def server_flags(argv: Iterable[str]) -> dict[str, str]:
-    """Flags of a vLLM server by their long names: `--max_model_len 8`, `-tp 2` and `-tp=2` are stated, too."""
+    """Flags of a vLLM server by their long names: `--max_model_len 8`, `-tp 2` and `-tp=2` are
+    stated, too."""
     return {flag.replace("_", "-"): value for flag, value in stated_flags(argv, PARALLEL).items()}
 
 
@@ -333,11 +372,13 @@ def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def stated_settings(argv: list[str]) -> dict[str, Any]:
-    """The settings as they are written: of the recipe, its overlays, and the command line, each over those before."""
+    """The settings as they are written: of the recipe, its overlays, and the command line, each
+    over those before."""
     (recipes, argv), settings = values_of("--config", argv), {}
     overlays, argv = values_of("--overlay", argv)
     for path in [*recipes, *overlays]:
-        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):  # the parser says it
+        # the parser says it
+        with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, TypeError, ValueError):
             settings |= yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     return settings | {flag.removeprefix("--"): value for flag, value in stated_flags(argv).items()}
 
@@ -346,4 +387,6 @@ def parallel(flags: Iterable[str]) -> tuple[int, str]:
     """GPUs that a server with these flags takes, and the flags that say so."""
     stated = server_flags(flags)
     stated = {flag: stated[flag] for flag in PARALLEL.values() if stated.get(flag, "").isdigit()}
-    return math.prod(map(int, stated.values())), " ".join(f"{flag} {value}" for flag, value in stated.items())
+    return math.prod(map(int, stated.values())), " ".join(
+        f"{flag} {value}" for flag, value in stated.items()
+    )

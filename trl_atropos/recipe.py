@@ -1,10 +1,13 @@
-"""What a recipe says besides the training settings: which services to start, and the checks that need both.
+"""What a recipe says besides the training settings: which services to start, and the checks that
+need both.
 
 A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
-`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of it: later ones win, and
-command-line flags win over all. `trl_atropos.train` and `trl-atropos check` call `parse`, then the other checks.
+`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of it:
+later ones win, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check`
+call `parse`, then the other checks.
 
-The run writes what a recipe does not say of an environment into the file that Atropos' own `--config` reads.
+The run writes what a recipe does not say of an environment into the file that Atropos' own
+`--config` reads.
 """
 
 import difflib
@@ -26,7 +29,14 @@ from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import ADAPTER_MODES, environment_token, served_rank, server_flags, stated_flags, values_of
+from trl_atropos.protocol import (
+    ADAPTER_MODES,
+    environment_token,
+    served_rank,
+    server_flags,
+    stated_flags,
+    values_of,
+)
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names
@@ -41,7 +51,8 @@ if TYPE_CHECKING:
 @with_help
 class ServicesConfig:
     """
-    Which services the run starts and stops. Those it does not start are used by their URL and never touched.
+    Which services the run starts and stops. Those it does not start are used by their URL and never
+    touched.
 
     Parameters:
         > Services
@@ -55,17 +66,20 @@ class ServicesConfig:
         mps (`bool`, *optional*, defaults to `False`):
             Whether to start NVIDIA's MPS, so that a GPU computes for trainer and server at once.
         environments (`list[dict]`, *optional*):
-            Environments to start (in the recipe file only): each the path of its script, or a mapping with `path` or
-            `command`, and optionally `name`, `config` (its settings), `env`, `cwd`, `python` and `servers`. A command
-            may have {python}, {model}, {atropos_url}, {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
+            Environments to start (in the recipe file only): each the path of its script, or a
+            mapping with `path` or `command`, and optionally `name`, `config` (its settings), `env`,
+            `cwd`, `python` and `servers`. A command may have {python}, {model}, {atropos_url},
+            {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
         evaluations (`list[dict]`, *optional*):
-            Environments to evaluate the policy with, beside the training (in the recipe file only): entries like those
-            of `environments` with a `path`, and optionally `problems` (how many are asked; without, the environment's
-            own `evaluate` runs), `samples` of each, `temperature`, `passes_above` (a score) and `every` (optimizer
-            steps; by default `eval_steps`).
+            Environments to evaluate the policy with, beside the training (in the recipe file only):
+            entries like those of `environments` with a `path`, and optionally `problems` (how many
+            are asked; without, the environment's own `evaluate` runs), `samples` of each,
+            `temperature`, `passes_above` (a score) and `every` (optimizer steps; by default
+            `eval_steps`).
         restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends, or the Atropos API of the run, is started again. One
-            that ends within 30 seconds of its start ends the run. `0` ends the run at the first end.
+            How often within an hour an environment that ends, or the Atropos API of the run, is
+            started again. One that ends within 30 seconds of its start ends the run. `0` ends the
+            run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
@@ -81,14 +95,21 @@ class ServicesConfig:
 
 
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
-ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")  # text by their type, but `false` is understood
-ALSO_LISTS = ("vllm_server_base_url",)  # text by its type, but a list of several servers is understood
-NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}  # one overlay is for many recipes, which differ in these
+# text by their type, but `false` is understood
+ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")
+# text by its type, but a list of several servers is understood
+ALSO_LISTS = ("vllm_server_base_url",)
+# one overlay is for many recipes, which differ in these
+NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}
 QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
-HOW_TO_QUOTE = f"Flags of the server are a list in a recipe, and one quoted text on the command line: {QUOTED}."
+HOW_TO_QUOTE = (
+    "Flags of the server are a list in a recipe, and one quoted text on the command "
+    f"line: {QUOTED}."
+)
 HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
 NO_KEY = "none"  # servers of the run ask for no API key
-EVALUATION_SEED = 0  # of the environments of evaluations, whatever that of the run: the same problems for all runs
+# of the environments of evaluations, whatever that of the run: the same problems for all runs
+EVALUATION_SEED = 0
 HELP = "See `python -m trl_atropos.train --help`."
 
 
@@ -135,20 +156,34 @@ class Recipe:
     def environment_command(self, spec: EnvironmentSpec) -> list[str]:
         """The command that starts an environment."""
         words = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
-        return words if self.environment_file(spec) is None else [*words, "--config", str(self._file_of(spec))]
+        return (
+            words
+            if self.environment_file(spec) is None
+            else [*words, "--config", str(self._file_of(spec))]
+        )
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
-        """What the run writes for Atropos' `--config`, which drops settings that an environment does not have. `None`
-        for a command without `servers`."""
+        """What the run writes for Atropos' `--config`, which drops settings that an environment
+        does not have. `None` for a command without `servers`."""
         if spec.path is None and spec.servers is None:
             return None
-        usual = {"base_url": "{vllm_url}/v1", "model_name": "{model}", "server_type": "vllm", "api_key": NO_KEY}
-        stated = spec.servers or [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
+        usual = {
+            "base_url": "{vllm_url}/v1",
+            "model_name": "{model}",
+            "server_type": "vllm",
+            "api_key": NO_KEY,
+        }
+        stated = spec.servers or [
+            {"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls
+        ]
         servers = [usual | server for server in stated]
         for server in servers:
             texts = {key: value for key, value in server.items() if isinstance(value, str)}
-            server |= {key: spec.fill_in(value, self.placeholders()) for key, value in texts.items()}
-        # Atropos ignores the URL of a single server unless the environment has a list itself. It heeds those of two.
+            server |= {
+                key: spec.fill_in(value, self.placeholders()) for key, value in texts.items()
+            }
+        # Atropos ignores the URL of a single server unless the environment has a list itself. It
+        # heeds those of two.
         servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
         if spec.path is None:
             return {"openai": servers}
@@ -160,30 +195,38 @@ class Recipe:
             "seed": training.seed,
             "total_steps": -1,  # as many as the trainer takes
             "max_batches_offpolicy": ahead,
-            # Groups in flight, of which Atropos never has more than fill `max_batches_offpolicy` batches.
+            # Groups in flight, of which Atropos never has more than fill `max_batches_offpolicy`
+            # batches.
             "max_num_workers": training.generation_batch_size * max(1, ahead),
-            "ensure_scores_are_not_same": False,  # the trainer counts groups without variance, or replaces them
+            # the trainer counts groups without variance, or replaces them
+            "ensure_scores_are_not_same": False,
             "use_wandb": False,
             "wandb_name": spec.name,  # under which the environment registers
-            "state_file": str(self._file_of(spec, "state")),  # where it may keep what it needs for its next start
+            # where it may keep what it needs for its next start
+            "state_file": str(self._file_of(spec, "state")),
         }
         return {
             "env": {**known, **spec.config},
             "openai": servers,
             "slurm": False,
-            "stated": list(spec.config),  # for `environment_site/run.py`, which refuses unknown ones
+            # for `environment_site/run.py`, which refuses unknown ones
+            "stated": list(spec.config),
         }
 
     def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
-        """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose requests have `key`
-        as their API key."""
+        """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose
+        requests have `key` as their API key."""
         content = self.environment_file(spec)
         for server in content["openai"]:
             server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
         kind, fixed = "evaluate", {"data_dir_to_save_evals": str(folder)}
         if spec.problems is not None:
             kind, fixed = "process", {"total_steps": spec.problems, "group_size": spec.samples}
-            fixed |= {"temperature": self.training.temperature if spec.temperature is None else spec.temperature}
+            fixed |= {
+                "temperature": self.training.temperature
+                if spec.temperature is None
+                else spec.temperature
+            }
             fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
         content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
@@ -201,13 +244,18 @@ class Recipe:
             write_file(path, yaml.safe_dump(content, sort_keys=False).encode(), sync=False)
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
-        """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of its command."""
+        """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of
+        its command."""
         flags = stated_flags(self.environment_command(spec)).items()
-        own = {flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")}
+        own = {
+            flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")
+        }
         return spec.config | own
 
     def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> Path:
-        return Path(os.path.abspath(self.training.output_dir), "environments", f"{spec.name}.{kind}")
+        return Path(
+            os.path.abspath(self.training.output_dir), "environments", f"{spec.name}.{kind}"
+        )
 
 
 class _Parser(TrlParser):
@@ -226,12 +274,16 @@ class _Parser(TrlParser):
 
 
 def parse(argv: list[str]) -> Recipe:
-    """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can mend."""
+    """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can
+    mend."""
     overlays, argv = values_of("--overlay", argv)
     recipes, argv = values_of("--config", argv)
     path = next(iter(recipes), None)
     if path is None:
-        stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), "recipes/quickstart/colocate.yaml")
+        stray = next(
+            (word for word in argv if word.endswith((".yaml", ".yml"))),
+            "recipes/quickstart/colocate.yaml",
+        )
         if not argv or argv[-1] == "--config" or stray in argv:
             fix = f"Name one with `--config`, as in `--config {stray}`."
             raise RecipeError("No recipe", seen=" ".join(argv), fix=fix, code="no-recipe")
@@ -243,15 +295,28 @@ def parse(argv: list[str]) -> Recipe:
     for overlay in overlays:
         parser.overlaid |= _overlay_settings(overlay, path, known)
     try:
-        services, training, model, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+        services, training, model, rest = parser.parse_args_and_config(
+            argv, return_remaining_strings=True
+        )
     except (ValueError, TypeError) as error:
-        named_flag = any(f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv))
+        named_flag = any(
+            f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv)
+        )
         place = "" if named_flag or path is None else f"{' with '.join([path, *overlays])}: "
         parts = error if isinstance(error, RecipeError) else RecipeError(str(error))
         raise RecipeError(f"{place}{parts.what}", parts.seen, parts.fix, parts.code) from error
     if rest:
-        hint = HOW_TO_QUOTE if "--vllm_args" in argv else _suggest(rest[0].lstrip("-").split("=")[0], known)
-        raise RecipeError(f"Unknown arguments: {' '.join(rest)}", seen=" ".join(rest), fix=hint, code="unknown-flag")
+        hint = (
+            HOW_TO_QUOTE
+            if "--vllm_args" in argv
+            else _suggest(rest[0].lstrip("-").split("=")[0], known)
+        )
+        raise RecipeError(
+            f"Unknown arguments: {' '.join(rest)}",
+            seen=" ".join(rest),
+            fix=hint,
+            code="unknown-flag",
+        )
     services.vllm_args = _vllm_args(services.vllm_args)
     environments = _entries("environments", services.environments, EnvironmentSpec)
     evaluations = _entries("evaluations", services.evaluations, EvaluationSpec)
@@ -262,10 +327,17 @@ def parse(argv: list[str]) -> Recipe:
 
 
 def _vllm_args(given: list[str] | str | None) -> list[str]:
-    """The flags for vLLM as words. The command line has them quoted; the value in `--a={"b": 1}` may have blanks."""
+    """The flags for vLLM as words. The command line has them quoted; the value in `--a={"b": 1}`
+    may have blanks."""
     try:
-        given = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
-        flags = [flag for word in given for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])]
+        given = (
+            shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
+        )
+        flags = [
+            flag
+            for word in given
+            for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])
+        ]
     except ValueError as error:
         what = f"`vllm_args` cannot be split into flags: {error}"
         raise RecipeError(what, f"vllm_args: {given}", "Correct its quotes.") from error
@@ -287,44 +359,59 @@ def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[st
 
 
 def read_yaml(path: str) -> Any:
-    """The content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or `yaml.YAMLError`."""
+    """The content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or
+    `yaml.YAMLError`."""
     with open(path, encoding="utf-8") as file:
         return yaml.safe_load(file)
 
 
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
-    """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are wrong."""
+    """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are
+    wrong."""
     kind, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
     if not os.path.isfile(path):
-        raise RecipeError(f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe")
+        raise RecipeError(
+            f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe"
+        )
     try:
         content = read_yaml(path)
     except yaml.YAMLError as error:
         what = f"{path} is not valid YAML: {' '.join(str(error).split())}"
         raise RecipeError(what, path, "Correct it there.", "recipe-format") from error
     except (OSError, UnicodeError) as error:
-        raise RecipeError(f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe") from error
+        raise RecipeError(
+            f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe"
+        ) from error
     if not isinstance(content, dict):
         what = f"{path} must hold `key: value` lines at its top level"
         raise RecipeError(what, f"{path}: {type(content).__name__}", "Correct it.", "recipe-format")
     for key in content:
         if key not in known | {"env"}:
             fix = _suggest(str(key), known)
-            raise RecipeError(f"{path}: unknown key `{key}`", f"{key}: {content[key]}", fix, "unknown-key")
+            raise RecipeError(
+                f"{path}: unknown key `{key}`", f"{key}: {content[key]}", fix, "unknown-key"
+            )
     hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
     for key, value in content.items():
-        if (key in ALSO_LISTS and isinstance(value, list)) or (key in ALSO_FALSE and value is False):
+        if (key in ALSO_LISTS and isinstance(value, list)) or (
+            key in ALSO_FALSE and value is False
+        ):
             continue
         if wanted := _wanted(value, hints.get(key, Any)):
-            raise RecipeError(f"{path}: `{key}` is {value!r}", f"{key}: {value}", f"Write {wanted}.")
+            raise RecipeError(
+                f"{path}: `{key}` is {value!r}", f"{key}: {value}", f"Write {wanted}."
+            )
     return content
 
 
 def _wanted(value: Any, hint: Any) -> str | None:
-    """What to write in place of a YAML value of the wrong type; `None` if it may be right. Text is checked later."""
+    """What to write in place of a YAML value of the wrong type; `None` if it may be right. Text is
+    checked later."""
     allowed = set(get_args(hint) or (hint,))
     if value is None:
-        return None if allowed & {NoneType, Any} else "a value behind the colon, or leave the line out"
+        return (
+            None if allowed & {NoneType, Any} else "a value behind the colon, or leave the line out"
+        )
     if value is False and str in allowed and bool not in allowed:  # where YAML reads a bare `no`
         return 'the word in quotes ("no", say): without them YAML reads `no` as false'
     if isinstance(value, str) or type(value) in allowed:
@@ -348,16 +435,23 @@ def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
     """The entries of `environments` or `evaluations`."""
     entries, parsed, code = entries or [], [], f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict):
-        what, fix = f"`{setting}` is one mapping, not a list", "Begin each entry with `- path: ...`."
+        what, fix = (
+            f"`{setting}` is one mapping, not a list",
+            "Begin each entry with `- path: ...`.",
+        )
         raise RecipeError(what, str(entries), fix, code)
     for number, entry in enumerate(entries, start=1):
         try:
             parsed.append(kind.model_validate(entry))
         except ValidationError as error:
             first = error.errors()[0]
-            wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix("Value error, ")
+            wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix(
+                "Value error, "
+            )
             fix = HOW_TO_ENTER.format(", ".join(f"`{name}`" for name in kind.model_fields))
-            raise RecipeError(f"`{setting}` entry {number}: {wrong}", str(entry), fix, code) from error
+            raise RecipeError(
+                f"`{setting}` entry {number}: {wrong}", str(entry), fix, code
+            ) from error
     names = [spec.name for spec in parsed]
     if len(set(names)) != len(names):
         what = f"`{setting}` names must differ, but they are: {', '.join(names)}"
@@ -365,24 +459,34 @@ def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
     return parsed
 
 
-# ------------------------------------------------------------------------------------ checks of settings between parts
+# ----------------------------------------------------------------- checks of settings between parts
 
 
 def _check(recipe: Recipe) -> None:
     """Checks that need more than one of the three parts."""
-    training, model, mode = recipe.training, recipe.model.model_name_or_path, recipe.training.vllm_mode
+    training, model, mode = (
+        recipe.training,
+        recipe.model.model_name_or_path,
+        recipe.training.vllm_mode,
+    )
     if not model:
         fix = "Set `model_name_or_path` to a Hub name or a folder."
         raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
         what = f"The model folder {model!r} does not exist (looked in {os.getcwd()})"
-        fix = "Set `model_name_or_path`; recipes/quickstart/make_model.py FOLDER makes the quickstart's."
+        fix = (
+            "Set `model_name_or_path`; recipes/quickstart/make_model.py FOLDER makes the "
+            "quickstart's."
+        )
         raise RecipeError(what, f"model_name_or_path: {model}", fix, "model")
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
     elif mode in ADAPTER_MODES and not recipe.model.use_peft:
         what = f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none"
-        fix = "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: colocate` or `server`."
+        fix = (
+            "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: "
+            "colocate` or `server`."
+        )
         raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
     _check_adapter(recipe)
     if (again := recipe.services.restart_environments) < 0:
@@ -415,10 +519,14 @@ def _schedule(recipe: Recipe) -> None:
     if not specs:
         if asked or training.eval_on_start or training.metric_for_best_model is not None:
             fix = "List `evaluations` in the recipe, each with the `path` of an environment."
-            raise RecipeError("There is nothing to evaluate", f"eval_strategy: {training.eval_strategy}", fix)
+            raise RecipeError(
+                "There is nothing to evaluate", f"eval_strategy: {training.eval_strategy}", fix
+            )
         return
     if training.replay_paths is not None:
-        what = "`evaluations` need a server, and a run on recorded rollouts (`replay_paths`) has none"
+        what = (
+            "`evaluations` need a server, and a run on recorded rollouts (`replay_paths`) has none"
+        )
         raise RecipeError(what, "evaluations, replay_paths", "Leave one out.")
     usual = training.eval_steps if asked else None
     if usual is not None:  # as Transformers, which leaves a 1 of the command line as a float
@@ -426,18 +534,35 @@ def _schedule(recipe: Recipe) -> None:
     for spec in specs:
         spec.every = spec.every or usual
     training.eval_strategy, training.eval_on_start = IntervalStrategy.STEPS, True
-    training.eval_steps = math.gcd(*(spec.every for spec in specs if spec.every)) or training.max_steps
+    training.eval_steps = (
+        math.gcd(*(spec.every for spec in specs if spec.every)) or training.max_steps
+    )
     best = training.metric_for_best_model
     if best is not None and best.removeprefix("eval_").removesuffix("loss") == "":
-        what, names = f"`metric_for_best_model` is {best!r}", ", ".join(f"eval_{spec.name}_pass@1" for spec in specs)
-        raise RecipeError(what, f"metric_for_best_model: {best}", f"Name one of an evaluation, such as {names}.")
+        what, names = (
+            f"`metric_for_best_model` is {best!r}",
+            ", ".join(f"eval_{spec.name}_pass@1" for spec in specs),
+        )
+        raise RecipeError(
+            what, f"metric_for_best_model: {best}", f"Name one of an evaluation, such as {names}."
+        )
     late = [spec.name for spec in specs if best is not None and spec.every != training.eval_steps]
     if late:
-        what = f"`metric_for_best_model` is needed every {training.eval_steps} steps, but {late[0]!r} is not made then"
-        raise RecipeError(what, f"eval_steps: {training.eval_steps}", "Give all evaluations the same `every`.")
+        what = (
+            f"`metric_for_best_model` is needed every {training.eval_steps} steps, but "
+            f"{late[0]!r} is not made then"
+        )
+        raise RecipeError(
+            what, f"eval_steps: {training.eval_steps}", "Give all evaluations the same `every`."
+        )
     if best is not None and training.eval_steps % training.sync_every_n_steps:
-        what = f"`sync_every_n_steps` is {training.sync_every_n_steps}: other weights are evaluated than are saved"
-        raise RecipeError(what, f"eval_steps: {training.eval_steps}", "Make `eval_steps` a multiple of it.")
+        what = (
+            f"`sync_every_n_steps` is {training.sync_every_n_steps}: other weights are "
+            "evaluated than are saved"
+        )
+        raise RecipeError(
+            what, f"eval_steps: {training.eval_steps}", "Make `eval_steps` a multiple of it."
+        )
 
 
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
@@ -445,7 +570,10 @@ def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> No
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
     seconds, patience = services.service_timeout, training.ddp_timeout
     if training.world_size > 1 and waits * seconds >= patience:
-        what = f"{waits} services may take {seconds:g} s each to become healthy (`service_timeout`), but the "
+        what = (
+            f"{waits} services may take {seconds:g} s each to become healthy "
+            "(`service_timeout`), but the "
+        )
         what += f"trainer's processes wait for the first one for only {patience} s (`ddp_timeout`)"
         seen = f"service_timeout: {seconds:g}, ddp_timeout: {patience}"
         raise RecipeError(what, seen, "Raise `ddp_timeout`, or lower `service_timeout`.")
@@ -456,19 +584,26 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    given = [flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))]
+    given = [
+        flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))
+    ]
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
         what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
         raise RecipeError(what, seen, "Correct it.", "environment-program")
     if not shutil.which(place, path=spec.env.get("PATH")):
-        wrong = "python" if spec.path is not None else "command`, such as `{python} path/to/script.py"
+        wrong = (
+            "python" if spec.path is not None else "command`, such as `{python} path/to/script.py"
+        )
         what = f"{name}: there is no program {program!r} to run"
         raise RecipeError(what, program, f"Correct its `{wrong}`.", "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
         what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
         raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
     if spec.path is None and spec.servers is not None and given:
-        what = f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only one of them"
+        what = (
+            f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only "
+            "one of them"
+        )
         fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
         raise RecipeError(what, given[0], fix, "environment-command")
 
@@ -478,29 +613,60 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
     for setting, value in stated.items():
         if setting.endswith("temperature") and number_of(value) not in (None, training.temperature):
-            written = f"{value} (`config: {setting}`)" if setting in spec.config else f"{value} (--env.{setting})"
+            written = (
+                f"{value} (`config: {setting}`)"
+                if setting in spec.config
+                else f"{value} (--env.{setting})"
+            )
             seen = f"temperature {written}, temperature: {training.temperature}"
-            what = f"{name} samples at temperature {written}, but `temperature` is {training.temperature}"
-            raise RecipeError(f"{what}, at which every token is scored", seen, "Make the two equal.", "temperature")
+            what = (
+                f"{name} samples at temperature {written}, but `temperature` is "
+                f"{training.temperature}"
+            )
+            raise RecipeError(
+                f"{what}, at which every token is scored",
+                seen,
+                "Make the two equal.",
+                "temperature",
+            )
     size, batch = number_of(stated.get("group_size")), training.generation_batch_size
     if size and batch % size:
         what = f"but a generation batch has only {batch} rollouts"
-        fix = "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the group size."
+        fix = (
+            "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the "
+            "group size."
+        )
         if size < batch:
-            what = f"which do not fill a generation batch of {batch} rollouts: the Atropos API would never deliver one"
-            fix = "Change `per_device_train_batch_size` to make the batch a multiple of the group size."
+            what = (
+                f"which do not fill a generation batch of {batch} rollouts: the Atropos API "
+                "would never deliver one"
+            )
+            fix = (
+                "Change `per_device_train_batch_size` to make the batch a multiple of the group "
+                "size."
+            )
         seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
-        raise RecipeError(f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size")
+        raise RecipeError(
+            f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size"
+        )
 
 
 def _check_setting_names(spec: EnvironmentSpec) -> None:
-    """Raises `RecipeError` for settings that the environment's class does not have, as far as its script tells."""
+    """Raises `RecipeError` for settings that the environment's class does not have, as far as its
+    script tells."""
     names = setting_names(spec.script) if spec.config else None
     for setting, value in spec.config.items() if names is not None else ():
         if setting not in names:
             close = difflib.get_close_matches(setting, names, n=1)
-            fix = f"Did you mean `{close[0]}`?" if close else f"Its settings are: {', '.join(sorted(names))}."
-            what = f"Environment {spec.name!r} has no setting `{setting}`, and Atropos would ignore it silently"
+            fix = (
+                f"Did you mean `{close[0]}`?"
+                if close
+                else f"Its settings are: {', '.join(sorted(names))}."
+            )
+            what = (
+                f"Environment {spec.name!r} has no setting `{setting}`, and Atropos would "
+                "ignore it silently"
+            )
             raise RecipeError(what, f"{setting}: {value} (`config:`)", fix, "environment-setting")
 
 
@@ -513,7 +679,8 @@ def number_of(value: Any) -> float | None:
 
 
 def check_files(recipe: Recipe) -> None:
-    """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder, or to `None`."""
+    """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder,
+    or to `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
     from trl_atropos.weights.run_path import starting_checkpoint
@@ -523,7 +690,8 @@ def check_files(recipe: Recipe) -> None:
     environment_token()  # raises if no header can carry it
     together(lambda: require_writable(training.output_dir))
     together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
-    if not model.use_peft or training.vllm_mode == "restart":  # otherwise, an adapter alone is saved
+    # otherwise, an adapter alone is saved
+    if not model.use_peft or training.vllm_mode == "restart":
         together(lambda: require_savable_generation(model))
     if model.use_peft and recipe.adapter_way is not None:
         together(lambda: checkpoints.require_untied(model, training.trust_remote_code))
@@ -535,7 +703,8 @@ def check_files(recipe: Recipe) -> None:
 
 
 def check_reports(training: AtroposGRPOConfig) -> None:
-    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when the server is up."""
+    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when
+    the server is up."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:

@@ -1,7 +1,9 @@
-"""Grade-school mathematics (GSM8K): one question, one worked answer, reward 1 if its boxed number is right.
+"""Grade-school mathematics (GSM8K): one question, one worked answer, reward 1 if its boxed number
+is right.
 
     python recipes/gsm8k/environment.py serve --slurm false --env.rollout_server_url http://127.0.0.1:8000 \
-        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name MODEL
+        --env.tokenizer_name MODEL --openai.base_url http://127.0.0.1:9001/v1 --openai.model_name
+        MODEL
 """
 
 import contextlib
@@ -17,14 +19,18 @@ from pydantic import Field
 try:
     from math_verify import LatexExtractionConfig, parse, verify
 except ImportError as error:
-    raise SystemExit(f"The answers are read by math-verify: `pip install math-verify` ({error})") from error
+    raise SystemExit(
+        f"The answers are read by math-verify: `pip install math-verify` ({error})"
+    ) from error
 
 INSTRUCTION = "Reason step by step, and write the final answer as \\boxed{number}."
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
-# What `math_verify` does not see through: a number within `\text{...}` and its like, which is taken out; what stands
-# between thousands; spaces and fonts of LaTeX, currencies, and words at the end.
+# What `math_verify` does not see through: a number within `\text{...}` and its like, which is taken
+# out; what stands between thousands; spaces and fonts of LaTeX, currencies, and words at the end.
 PART = r"(?:[^{}]|\{[^{}]*\})*"  # with braces in it
-WRAPPED = re.compile(rf"\\(?:text|math|underline|boldsymbol|mbox|bm)[a-z]*\{{({PART}[\d,]{PART})\}}")
+WRAPPED = re.compile(
+    rf"\\(?:text|math|underline|boldsymbol|mbox|bm)[a-z]*\{{({PART}[\d,]{PART})\}}"
+)
 CLUTTER = re.compile(
     r"\\[,;:! ]|~|(?<=\d)(,|\{,\}|\s+)(?=\d{3}\b)|\\(bf|it|rm|large|Large|approx)\b"
     r"|\\?[$£€]|\\text(dollar|euro|sterling)\b|\b(USD|EUR|GBP|dollars?|cents?|euros?)\b|(\\(text|mathrm)\{[^{}\d]*\}|[.\s])+$"
@@ -34,12 +40,18 @@ LONGEST_ANSWER = 200  # characters
 
 
 class GSM8KConfig(BaseEnvConfig):
-    dataset: str = Field(default="openai/gsm8k", description="Hub name, or a file of JSON lines: question, answer")
-    split: Literal["train", "test"] = Field(default="train", description="`test`: in fixed order, each question once")
+    dataset: str = Field(
+        default="openai/gsm8k", description="Hub name, or a file of JSON lines: question, answer"
+    )
+    split: Literal["train", "test"] = Field(
+        default="train", description="`test`: in fixed order, each question once"
+    )
     max_new_tokens: int = Field(default=1024, description="Length of a completion in tokens")
     temperature: float = Field(default=1.0, description="Must equal the trainer's `temperature`")
     seed: int = Field(default=0, description="Seed of the order of questions")
-    state_file: str | None = Field(default=None, description="Keeps how many questions were asked; a run names it")
+    state_file: str | None = Field(
+        default=None, description="Keeps how many questions were asked; a run names it"
+    )
 
 
 class GSM8KEnv(BaseEnv):
@@ -79,8 +91,9 @@ class GSM8KEnv(BaseEnv):
         return self.questions[self.order[place]]
 
     def asked_before(self) -> int:
-        """How many questions the run has asked, where it was resumed or this was started again. Those in flight then
-        count, too. Without a file: as many as the run has had, and those that may wait in the API's queue."""
+        """How many questions the run has asked, where it was resumed or this was started again.
+        Those in flight then count, too. Without a file: as many as the run has had, and those that
+        may wait in the API's queue."""
         with contextlib.suppress(OSError, ValueError):
             return int(Path(self.config.state_file or "").read_text())
         batches = self.curr_step and self.curr_step + self.config.max_batches_offpolicy
@@ -137,8 +150,9 @@ def boxed(completion: str) -> str:
 
 
 def says(text: str, number: str) -> bool:
-    """Whether LaTeX says a number. `math_verify` knows fractions, equations, percent signs and units. Its deadlines of
-    two seconds are signals: call it in the main thread, where Atropos' event loop is."""
+    """Whether LaTeX says a number. `math_verify` knows fractions, equations, percent signs and
+    units. Its deadlines of two seconds are signals: call it in the main thread, where Atropos'
+    event loop is."""
     if len(text) > LONGEST_ANSWER:
         return False
     while (plain := WRAPPED.sub(r"\1", text)) != text:

@@ -1,4 +1,5 @@
-"""The least that is a trainer to an Atropos API: it registers, takes batches, and knows why none comes."""
+"""The least that is a trainer to an Atropos API: it registers, takes batches, and knows why none
+comes."""
 
 import time
 
@@ -40,7 +41,8 @@ class BareTrainer:
         self._join()
 
     def pull(self) -> list[ScoredGroup | RejectedGroup] | None:
-        """One request: a batch of groups, or None. Registers again with an API that was restarted."""
+        """One request: a batch of groups, or None. Registers again with an API that was
+        restarted."""
         try:
             reply = self.client.batch()
             if reply.status == "error":

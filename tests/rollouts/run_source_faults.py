@@ -1,4 +1,5 @@
-"""python -m tests.rollouts.run_source_faults [--faults 2000] [--seed 0] [--trainer]: see `source_faults.py`.
+"""python -m tests.rollouts.run_source_faults [--faults 2000] [--seed 0] [--trainer]: see
+`source_faults.py`.
 
 With `--trainer`, they befall the whole trainer: see `tests/trainer_faults.py`.
 """
@@ -31,7 +32,10 @@ def main() -> None:
     shutil.rmtree(folder)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     seconds = time.monotonic() - began
-    print(f"{counts.total()} faults in {seconds:.0f} s, seed {arguments.seed}, and the books balance: {kinds}")
+    print(
+        f"{counts.total()} faults in {seconds:.0f} s, seed {arguments.seed}, and the books "
+        f"balance: {kinds}"
+    )
 
 
 if __name__ == "__main__":

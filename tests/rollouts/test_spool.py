@@ -1,4 +1,5 @@
-"""The files in which rollouts are kept: what is in them, what happens to bad ones, and how many there are."""
+"""The files in which rollouts are kept: what is in them, what happens to bad ones, and how many
+there are."""
 
 import os
 import shutil
@@ -61,7 +62,12 @@ def path_of(spool: Spool, start: int) -> Path:
 
 def test_rows_come_back_as_they_were_with_every_field(tmp_path):
     spool = Spool(tmp_path / "rollouts", 1e9)
-    rows = [make_row(), full_row(), make_row(1), make_row(2, distill_ids=np.zeros((2, 3), np.int32))]
+    rows = [
+        make_row(),
+        full_row(),
+        make_row(1),
+        make_row(2, distill_ids=np.zeros((2, 3), np.int32)),
+    ]
     append(spool, 0, *rows)
     again = Spool(tmp_path / "rollouts", 1e9)
     assert_same_rows(again.read(again.parts[0]), rows, but=("arrived",))
@@ -85,7 +91,10 @@ def test_datasets_reads_the_files_with_typed_columns(tmp_path):
     append(spool, 0, full_row(), make_row())
     append(spool, 4)
     table = datasets.load_dataset(
-        "arrow", data_files=str(spool.folder / "*.arrow"), split="train", cache_dir=str(tmp_path / "cache")
+        "arrow",
+        data_files=str(spool.folder / "*.arrow"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
     )
     assert table["index"] == [2, 3]
     assert table[0]["distill_ids"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -94,7 +103,9 @@ def test_datasets_reads_the_files_with_typed_columns(tmp_path):
     assert table[0]["pulled_at"].tzname() == "UTC"
 
 
-def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(tmp_path, monkeypatch):
+def test_a_batch_is_synced_before_it_is_named_and_its_name_before_append_returns(
+    tmp_path, monkeypatch
+):
     spool = Spool(tmp_path / "rollouts", 1e9)
     synced = []
     fsync = os.fsync
@@ -122,7 +133,9 @@ def test_a_torn_file_is_passed_over_with_a_warning(tmp_path, caplog, keep):
 
 
 @pytest.mark.parametrize("of_the_file", [0.05, 0.5, 0.97])
-def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(tmp_path, of_the_file):
+def test_a_file_that_the_disk_has_changed_is_told_from_one_that_was_written_so(
+    tmp_path, of_the_file
+):
     spool = Spool(tmp_path / "rollouts", 1e9)
     like_a_seal = '"crc32": "00000000"'  # in the text of a rollout
     append(spool, 0, *[make_row(messages=like_a_seal)] * 4)
@@ -149,7 +162,9 @@ def test_files_of_others_are_passed_over_with_a_warning(tmp_path, caplog):
 def test_a_spool_meta_of_something_else_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "spool.meta").write_text("[]")
-    with pytest.raises(RolloutError, match=r"spool\.meta is not what this program wrote .* Move .*rollouts away"):
+    with pytest.raises(
+        RolloutError, match=r"spool\.meta is not what this program wrote .* Move .*rollouts away"
+    ):
         Spool(tmp_path / "rollouts", 1e9)
 
 
@@ -181,7 +196,9 @@ def test_a_file_that_cannot_be_written_leaves_the_others_and_says_what_to_do(tmp
     spool = Spool(tmp_path / "rollouts", 1e9)
     append(spool, 0, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").mkdir()  # not even root can open that to write
-    with pytest.raises(RolloutError, match=rf"cannot be kept in {spool.folder}: Is a directory\..*Make room"):
+    with pytest.raises(
+        RolloutError, match=rf"cannot be kept in {spool.folder}: Is a directory\..*Make room"
+    ):
         append(spool, 4, *[make_row()] * 4)
     (spool.folder / ".rows-000000000004.arrow.tmp").rmdir()
     assert [part.start for part in Spool(tmp_path / "rollouts", 1e9).parts] == [0]

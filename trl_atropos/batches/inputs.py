@@ -1,8 +1,9 @@
-"""What TRL's loss takes of a generation batch: columns, advantages, the correction for the sampler, and a teacher's
-top-k log-probabilities.
+"""What TRL's loss takes of a generation batch: columns, advantages, the correction for the sampler,
+and a teacher's top-k log-probabilities.
 
-TRL derives groups from positions in the batch, all of one size. Here every rollout carries the mean and standard
-deviation of its own group, so groups may differ in size and may be split between ranks.
+TRL derives groups from positions in the batch, all of one size. Here every rollout carries the mean
+and standard deviation of its own group, so groups may differ in size and may be split between
+ranks.
 """
 
 import math
@@ -27,8 +28,9 @@ ABSENT = -1e9  # as good as -inf for a softmax, but differences between two of t
 def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
     """What TRL's `rollout_func` hook takes; `env_mask` is TRL's tool mask.
 
-    TRL makes a tensor of each array in the array's own type, but of `logprobs` it makes lists first. `array` gives
-    plain numbers for those, where NumPy would give scalars, which take several times as long."""
+    TRL makes a tensor of each array in the array's own type, but of `logprobs` it makes lists
+    first. `array` gives plain numbers for those, where NumPy would give scalars, which take several
+    times as long."""
     return {
         "prompt_ids": [rollout.prompt_ids.astype(np.int64) for rollout in rollouts],
         "completion_ids": [rollout.completion_ids.astype(np.int64) for rollout in rollouts],
@@ -39,14 +41,19 @@ def columns(rollouts: Sequence[Rollout]) -> dict[str, list]:
 
 
 def advantage_tensor(
-    rollouts: Sequence[Rollout], local_slice: slice, scale_rewards: ScaleRewards, completion_length: int
+    rollouts: Sequence[Rollout],
+    local_slice: slice,
+    scale_rewards: ScaleRewards,
+    completion_length: int,
 ) -> torch.Tensor:
     """
-    The advantages of this rank's rollouts, `local_slice` of `rollouts`, in the form that TRL's loss takes.
+    The advantages of this rank's rollouts, `local_slice` of `rollouts`, in the form that TRL's loss
+    takes.
 
     Returns:
-        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rollouts`, on whatever rank, has
-        token-level advantages: those unchanged, the others' advantage at each of their tokens, 0.0 on padding.
+        `(n_local,)` float32, or `(n_local, completion_length)` float32 if any of `rollouts`, on
+        whatever rank, has token-level advantages: those unchanged, the others' advantage at each of
+        their tokens, 0.0 on padding.
     """
     advantages = scalar_advantages(rollouts, scale_rewards)[local_slice]
     if any(rollout.token_advantages is not None for rollout in rollouts):
@@ -59,27 +66,35 @@ def advantage_tensor(
 
 
 def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> list[float]:
-    """One number per rollout for the completions table: the mean advantage of its trained tokens."""
+    """One number per rollout for the completions table: the mean advantage of its trained
+    tokens."""
     scalars = scalar_advantages(rollouts, scale_rewards).tolist()
     return [
-        float(each.token_advantages[each.mask].mean(dtype=np.float64)) if each.trains_on_token_advantages else scalar
+        float(each.token_advantages[each.mask].mean(dtype=np.float64))
+        if each.trains_on_token_advantages
+        else scalar
         for each, scalar in zip(rollouts, scalars, strict=True)
     ]
 
 
 def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
-    """The share of `rollouts` (at least one) in groups whose scores are all equal: `frac_reward_zero_std`."""
+    """The share of `rollouts` (at least one) in groups whose scores are all equal:
+    `frac_reward_zero_std`."""
     return np.mean([rollout.group_std <= ZERO_STD for rollout in rollouts], dtype=np.float32).item()
 
 
-def importance_ratio(logprobs: torch.Tensor, batch: Batch, args: "AtroposGRPOConfig") -> torch.Tensor:
+def importance_ratio(
+    logprobs: torch.Tensor, batch: Batch, args: "AtroposGRPOConfig"
+) -> torch.Tensor:
     """
-    By how much likelier the policy makes each trained token, or each rollout, than its sampler did, within the bounds
-    that `args` has for it: the formula of TRL's `_generate_and_score_completions`.
+    By how much likelier the policy makes each trained token, or each rollout, than its sampler did,
+    within the bounds that `args` has for it: the formula of TRL's
+    `_generate_and_score_completions`.
 
     Args:
         logprobs: `(B, C)`, the policy's, in nats, without gradients.
-        batch: `(B, C)` tensors `completion_mask`, `tool_mask`, and `sampling_per_token_logps`, NaN where not known.
+        batch: `(B, C)` tensors `completion_mask`, `tool_mask`, and `sampling_per_token_logps`, NaN
+        where not known.
 
     Returns:
         `(B, C)`, or `(B, 1)` for a mode of sequences; 1 where nothing is known or trained.
@@ -100,14 +115,18 @@ def distillation_inputs(
     rollouts: Sequence[Rollout], local_slice: slice, output: Batch, accelerator: Accelerator
 ) -> Batch:
     """
-    The teacher's distributions for this rank's rollouts, `local_slice` of `rollouts`; empty if no rollout of any rank
-    has one. `output` has this rank's `(B, C)` tensors `completion_mask` and `tool_mask`.
+    The teacher's distributions for this rank's rollouts, `local_slice` of `rollouts`; empty if no
+    rollout of any rank has one. `output` has this rank's `(B, C)` tensors `completion_mask` and
+    `tool_mask`.
 
     Returns:
-        `distill_ids`, `(B, C, k)` int64, -1 where absent; `distill_logprobs`, `(B, C, k)` float32, NaN where absent;
-        and `num_distilled_tokens`, `()` int64: of all ranks. Entry `i` is about completion token `i`.
+        `distill_ids`, `(B, C, k)` int64, -1 where absent; `distill_logprobs`, `(B, C, k)` float32,
+        NaN where absent; and `num_distilled_tokens`, `()` int64: of all ranks. Entry `i` is about
+        completion token `i`.
     """
-    width = max((each.distill_ids.shape[1] for each in rollouts if each.distill_ids is not None), default=0)
+    width = max(
+        (each.distill_ids.shape[1] for each in rollouts if each.distill_ids is not None), default=0
+    )
     if not width:
         return {}
     shape = (*output["completion_mask"].shape, width)
@@ -117,7 +136,10 @@ def distillation_inputs(
             length, k = rollout.distill_ids.shape
             ids[i, :length, :k] = torch.tensor(rollout.distill_ids)
             logprobs[i, :length, :k] = torch.tensor(rollout.distill_logprobs)
-    added = {"distill_ids": ids.to(accelerator.device), "distill_logprobs": logprobs.to(accelerator.device)}
+    added = {
+        "distill_ids": ids.to(accelerator.device),
+        "distill_logprobs": logprobs.to(accelerator.device),
+    }
     count = distilled_tokens(output | added).sum()
     return added | {"num_distilled_tokens": accelerator.gather(count).sum()}
 
@@ -128,9 +150,12 @@ def distilled_tokens(inputs: Batch) -> torch.Tensor:
     return trained.bool() & (inputs["distill_ids"] >= 0).any(-1)
 
 
-def top_k_divergence(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def top_k_divergence(
+    logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> torch.Tensor:
     """
-    KL(teacher || student) over the teacher's top-k tokens, both renormalised over them; 0 where there are none.
+    KL(teacher || student) over the teacher's top-k tokens, both renormalised over them; 0 where
+    there are none.
 
     Args:
         logits: `(..., V)`, the student's, at temperature 1.
@@ -154,7 +179,8 @@ def distillation_loss(
     of_step: int,
 ) -> tuple[torch.Tensor, float]:
     """
-    The distillation term of one micro-batch. It costs one forward of `model` with the logits of all completion tokens.
+    The distillation term of one micro-batch. It costs one forward of `model` with the logits of all
+    completion tokens.
 
     Args:
         inputs: a micro-batch, with what `distillation_inputs` added.
@@ -162,9 +188,10 @@ def distillation_loss(
         micro_batches: number of them in the generation batch; `of_step`: in an optimizer step.
 
     Returns:
-        `()`, the loss: its gradients, summed over an optimizer step's micro-batches and averaged over ranks, are those
-        of the mean over all distilled tokens, as TRL has it for `dapo`. And a number that is the same on all ranks:
-        the mean of it over the micro-batches is that mean, in nats.
+        `()`, the loss: its gradients, summed over an optimizer step's micro-batches and averaged
+        over ranks, are those of the mean over all distilled tokens, as TRL has it for `dapo`. And a
+        number that is the same on all ranks: the mean of it over the micro-batches is that mean, in
+        nats.
     """
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).flatten()
     rows = tokens[layout.tokens]
@@ -172,10 +199,13 @@ def distillation_loss(
     columns, column = (layout.predicts % rows.size(1)).unique(return_inverse=True)
     places = layout.predicts // rows.size(1) * len(columns) + column
     with accelerator.autocast():
-        logits = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False).logits
+        logits = model(
+            input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False
+        ).logits
 
     def placed(values: torch.Tensor) -> torch.Tensor:
-        """(B, C, k) to (R, len(columns), k), where the logits predict; -1 where they predict nothing."""
+        """(B, C, k) to (R, len(columns), k), where the logits predict; -1 where they predict
+        nothing."""
         flat = values.new_full((len(rows) * len(columns), values.size(-1)), -1)
         flat = flat.index_copy(0, places, values.flatten(0, 1)[layout.columns])
         return flat.view(len(rows), len(columns), -1)

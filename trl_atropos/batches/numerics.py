@@ -2,11 +2,12 @@
 
 With `float32_head`, the product with the head's weights is computed in float32, as on the server.
 
-With `bitwise`, the trainer scores rollouts with the server's own kernels, in the order in which it runs them. vLLM's
-batch-invariant mode computes a token alike whatever else is in the batch, in prefill and in decoding. The same kernels
-compute the forward pass of a dense Qwen2.5, Qwen3 or Llama model on packed rollouts, so that trainer and server agree
-to the last bit. The backward pass is torch's own: each operation has the gradient of the ordinary one, at the values
-that the server's kernel found.
+With `bitwise`, the trainer scores rollouts with the server's own kernels, in the order in which it
+runs them. vLLM's batch-invariant mode computes a token alike whatever else is in the batch, in
+prefill and in decoding. The same kernels compute the forward pass of a dense Qwen2.5, Qwen3 or
+Llama model on packed rollouts, so that trainer and server agree to the last bit. The backward pass
+is torch's own: each operation has the gradient of the ordinary one, at the values that the server's
+kernel found.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ VOCABULARY_MULTIPLE = 64  # that vLLM pads the head to
 PAGE = 16  # tokens of a page of the KV cache, as on the server
 ROWS_AT_ONCE = 2048  # tokens whose logits are in memory at the same time
 ROW = 64  # tokens that a model's own forward pass is compared on
-APART = 1e-3  # nats that two computations of that row may differ by in the mean, where nothing is rounded to 16 bits
+# nats that two computations of that row may differ by in the mean, where nothing is rounded to 16
+# bits
+APART = 1e-3
 
 
 class Kernels:
@@ -52,22 +55,35 @@ class Kernels:
             from vllm.config import VllmConfig, set_current_vllm_config
             from vllm.model_executor.layers import batch_invariant
             from vllm.model_executor.layers.rotary_embedding import get_rope
-            from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+            from vllm.v1.attention.backends.fa_utils import (
+                flash_attn_varlen_func,
+                get_flash_attn_version,
+            )
             from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
         except ImportError as error:
-            what, fix = f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer", "Install it."
+            what, fix = (
+                f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer",
+                "Install it.",
+            )
             raise RecipeError(what, f"numerics: bitwise ({error})", fix) from error
 
         self.ops, self.attention = _custom_ops, flash_attn_varlen_func
-        self.linear, self.norm = batch_invariant.linear_batch_invariant, batch_invariant.rms_norm_batch_invariant
+        self.linear, self.norm = (
+            batch_invariant.linear_batch_invariant,
+            batch_invariant.rms_norm_batch_invariant,
+        )
         self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         with set_current_vllm_config(VllmConfig()), device:
             sizes = self.head_dim, config.max_position_embeddings
             rope = get_rope(*sizes, rope_parameters=config.rope_parameters, dtype=dtype)
         self.angles = rope.cos_sin_cache.to(device)  # (positions, head_dim): cosines, then sines
 
-    def rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
+    def rotate(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
         query, key = query.flatten(1).clone(), key.flatten(1).clone()
         self.ops.rotary_embedding(positions, query, key, self.head_dim, self.angles, True)
         return query.unflatten(1, (-1, self.head_dim)), key.unflatten(1, (-1, self.head_dim))
@@ -77,7 +93,9 @@ class Kernels:
         torch.ops._C.silu_and_mul(out, torch.cat([gate, up], dim=-1))
         return out
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: "Pages") -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: "Pages"
+    ) -> torch.Tensor:
         return self.attention(
             q=query.contiguous(),
             k=pages.filled(key),
@@ -96,7 +114,8 @@ class Kernels:
         )
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        # The kernel sums in an order that depends on how rows lie in memory: on the server, with this padding.
+        # The kernel sums in an order that depends on how rows lie in memory: on the server, with
+        # this padding.
         padded = pad(logits, (0, -logits.shape[1] % VOCABULARY_MULTIPLE))
         return self._logprobs(padded[:, : logits.shape[1]], tokens[:, None])[:, 0]
 
@@ -123,7 +142,9 @@ class Pages:
         rollout = torch.repeat_interleave(self.lengths, output_size=len(positions))
         self.slots = first[rollout].long() * PAGE + positions
         self.count = len(positions) // PAGE + len(self.lengths)
-        table = first[:, None] + torch.arange(-(-self.longest // PAGE), device=positions.device, dtype=torch.int32)
+        table = first[:, None] + torch.arange(
+            -(-self.longest // PAGE), device=positions.device, dtype=torch.int32
+        )
         self.table = table.clamp(max=self.count - 1)
 
     def filled(self, values: torch.Tensor) -> torch.Tensor:
@@ -174,17 +195,27 @@ class Exact:
         self._hidden: torch.Tensor | None = None  # the last output of the backbone
 
     def install(self) -> None:
-        """Takes the place of the forward pass of the backbone, and of the head that TRL has fused with its loss."""
+        """Takes the place of the forward pass of the backbone, and of the head that TRL has fused
+        with its loss."""
         self.backbone.forward, self.model.forward = self._backbone, self._scored
 
-    def _scored(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **options: Any):
-        """As TRL's forward pass, with the server's log-probabilities in place of those of TRL's head."""
+    def _scored(
+        self,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        **options: Any,
+    ):
+        """As TRL's forward pass, with the server's log-probabilities in place of those of TRL's
+        head."""
         outputs = self._fused(*args, fused_lm_head=fused_lm_head, labels=labels, **options)
         if fused_lm_head:
             tokens = labels[:, 1:]
             scored = tokens != -100
             exact = self._logprobs(self._hidden[:, :-1][scored], tokens[scored])
-            outputs.log_probs = replaced(outputs.log_probs, outputs.log_probs.detach().masked_scatter(scored, exact))
+            outputs.log_probs = replaced(
+                outputs.log_probs, outputs.log_probs.detach().masked_scatter(scored, exact)
+            )
         self._hidden = None
         return outputs
 
@@ -198,8 +229,8 @@ class Exact:
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: a row of rollouts, or a batch of sequences that are all as long, without padding.
-            rollouts: where they are in the row, from `packing.How.inputs`.
+            input_ids: a row of rollouts, or a batch of sequences that are all as long, without
+            padding. rollouts: where they are in the row, from `packing.How.inputs`.
         """
         count, length = input_ids.shape
         if position_ids is None:
@@ -210,7 +241,11 @@ class Exact:
         positions, pages = position_ids[0], Pages(position_ids[0], rollouts)
         state = self.backbone.embed_tokens(input_ids.flatten())
         for layer in self.backbone.layers:
-            if self.backbone.training and torch.is_grad_enabled() and self.model.is_gradient_checkpointing:
+            if (
+                self.backbone.training
+                and torch.is_grad_enabled()
+                and self.model.is_gradient_checkpointing
+            ):
                 state = checkpoint(self._layer, layer, state, positions, pages, use_reentrant=False)
             else:
                 state = self._layer(layer, state, positions, pages)
@@ -218,13 +253,17 @@ class Exact:
         self._hidden = state.detach()
         return BaseModelOutputWithPast(last_hidden_state=state)
 
-    def _layer(self, layer: Any, state: torch.Tensor, positions: torch.Tensor, pages: Pages) -> torch.Tensor:
+    def _layer(
+        self, layer: Any, state: torch.Tensor, positions: torch.Tensor, pages: Pages
+    ) -> torch.Tensor:
         """Of a layer's input, (T, hidden size)."""
         attention, mlp = layer.self_attn, layer.mlp
         x = self._norm(layer.input_layernorm, state)
         heads = (-1, attention.head_dim)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (self._linear(projection, x).unflatten(1, heads) for projection in projections)
+        query, key, value = (
+            self._linear(projection, x).unflatten(1, heads) for projection in projections
+        )
         if hasattr(attention, "q_norm"):
             query, key = self._norm(attention.q_norm, query), self._norm(attention.k_norm, key)
         query, key = self._rotate(positions, query, key)
@@ -242,10 +281,17 @@ class Exact:
         return _Linear.apply(x, module.weight, module.bias, self.kernels)
 
     def _norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        return replaced(module(x), self.kernels.norm(x.detach(), module.weight.detach(), module.variance_epsilon))
+        return replaced(
+            module(x),
+            self.kernels.norm(x.detach(), module.weight.detach(), module.variance_epsilon),
+        )
 
-    def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
-        cosines, sines = (half.repeat(1, 2) for half in self.kernels.angles[positions].chunk(2, dim=-1))
+    def _rotate(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> list[torch.Tensor]:
+        cosines, sines = (
+            half.repeat(1, 2) for half in self.kernels.angles[positions].chunk(2, dim=-1)
+        )
         ordinary = apply_rotary_pos_emb(query, key, cosines, sines)
         exact = self.kernels.rotate(positions, query.detach(), key.detach())
         return list(map(replaced, ordinary, exact))
@@ -262,11 +308,17 @@ class Exact:
         """
         head = self.model.get_output_embeddings()
         parts = zip(hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE))
-        return torch.cat([self.kernels.logprobs(self.kernels.linear(h, head.weight, head.bias), t) for h, t in parts])
+        return torch.cat(
+            [
+                self.kernels.logprobs(self.kernels.linear(h, head.weight, head.bias), t)
+                for h, t in parts
+            ]
+        )
 
 
 def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
-    """Sets up a model that the trainer computes with. Raises `RecipeError` if its `numerics` is not there for that."""
+    """Sets up a model that the trainer computes with. Raises `RecipeError` if its `numerics` is not
+    there for that."""
     reason = None
     if args.numerics == "float32_head" and sharded:
         reason = "for a sharded trainer"
@@ -275,14 +327,20 @@ def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) 
     elif args.numerics == "float16" and model.dtype is not torch.float32:
         reason = f"for weights in {model.dtype}, but for `dtype: float32`"
     elif args.numerics == "bitwise" and not (reason := why_not(model, device, sharded)):
-        Exact(model, How.of(model, device, None, 1), Kernels(model.config, device, model.dtype)).install()
+        Exact(
+            model, How.of(model, device, None, 1), Kernels(model.config, device, model.dtype)
+        ).install()
     if reason:
-        what, seen = f"`numerics: {args.numerics}` is not there {reason}", f"numerics: {args.numerics}"
+        what, seen = (
+            f"`numerics: {args.numerics}` is not there {reason}",
+            f"numerics: {args.numerics}",
+        )
         raise RecipeError(what, seen, "Set what it is there for, or leave `numerics` out.")
 
 
 def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
-    """TRL's `cast_lm_head_to_fp32` would make the weights float32, too, which the server may share."""
+    """TRL's `cast_lm_head_to_fp32` would make the weights float32, too, which the server may
+    share."""
     policy = model.get_base_model() if isinstance(model, PeftModel) else model
     head = policy.get_output_embeddings
 
@@ -290,7 +348,9 @@ def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
         weight, bias = head().weight, head().bias
         return SimpleNamespace(weight=weight.float(), bias=None if bias is None else bias.float())
 
-    add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(
+        policy, temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy")
+    )
     policy.get_output_embeddings = in_float32
 
 
@@ -357,14 +417,16 @@ class Row:
         return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None])[..., 0]
 
     def allowed(self, logits: torch.Tensor) -> float:
-        """Nats that log-probabilities may differ by in the mean, if these logits were rounded to the row's dtype."""
+        """Nats that log-probabilities may differ by in the mean, if these logits were rounded to
+        the row's dtype."""
         largest = logits.abs().amax(-1).mean().item()
         return max(APART, torch.finfo(self.dtype).eps * largest)
 
 
 def check_head(model: torch.nn.Module, row: Row) -> None:
-    """Raises `RecipeError` if TRL's head, which computes log-probabilities from hidden states without the model's own
-    code, leaves out what the model does to its logits, such as a cap or a scale."""
+    """Raises `RecipeError` if TRL's head, which computes log-probabilities from hidden states
+    without the model's own code, leaves out what the model does to its logits, such as a cap or a
+    scale."""
     logits = row.logits(model)
     if not logits.isfinite().all():  # damaged weights: the first step's gradient says so
         return
@@ -374,16 +436,18 @@ def check_head(model: torch.nn.Module, row: Row) -> None:
         return
     family = model.config.get_text_config().model_type
     raise RecipeError(
-        f"TRL's fused head computes other log-probabilities for models of the family {family} than their own forward "
-        f"pass ({difference:.2g} nats apart in the mean): it leaves out, or adds, a cap or a scale of their logits",
+        f"TRL's fused head computes other log-probabilities for models of the family {family} than "
+        f"their own forward pass ({difference:.2g} nats apart in the mean): it leaves out, or "
+        "adds, a cap or a scale of their logits",
         f"model_type: {family}",
-        "Train a model of another family, or use a version of TRL whose `add_fused_lm_head` knows this one.",
+        "Train a model of another family, or use a version of TRL whose `add_fused_lm_head` knows "
+        "this one.",
     )
 
 
 def noise_left(model: torch.nn.Module, row: Row) -> float | None:
-    """Nats in the mean by which a model computes something else in training mode than in evaluation mode, where it is
-    sampled from; `None` if that is rounding."""
+    """Nats in the mean by which a model computes something else in training mode than in evaluation
+    mode, where it is sampled from; `None` if that is rounding."""
     logits = row.logits(model)
     trained = row.logprobs(row.logits(model, training=True))
     difference = (trained - row.logprobs(logits)).abs().mean().item()

@@ -1,10 +1,12 @@
-"""Before training, the model is tried: may rollouts share a row, and from which length on may they not?
+"""Before training, the model is tried: may rollouts share a row, and from which length on may they
+not?
 
-The measure is the model's own forward pass of each rollout alone. Every rollout of a packed row must get the same
-log-probabilities, and must keep them when any other rollout of the row changes. That finds states, convolutions and
-masks that run across the borders in either direction. It cannot find what begins at thousands of tokens, which would
-take too long to compute, so two more things are looked up: the window of each mask that the model makes for itself
-(`watched_attention`), and rotary embeddings that change with the longest rollout (`longest_alike`).
+The measure is the model's own forward pass of each rollout alone. Every rollout of a packed row
+must get the same log-probabilities, and must keep them when any other rollout of the row changes.
+That finds states, convolutions and masks that run across the borders in either direction. It cannot
+find what begins at thousands of tokens, which would take too long to compute, so two more things
+are looked up: the window of each mask that the model makes for itself (`watched_attention`), and
+rotary embeddings that change with the longest rollout (`longest_alike`).
 
 The trainer calls this on all ranks, which compute the same and come to the same verdict.
 """
@@ -15,23 +17,38 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_atropos.batches.packing import ATTENTION, FLASH, How, Layout, has_experts, use_own_attention
+from trl_atropos.batches.packing import (
+    ATTENTION,
+    FLASH,
+    How,
+    Layout,
+    has_experts,
+    use_own_attention,
+)
 
-# Tokens of the rollouts that a model is tried with, as they come: in the row they stand by length, and attention takes
-# those of the same length at once.
+# Tokens of the rollouts that a model is tried with, as they come: in the row they stand by length,
+# and attention takes those of the same length at once.
 TRIED = (17, 24, 5, 17)
 SHARED_PROMPT = 12  # tokens, where they share a prompt
-WIDEST_TRIED = 128  # tokens of a window: the longest rollout is made longer than the narrowest one up to this
-STRIDE = 7919  # between the ids of neighbouring tokens: a prime larger than most steps between special tokens
+# tokens of a window: the longest rollout is made longer than the narrowest one up to this
+WIDEST_TRIED = 128
+# between the ids of neighbouring tokens: a prime larger than most steps between special tokens
+STRIDE = 7919
 
 
 class Bound(NamedTuple):
-    """What log-probabilities may differ by, in nats: on any token, and in the mean. Rounding goes with the size of the
-    logits, and so does the bound where those of different tokens are less than one nat apart."""
+    """What log-probabilities may differ by, in nats: on any token, and in the mean. Rounding goes
+    with the size of the logits, and so does the bound where those of different tokens are less than
+    one nat apart."""
 
     most: float
     mean: float
@@ -39,7 +56,8 @@ class Bound(NamedTuple):
 
 # Another rollout of the row has changed, but no length: the same kernels compute the same numbers.
 LEAK = Bound(1e-6, 1e-7)
-# But with experts, whose products round in another way if other tokens reach them; by the bytes of a number.
+# But with experts, whose products round in another way if other tokens reach them; by the bytes of
+# a number.
 LEAK_OF_EXPERTS = {2: Bound(0.2, 2e-2), 4: Bound(1e-4, 1e-5), 8: LEAK}
 # A rollout alone may be computed by other kernels.
 ALONE = {2: Bound(0.6, 0.1), 4: Bound(1e-3, 1e-4), 8: Bound(1e-5, 1e-6)}
@@ -47,7 +65,8 @@ ALONE = {2: Bound(0.6, 0.1), 4: Bound(1e-3, 1e-4), 8: Bound(1e-5, 1e-6)}
 
 @torch.no_grad()
 def why_padded(model: Any, policy: PreTrainedModel, how: How) -> str | None:
-    """Why rollouts of this model cannot share a row; `None` if they can. `policy` is `model` without wrappers."""
+    """Why rollouts of this model cannot share a row; `None` if they can. `policy` is `model`
+    without wrappers."""
     implementation = policy.config._attn_implementation
     if implementation != how.attention or implementation not in (ATTENTION, *FLASH):
         return f"its attention is computed by `{implementation}`"
@@ -68,7 +87,8 @@ def why_padded(model: Any, policy: PreTrainedModel, how: How) -> str | None:
 
 @torch.no_grad()
 def why_unshared(model: Any, policy: PreTrainedModel, how: How) -> str | None:
-    """Why rollouts of this model, which can be packed, cannot share their prompt; `None` if they can."""
+    """Why rollouts of this model, which can be packed, cannot share their prompt; `None` if they
+    can."""
     if how.attention != ATTENTION:
         return f"its attention is computed by `{how.attention}`"
     prompt, *completions = _tokens(policy, how, [SHARED_PROMPT, *TRIED, *TRIED])
@@ -83,12 +103,15 @@ def longest_alike(config: PreTrainedConfig) -> float:
     """
     Returns how many tokens a rollout may have without changing how others are computed.
 
-    With `rope_type: longrope`, a batch whose longest sequence is longer is rotated by other frequencies (Phi-3,
-    PhiMoE). With `dynamic`, the frequencies of a longer sequence stay for later ones (`modeling_rope_utils.py`).
+    With `rope_type: longrope`, a batch whose longest sequence is longer is rotated by other
+    frequencies (Phi-3, PhiMoE). With `dynamic`, the frequencies of a longer sequence stay for later
+    ones (`modeling_rope_utils.py`).
     """
     text = config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}  # nor has every model a rotary embedding
-    of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # some have one for each layer type
+    # nor has every model a rotary embedding
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # some have one for each layer type
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)]
     limits = [math.inf]
     for each in of_layers or [parameters]:
         if each.get("rope_type") == "longrope":
@@ -98,11 +121,12 @@ def longest_alike(config: PreTrainedConfig) -> float:
     return min(limits)
 
 
-# ---------------------------------------------------------------------------------------------------- how it attends
+# ----------------------------------------------------------------------------------- how it attends
 
 
 class Call(NamedTuple):
-    """One call of attention: the window of its mask, and the one that it is passed, in tokens. None: no window."""
+    """One call of attention: the window of its mask, and the one that it is passed, in tokens.
+    None: no window."""
 
     masked: int | None
     passed: int | None
@@ -111,7 +135,8 @@ class Call(NamedTuple):
 
 @contextmanager
 def own_attention(policy: PreTrainedModel, how: How) -> Iterator[str]:
-    """Has the model compute as it does without this package, by the attention whose name this yields."""
+    """Has the model compute as it does without this package, by the attention whose name this
+    yields."""
     use_own_attention(policy)
     try:
         yield policy.config._attn_implementation
@@ -121,12 +146,16 @@ def own_attention(policy: PreTrainedModel, how: How) -> Iterator[str]:
 
 @contextmanager
 def watched_attention(name: str) -> Iterator[list[Call]]:
-    """Collects the calls of the attention registered as `name`, all with a mask: it is left out of short rows."""
+    """Collects the calls of the attention registered as `name`, all with a mask: it is left out of
+    short rows."""
     calls: list[Call] = []
-    masks: dict[int, tuple[torch.Tensor, int | None]] = {}  # by address; kept, so that no other one gets the address
+    # by address; kept, so that no other one gets the address
+    masks: dict[int, tuple[torch.Tensor, int | None]] = {}
     make_mask, attend = ALL_MASK_ATTENTION_FUNCTIONS[name], ALL_ATTENTION_FUNCTIONS[name]
 
-    def watched_mask(*args: Any, local_size: int | None = None, **options: Any) -> torch.Tensor | None:
+    def watched_mask(
+        *args: Any, local_size: int | None = None, **options: Any
+    ) -> torch.Tensor | None:
         options["allow_is_causal_skip"] = False
         mask = make_mask(*args, local_size=local_size, **options)
         if isinstance(mask, torch.Tensor):
@@ -150,15 +179,16 @@ def watched_attention(name: str) -> Iterator[list[Call]]:
 
 
 def _why_not_rebuilt(calls: Sequence[Call]) -> str | None:
-    """Packed attention makes masks of its own, of the borders and of the window that a layer passes to it."""
+    """Packed attention makes masks of its own, of the borders and of the window that a layer passes
+    to it."""
     if not all(call.knows_mask for call in calls):
         return "its layers change the mask of their attention"
     differing = [call for call in calls if call.masked != call.passed]
     if differing:
         masked, passed, _ = differing[0]
         return (
-            f"{len(differing)} of {len(calls)} layers have a window of {masked} tokens in their mask, and pass one of "
-            f"{passed} to their attention"
+            f"{len(differing)} of {len(calls)} layers have a window of {masked} tokens in their "
+            f"mask, and pass one of {passed} to their attention"
         )
     return None
 
@@ -167,13 +197,16 @@ def _why_not_known(config: PreTrainedConfig, calls: Sequence[Call]) -> str | Non
     """What a few short rollouts may not show: too little of it, or nothing yet."""
     if calls and len(calls) < config.num_hidden_layers:
         others = config.num_hidden_layers - len(calls)
-        return f"{others} of its {config.num_hidden_layers} layers mix tokens by other means than attention"
+        return (
+            f"{others} of its {config.num_hidden_layers} layers mix tokens by other means than "
+            "attention"
+        )
     if getattr(config, "attn_temperature_tuning", None):  # Llama 4's, from thousands of tokens on
         return "it scales attention by a token's place in the row"
     return None
 
 
-# ---------------------------------------------------------------------------------------------------- what it computes
+# --------------------------------------------------------------------------------- what it computes
 
 
 def _tokens(policy: PreTrainedModel, how: How, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -186,8 +219,8 @@ def _tokens(policy: PreTrainedModel, how: How, lengths: Sequence[int]) -> Sequen
 def _why_not_alike(
     model: Any, policy: PreTrainedModel, how: How, sequences: Sequence[torch.Tensor], prompt: int
 ) -> str | None:
-    """Tries the first half of the sequences as rollouts with prompts of so many tokens. One by one, those of the
-    second half, which are as long, take their places."""
+    """Tries the first half of the sequences as rollouts with prompts of so many tokens. One by one,
+    those of the second half, which are as long, take their places."""
     number = len(sequences) // 2
     rollouts, others = sequences[:number], sequences[number:]
     with own_attention(policy, how):
@@ -225,7 +258,9 @@ def _own_logprobs(model: Any, rollout: torch.Tensor, prompt: int = 1) -> torch.T
     return _logprobs(logits, rollout, torch.arange(prompt, len(rollout), device=rollout.device))
 
 
-def _packed_logprobs(model: Any, how: How, rollouts: Sequence[torch.Tensor], prompt: int) -> list[torch.Tensor]:
+def _packed_logprobs(
+    model: Any, how: How, rollouts: Sequence[torch.Tensor], prompt: int
+) -> list[torch.Tensor]:
     """The same of each rollout of a row."""
     completions = [len(rollout) - prompt for rollout in rollouts]
     prompts = [prompt] * len(rollouts)
@@ -235,14 +270,17 @@ def _packed_logprobs(model: Any, how: How, rollouts: Sequence[torch.Tensor], pro
     with torch.compiler.set_stance("force_eager"):
         logits = model(input_ids=row, **layout.inputs, use_cache=False).logits[0]
     logprobs = _logprobs(logits, row[0], layout.predicts + 1)
-    padded = logprobs.new_zeros(len(rollouts) * max(completions), 2).index_copy(0, layout.columns, logprobs)
+    padded = logprobs.new_zeros(len(rollouts) * max(completions), 2).index_copy(
+        0, layout.columns, logprobs
+    )
     columns = padded.view(len(rollouts), -1, 2)
     return [column[:length] for column, length in zip(columns, completions, strict=True)]
 
 
 def _logprobs(logits: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(N, 2) in float64: of the tokens at N places of a row, at the place before each, where they are predicted, and
-    at their own, which shows what reaches the last token of a rollout. Logits are (T, V), ids (T,)."""
+    """(N, 2) in float64: of the tokens at N places of a row, at the place before each, where they
+    are predicted, and at their own, which shows what reaches the last token of a rollout. Logits
+    are (T, V), ids (T,)."""
     logprobs = logits.double().log_softmax(-1)
     tokens = ids[places]
     return torch.stack([logprobs[places - 1, tokens], logprobs[places, tokens]], dim=1)

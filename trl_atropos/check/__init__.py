@@ -1,7 +1,9 @@
-"""`trl-atropos check`: everything that can be known to be wrong with a recipe, before anything is started.
+"""`trl-atropos check`: everything that can be known to be wrong with a recipe, before anything is
+started.
 
-The recipe is parsed as the main job parses it, with the same checks. Then every module of this folder looks at
-what it knows of, and yields findings: `AtroposTrainingError`s, as a run would raise them. This module prints them.
+The recipe is parsed as the main job parses it, with the same checks. Then every module of this
+folder looks at what it knows of, and yields findings: `AtroposTrainingError`s, as a run would raise
+them. This module prints them.
 """
 
 import argparse
@@ -57,11 +59,18 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings, memory, versions")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: ok, findings, memory, versions"
+    )
     add, given = parser.add_argument, "as `accelerate launch` will be given it"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
-    add("--host_memory_gb", type=float, metavar="N", help="plan for machines with N GiB of memory besides")
+    add(
+        "--host_memory_gb",
+        type=float,
+        metavar="N",
+        help="plan for machines with N GiB of memory besides",
+    )
     add("--devices", type=int, metavar="N", help="plan for machines of N GPUs")
     add("--config_file", metavar="FILE", help=f"accelerate's, {given}: processes and sharding")
     add("--num_processes", type=int, metavar="N", help=f"{given}: of all machines together")
@@ -72,7 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
 @dataclass
 class Report:
     findings: list[Finding]  # errors first
-    memory: dict[str, Any]  # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    # `table` for people; the bytes of both processes by item, `total`, `available` and `fits`
+    memory: dict[str, Any]
     versions: dict[str, str]  # of what is installed
 
     @property
@@ -82,8 +92,16 @@ class Report:
 
     def as_json(self) -> str:
         parts = ("what", "seen", "fix", "level")
-        listed = [{"name": one.code} | {part: getattr(one, part) for part in parts} for one in self.findings]
-        whole = {"ok": not self.exit_code, "findings": listed, "memory": self.memory, "versions": self.versions}
+        listed = [
+            {"name": one.code} | {part: getattr(one, part) for part in parts}
+            for one in self.findings
+        ]
+        whole = {
+            "ok": not self.exit_code,
+            "findings": listed,
+            "memory": self.memory,
+            "versions": self.versions,
+        }
         return json.dumps(whole, indent=2) + "\n"
 
 
@@ -135,13 +153,23 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
 
     memory = {"table": ["Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."]}
     folder, was_there = recipe.training.output_dir, os.path.isdir(recipe.training.output_dir)
-    found = [*refused(lambda: check_files(recipe)), *refused(lambda: check_reports(recipe.training))]
+    found = [
+        *refused(lambda: check_files(recipe)),
+        *refused(lambda: check_reports(recipe.training)),
+    ]
     if not was_there and os.path.isdir(folder) and not os.listdir(folder):
         os.rmdir(folder)
-    found += [*services(recipe, launch), *layout(recipe, launch), *environments(recipe), *dead(recipe, stated)]
+    found += [
+        *services(recipe, launch),
+        *layout(recipe, launch),
+        *environments(recipe),
+        *dead(recipe, stated),
+    ]
     found += saves(recipe, launch, stated)
     if any(one.code == "model" for one in found):  # to ask for it again would take as long
-        return found, {"table": ["Memory: no estimate, because the model cannot be loaded or trained."]}
+        return found, {
+            "table": ["Memory: no estimate, because the model cannot be loaded or trained."]
+        }
     try:
         plan = plan_of(recipe.training, launch)
         case = case_of(recipe, plan or Plan("cuda", ELSEWHERE))
@@ -156,10 +184,15 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
-            what, seen = "peft cannot put the adapter into the model", f"{recipe.model.lora_target_modules}"
+            what, seen = (
+                "peft cannot put the adapter into the model",
+                f"{recipe.model.lora_target_modules}",
+            )
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
             found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
-        memory = {"table": [f"Memory: no estimate, because the model does not run without data: {reason}"]}
+        memory = {
+            "table": [f"Memory: no estimate, because the model does not run without data: {reason}"]
+        }
     return found, memory
 
 
@@ -169,7 +202,11 @@ def _lines(report: Report, colours: bool) -> Iterator[str]:
 
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {painted(one.level, RED if one.level == ERROR else YELLOW)} [{one.code}]"
-        for title, text in (("   ", f"{one.what.rstrip('.')}."), ("   seen  ", one.seen), ("   fix   ", one.fix)):
+        for title, text in (
+            ("   ", f"{one.what.rstrip('.')}."),
+            ("   seen  ", one.seen),
+            ("   fix   ", one.fix),
+        ):
             yield from wrapped(text, title)
         yield ""
     count = Counter(one.level for one in report.findings)

@@ -1,10 +1,10 @@
-"""How much memory trainer and server of a run take at their peaks, and its checkpoints on disk, by its recipe and its
-model's config alone.
+"""How much memory trainer and server of a run take at their peaks, and its checkpoints on disk, by
+its recipe and its model's config alone.
 
-What a forward and backward pass hold is found, for any architecture, by running them under torch's `FakeTensorMode`,
-on tensors that have shapes but no data, and counting the bytes of every storage while it lives. (torch's `MemTracker`
-counts the same bytes in five times the time, and cannot count frozen parameters.) What operators allocate within
-themselves is not seen. The rest is sums.
+What a forward and backward pass hold is found, for any architecture, by running them under torch's
+`FakeTensorMode`, on tensors that have shapes but no data, and counting the bytes of every storage
+while it lives. (torch's `MemTracker` counts the same bytes in five times the time, and cannot count
+frozen parameters.) What operators allocate within themselves is not seen. The rest is sums.
 """
 
 import math
@@ -29,18 +29,26 @@ from trl_atropos.check.launch import GIB, UTILIZATION, Case
 from trl_atropos.errors import ERROR, WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
 from trl_atropos.weights.gather import base_model
-from trl_atropos.weights.masters import HALF, TORCHS_OWN, round_adapter, state_bytes, values_on_their_way
+from trl_atropos.weights.masters import (
+    HALF,
+    TORCHS_OWN,
+    round_adapter,
+    state_bytes,
+    values_on_their_way,
+)
 from trl_atropos.weights.probe import prepare_model
 
 PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
-TILE = (4096, 32768)  # tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
+# tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
+TILE = (4096, 32768)
 
 # vLLM's defaults for a server: (bytes of the device, tokens of a batch, sequences of a batch)
 # (vllm/engine/arg_utils.py, `get_batch_defaults`).
 BATCH_DEFAULTS = ((160 << 30, 16384, 1024), (70 << 30, 8192, 1024), (0, 2048, 256))
 CPU_BATCH = (2048, 128)
 PADDING = 64  # vLLM pads a vocabulary to a multiple of it (vllm `vocab_parallel_embedding.py`)
-# What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the libraries.
+# What a process takes before it has a model. CUDA: context, workspaces, NCCL, CUDA graphs. CPU: the
+# libraries.
 TRAINER_RUNTIME = {"cuda": int(0.7 * GIB), "cpu": int(0.75 * GIB)}
 SERVER_RUNTIME = {"cuda": int(1.5 * GIB), "cpu": GIB}
 BUCKET = 500_000_000  # values in DeepSpeed's `reduce_bucket_size`, of which `overlap_comm` has two
@@ -63,10 +71,12 @@ class Process:
         return sum(size for name, size in self.items.items() if name not in PASSING)
 
 
-# ----------------------------------------------------------------------------------------- a forward and backward pass
+# ---------------------------------------------------------------------- a forward and backward pass
 
 
-def shadow_model(case: Case, dtype: torch.dtype, peft_config: Any = None) -> tuple[Any, FakeTensorMode]:
+def shadow_model(
+    case: Case, dtype: torch.dtype, peft_config: Any = None
+) -> tuple[Any, FakeTensorMode]:
     """The model with its adapter, whose parameters take no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(case.config, dtype=dtype, **case.model_settings)
@@ -75,7 +85,8 @@ def shadow_model(case: Case, dtype: torch.dtype, peft_config: Any = None) -> tup
             if case.trains_with_masters:
                 round_adapter(model)
         prepare_model(model, warn=False)
-    with FakeTensorMode() as mode:  # operators choose their kernels by the device, and have none for meta
+    # operators choose their kernels by the device, and have none for meta
+    with FakeTensorMode() as mode:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         base_model(model).tie_weights()
     return model.train(), mode
@@ -97,9 +108,14 @@ class Sizes:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         blocks = base_model(model)._no_split_modules or ()  # asked once: it looks at every module
-        inside = [sum(p.nbytes for p in m.parameters()) for m in model.modules() if type(m).__name__ in blocks]
+        inside = [
+            sum(p.nbytes for p in m.parameters())
+            for m in model.modules()
+            if type(m).__name__ in blocks
+        ]
         weights = sum(p.nbytes for p in parameters)
-        # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one block ahead.
+        # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one
+        # block ahead.
         gathered = min(weights, weights - sum(inside) + 2 * max(inside, default=0))
         return cls(weights, sum(p.nbytes for p in trained), trained, embeddings, gathered)
 
@@ -146,11 +162,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -> dict[str, int]:
-    """Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind. With
-    `exact_gradients`, they are in float32 whatever the parameters are (`weights/masters.py`)."""
-    args, plain, live = case.training, base_model(model), LiveBytes([*model.parameters(), *model.buffers()])
+    """Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind.
+    With `exact_gradients`, they are in float32 whatever the parameters are
+    (`weights/masters.py`)."""
+    args, plain, live = (
+        case.training,
+        base_model(model),
+        LiveBytes([*model.parameters(), *model.buffers()]),
+    )
     # Is there a gradient already, of the micro-batches before?
-    accumulates = args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
+    accumulates = (
+        args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
+    )
     if args.gradient_checkpointing:
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if model is not plain:
@@ -172,30 +195,40 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
 
 
 def _score(model: Any, case: Case) -> torch.Tensor:
-    """The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the loss itself has a
-    few floats per token. Rollouts differ in length, so there is an attention mask, unless attention takes more
-    without."""
+    """The body of the model, and what TRL's `_get_per_token_logps_and_entropies` makes of it: the
+    loss itself has a few floats per token. Rollouts differ in length, so there is an attention
+    mask, unless attention takes more without."""
     ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
     mask = {} if case.plain_attention else {"attention_mask": torch.ones_like(ids)}
-    hidden, weight = model.base_model(input_ids=ids, **mask, use_cache=False)[0], model.get_output_embeddings().weight
+    hidden, weight = (
+        model.base_model(input_ids=ids, **mask, use_cache=False)[0],
+        model.get_output_embeddings().weight,
+    )
     loss = hidden.sum() + weight.sum()
-    torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)  # is gone before the body's backward
-    if case.training.distillation_coef > 0:  # one more forward, for logits over the whole vocabulary
-        logits = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False).logits[:, :-1]
+    # is gone before the body's backward
+    torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)
+    # one more forward, for logits over the whole vocabulary
+    if case.training.distillation_coef > 0:
+        logits = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False).logits[
+            :, :-1
+        ]
         loss = loss + logits.gather(-1, ids[:, :-1, None]).float().sum()
     return loss
 
 
 def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
-    """What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in trl/kernels/chunked_logprob.py): a tile
-    of logits in the dtype that is computed in, what folds it where there is no Triton (7.25 tiles in float32), and
-    float32 gradients, which are then rounded."""
-    dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"  # there, TRL's Triton kernel folds
+    """What TRL's fused head holds in its backward (`ChunkedLogProbFunction` in
+    trl/kernels/chunked_logprob.py): a tile of logits in the dtype that is computed in, what folds
+    it where there is no Triton (7.25 tiles in float32), and float32 gradients, which are then
+    rounded."""
+    # there, TRL's Triton kernel folds
+    dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"
     tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
     tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
     folded = int(4 * 7.25 * tile)
-    # A GPU multiplies 16 bits into float32; elsewhere, tile and weights are made float32 first (`_addmm_fp32`).
+    # A GPU multiplies 16 bits into float32; elsewhere, tile and weights are made float32 first
+    # (`_addmm_fp32`).
     widened = 4 * (tile + width * weight.shape[1]) if dtype != torch.float32 else 0
     scratch = 0 if on_gpu else max(folded, widened)
     scratch += (weight.dtype != dtype) * width * weight.shape[1] * dtype.itemsize
@@ -204,7 +237,7 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     return tile * dtype.itemsize + 4 * gradients + max(scratch, rounded)
 
 
-# ------------------------------------------------------------------------------------------------------- the trainer
+# -------------------------------------------------------------------------------------- the trainer
 
 
 def trainer_memory(case: Case) -> Process:
@@ -223,7 +256,9 @@ def trainer_memory(case: Case) -> Process:
         peak = peak | {GRADIENTS: min(peak[GRADIENTS], gradients)}
     step = {GRADIENTS: gradients}
     if "optimizer state" not in host:
-        step[TEMPORARIES] = _step_bytes(args.optim, sizes.trained, exact, plan.device) // plan.shards
+        step[TEMPORARIES] = (
+            _step_bytes(args.optim, sizes.trained, exact, plan.device) // plan.shards
+        )
     phases = {"forward and backward": constant | peak, "the optimizer's step": constant | step}
     if plan.device == "cpu":  # which is the host
         phases = {when: Counter(items) + Counter(host) for when, items in phases.items()}
@@ -231,7 +266,9 @@ def trainer_memory(case: Case) -> Process:
         phases["loading"] = {"runtime": TRAINER_RUNTIME["cpu"], "weights": sizes.weights}
         host = {}
     when = max(phases, key=lambda name: sum(phases[name].values()))
-    return Process("trainer", {name: size for name, size in phases[when].items() if size}, host, when)
+    return Process(
+        "trainer", {name: size for name, size in phases[when].items() if size}, host, when
+    )
 
 
 def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[str, int]]:
@@ -247,7 +284,8 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
         items["gathered weights"] = sizes.gathered
     if args.beta != 0 and not adapts:  # TRL loads the model once more
         items["reference model"] = weights
-    if plan.processes > 1 and plan.sharding == "none":  # a copy of all (torch's `gradient_as_bucket_view` is off)
+    # a copy of all (torch's `gradient_as_bucket_view` is off)
+    if plan.processes > 1 and plan.sharding == "none":
         items["buckets of DDP"] = sizes.own
     elif plan.processes > 1 and plan.sharding != "fsdp":
         items["buckets of DeepSpeed"] = 2 * min(sizes.number, BUCKET) * case.dtype.itemsize
@@ -255,13 +293,18 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
     masters = exact or (plan.sharding.startswith("zero") and case.dtype.itemsize == 2)
     of_optimizer = {
         "master weights": 4 * sizes.number // plan.shards if masters else 0,
-        "optimizer state": state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) // plan.shards,
+        "optimizer state": state_bytes(args.optim, sizes.trained, masters, sizes.embeddings)
+        // plan.shards,
     }
     if (exact and args.offload_master_weights) or plan.offloads:
         host |= of_optimizer
         in_parts = exact and args.optim in TORCHS_OWN
         if plan.device == "cuda":
-            staged = values_on_their_way([one.numel() for one in sizes.trained]) if in_parts else sizes.number
+            staged = (
+                values_on_their_way([one.numel() for one in sizes.trained])
+                if in_parts
+                else sizes.number
+            )
             host["gradients for the step"] = 4 * staged // plan.shards
         return items, host
     if "paged" in args.optim:  # the driver moves it to the host when the device is full
@@ -270,31 +313,45 @@ def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[
 
 
 def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, device: str) -> int:
-    """Bytes that a step allocates besides. Only torch's plain AdamW does: the roots of the second moments, of all
-    parameters at once on a GPU (`foreach`), of one after the other on the CPU (torch/optim/adam.py)."""
-    sizes = [one.numel() * (4 if masters else one.itemsize) for one in parameters if optim == "adamw_torch"]
+    """Bytes that a step allocates besides. Only torch's plain AdamW does: the roots of the second
+    moments, of all
+    parameters at once on a GPU (`foreach`), of one after the other on the CPU
+        (torch/optim/adam.py)."""
+    sizes = [
+        one.numel() * (4 if masters else one.itemsize)
+        for one in parameters
+        if optim == "adamw_torch"
+    ]
     return sum(sizes) if device == "cuda" else 2 * max(sizes, default=0)
 
 
-# -------------------------------------------------------------------------------------------------------- the server
+# --------------------------------------------------------------------------------------- the server
 
 
 def server_memory(case: Case) -> Process:
     """With `gpu_memory_utilization`, the KV cache gets what is left of that share of the device."""
     plan, text, size = case.plan, case.config.get_text_config(), case.served_dtype.itemsize
-    on_gpu = next((tokens, sequences) for memory, tokens, sequences in BATCH_DEFAULTS if plan.total >= memory)
+    on_gpu = next(
+        (tokens, sequences) for memory, tokens, sequences in BATCH_DEFAULTS if plan.total >= memory
+    )
     tokens, sequences = on_gpu if plan.device == "cuda" else CPU_BATCH
-    tokens, sequences = case.whole("max-num-batched-tokens", tokens), case.whole("max-num-seqs", sequences)
+    tokens, sequences = (
+        case.whole("max-num-batched-tokens", tokens),
+        case.whole("max-num-seqs", sequences),
+    )
     if "server" not in case.traces:
         case.traces["server"] = _served_sizes(case)
     weights, adapter = case.traces["server"]
     adapter *= ("--enable-lora" in case.flags) * case.whole("max-lora-rank", 16)
     # In a layer's MLP: the hidden states and their sum, gate, up and their product.
-    width = 2 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    width = 2 * text.hidden_size + 3 * (
+        getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    )
     items = {
         "runtime": SERVER_RUNTIME[plan.device],
         "weights": weights // case.parts,
-        # Sampling makes float32 of the logits, and their log-probabilities (vllm/v1/sample/sampler.py).
+        # Sampling makes float32 of the logits, and their log-probabilities
+        # (vllm/v1/sample/sampler.py).
         "activations": tokens * width * size // case.whole("tensor-parallel-size", 1)
         + 2 * 4 * sequences * text.vocab_size,
         "places for adapters": case.whole("max-loras", 1) * adapter // case.parts,
@@ -315,7 +372,9 @@ def _served_sizes(case: Case) -> tuple[int, int]:
     model, _mode = shadow_model(case, case.served_dtype)
     head = model.get_output_embeddings()
     ends = {id(one.weight): one.weight for one in (model.get_input_embeddings(), head)}
-    padding = sum(-weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values())
+    padding = sum(
+        -weight.shape[0] % PADDING * weight.shape[1] * weight.itemsize for weight in ends.values()
+    )
     # Of every linear layer but the head (vllm/lora/layers/base_linear.py, `create_lora_weights`).
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     adapter = sum(m.in_features + m.out_features for m in linear) * case.served_dtype.itemsize
@@ -323,25 +382,40 @@ def _served_sizes(case: Case) -> tuple[int, int]:
 
 
 def smallest_cache(case: Case) -> int:
-    """Bytes of KV cache per device that one rollout of the greatest length takes, below which vLLM does not start."""
+    """Bytes of KV cache per device that one rollout of the greatest length takes, below which vLLM
+    does not start."""
     text = case.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # only some configs have it
+    # only some configs have it
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head * case.served_dtype.itemsize * case.max_model_len // case.parts
+    return (
+        2
+        * text.num_hidden_layers
+        * heads
+        * head
+        * case.served_dtype.itemsize
+        * case.max_model_len
+        // case.parts
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- the disk
+# ----------------------------------------------------------------------------------------- the disk
 
 RESTART_COPIES = 3  # the version that is served, the one before, and the one that is being written
 
 
 def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
-    """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's is a hint only."""
+    """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's
+    is a hint only."""
     args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
     final = sizes.own if case.peft_config is not None else sizes.weights
-    whole = case.peft_config is None and (args.master_weights or case.plan.sharding.startswith("zero"))
+    whole = case.peft_config is None and (
+        args.master_weights or case.plan.sharding.startswith("zero")
+    )
     masters = case.dtype in HALF and (case.trains_with_masters or whole)
-    state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (4 * sizes.number if masters else 0)
+    state = state_bytes(args.optim, sizes.trained, masters, sizes.embeddings) + (
+        4 * sizes.number if masters else 0
+    )
     checkpoint = final + (0 if args.save_only_model else state)
     number = checkpoints(args)
     restarts = RESTART_COPIES * sizes.weights if args.vllm_mode == "restart" else 0
@@ -353,10 +427,16 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     there = sum(file.stat().st_size for file in folder.glob("checkpoint-*/**/*") if file.is_file())
     free = shutil.disk_usage(folder).free + there
     if needed > free:
-        what = "What the run saves does not fit on the disk of `output_dir`" + " of this machine" * elsewhere
+        what = (
+            "What the run saves does not fit on the disk of `output_dir`"
+            + " of this machine" * elsewhere
+        )
         copies = f", {restarts / GIB:.1f} for the server's restarts" if restarts else ""
         saved = f"{needed / GIB:.1f} GiB ({number} checkpoints of {checkpoint / GIB:.1f}{copies})"
-        fix = "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer (`save_only_model`), "
+        fix = (
+            "Set `save_total_limit`, save less often (`save_steps`) or without the optimizer "
+            "(`save_only_model`), "
+        )
         fix += "or set `output_dir` to a larger disk."
         level = WARNING if elsewhere else ERROR
         yield Finding(what, f"{saved}, free are {free / GIB:.1f}", fix, "disk", level)
@@ -367,6 +447,13 @@ def checkpoints(training: Any) -> int:
     if training.save_strategy == "no":
         return 0
     steps = training.max_steps
-    every = training.save_steps if training.save_steps >= 1 else math.ceil(training.save_steps * steps) or steps
-    number = max(1, math.ceil(steps / every)) if training.save_strategy == "steps" else 1  # the last step's, too
-    return number if training.save_total_limit is None else min(number, training.save_total_limit + 1)
+    every = (
+        training.save_steps
+        if training.save_steps >= 1
+        else math.ceil(training.save_steps * steps) or steps
+    )
+    # the last step's, too
+    number = max(1, math.ceil(steps / every)) if training.save_strategy == "steps" else 1
+    return (
+        number if training.save_total_limit is None else min(number, training.save_total_limit + 1)
+    )

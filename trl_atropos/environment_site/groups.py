@@ -1,16 +1,20 @@
-"""Takes an Atropos environment through exactly its first N problems, by its own code and without an Atropos API.
+"""Takes an Atropos environment through exactly its first N problems, by its own code and without an
+Atropos API.
 
     python groups.py SCRIPT process|evaluate --config FILE
 
-With `process`, N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers` problems are asked
-side by side. Atropos' own `process` asks one after the other, and takes further problems in place of those that fail:
-what it finds would be slow to come, and too good. Of each problem, one line is written to `data_path_to_save_groups`:
+With `process`, N is `total_steps`, `group_size` the samples of each problem, and `max_num_workers`
+problems are asked side by side. Atropos' own `process` asks one after the other, and takes further
+problems in place of those that fail: what it finds would be slow to come, and too good. Of each
+problem, one line is written to `data_path_to_save_groups`:
 
-    {"item": 0, "groups": [...]}    what the environment would have sent to the API, empty if nothing
-    {"item": 0, "error": "KeyError: 'weight'", "place": "FILE:LINE in FUNCTION", "traceback": "..."}
+    {"item": 0, "groups": [...]}    what the environment would have sent to the API, empty if
+    nothing {"item": 0, "error": "KeyError: 'weight'", "place": "FILE:LINE in FUNCTION",
+    "traceback": "..."}
 
-With `evaluate`, the environment's own `evaluate` runs. If the variable `TRL_ATROPOS_GO` names a file, either begins
-once that exists. Before, imports and `setup` are done, which take long, and `FILE.awaited` is made.
+With `evaluate`, the environment's own `evaluate` runs. If the variable `TRL_ATROPOS_GO` names a
+file, either begins once that exists. Before, imports and `setup` are done, which take long, and
+`FILE.awaited` is made.
 
 Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one.
 """
@@ -38,7 +42,8 @@ def explain(error):
     """What is written of an exception."""
     link = error
     while link.__context__ is not None:
-        if str(link.__context__) == "no running event loop":  # Atropos asks for one, and handles that there is none
+        # Atropos asks for one, and handles that there is none
+        if str(link.__context__) == "no running event loop":
             link.__context__ = None
         else:
             link = link.__context__
@@ -68,14 +73,20 @@ async def process_manager(env):
     async def take(index, item):
         async with limit:
             try:
-                found = {"groups": await asyncio.wait_for(ask(env, item), seconds if seconds > 0 else None)}
+                found = {
+                    "groups": await asyncio.wait_for(
+                        ask(env, item), seconds if seconds > 0 else None
+                    )
+                }
             except Exception as error:  # noqa: BLE001 - somebody else's code
                 found = explain(error)
-            output.write(json.dumps({"item": index, **found}, default=float) + "\n")  # numbers may be numpy's
+            # numbers may be numpy's
+            output.write(json.dumps({"item": index, **found}, default=float) + "\n")
 
     await env.setup()
     await told()
-    with open(env.config.data_path_to_save_groups, "w", buffering=1) as output:  # each line is there once it is known
+    # each line is there once it is known
+    with open(env.config.data_path_to_save_groups, "w", buffering=1) as output:
         tasks = []
         for index in range(env.n_groups_to_process):
             try:

@@ -2,13 +2,14 @@
 
     python run.py SCRIPT serve --config FILE
 
-- Atropos' own `collect_trajectories`, which makes a group of what `collect_trajectory` returns, drops some fields. The
-  sampled tokens' log-probabilities are one of them, without which nobody knows what sampled a rollout. Here they stay.
-- Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that is no setting of
-  the environment's class ends the process, with the name that was probably meant.
+- Atropos' own `collect_trajectories`, which makes a group of what `collect_trajectory` returns,
+  drops some fields. The sampled tokens' log-probabilities are one of them, without which nobody
+  knows what sampled a rollout. Here they stay.
+- Atropos drops settings that an environment does not have. Here, a name under `stated` in FILE that
+  is no setting of the environment's class ends the process, with the name that was probably meant.
 
-Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one. Standard library and what Atropos
-itself imports only.
+Runs in the environment's Python, as `sitecustomize.py`, whose folder is this one. Standard library
+and what Atropos itself imports only.
 """
 
 import difflib
@@ -21,8 +22,8 @@ CARRIED = ("inference_logprobs", "distill_token_ids", "distill_logprobs")
 
 
 class _Recorded:
-    """An environment as `BaseEnv.collect_trajectories` uses it, which keeps what each call of `collect_trajectory`
-    returned, in the order of the calls."""
+    """An environment as `BaseEnv.collect_trajectories` uses it, which keeps what each call of
+    `collect_trajectory` returned, in the order of the calls."""
 
     def __init__(self, env):
         self._env = env
@@ -59,7 +60,8 @@ def carry_fields(base):
 
 
 def refuse_unknown_settings(base):
-    """Has `base.cli` compare the settings that a person stated with the fields of the environment's class."""
+    """Has `base.cli` compare the settings that a person stated with the fields of the environment's
+    class."""
     cli = base.cli.__func__
 
     def checked(cls):
@@ -67,8 +69,15 @@ def refuse_unknown_settings(base):
         for name in stated_names(sys.argv):
             if name not in fields:
                 close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(sorted(fields))}."
-                sys.exit(f"error: {cls.__name__} has no setting `{name}` (under `config:` in the recipe). {hint}")
+                hint = (
+                    f"Did you mean `{close[0]}`?"
+                    if close
+                    else f"It has: {', '.join(sorted(fields))}."
+                )
+                sys.exit(
+                    f"error: {cls.__name__} has no setting `{name}` (under `config:` in the "
+                    f"recipe). {hint}"
+                )
         return cli(cls)
 
     base.cli = classmethod(checked)

@@ -1,9 +1,11 @@
-"""What the Python of an environment runs first: this folder is in the `PYTHONPATH` of environments that a run starts.
+"""What the Python of an environment runs first: this folder is in the `PYTHONPATH` of environments
+that a run starts.
 
-Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")` that is `'weight'`.
-This adds the exception's kind and place to the line, and the traceback to the first line of each place.
-`trl_atropos.services.environments` reads the lines. It also shortens two waits of Atropos' main loop. Standard library
-only, and nothing newer than Python 3.10: the environment may have a Python of its own.
+Of an exception in an environment's code, Atropos logs `str(error)` alone: of `KeyError("weight")`
+that is `'weight'`. This adds the exception's kind and place to the line, and the traceback to the
+first line of each place. `trl_atropos.services.environments` reads the lines. It also shortens two
+waits of Atropos' main loop. Standard library only, and nothing newer than Python 3.10: the
+environment may have a Python of its own.
 """
 
 import asyncio
@@ -18,7 +20,10 @@ import traceback
 ATROPOS = os.path.join("atroposlib", "envs", "base.py")
 SUCCESS = "handle_env: Collected"
 ALWAYS_SHOWN = ("handle_env: No trajectories collected", "Initialized env with id")
-LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+LIBRARIES = (
+    "<frozen",
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 LONGEST = 200  # characters of an exception's text
 FIRST, LOOK_EVERY = 1.5, 0.1  # seconds
 SOON, QUICK_LOOKS = 0.02, 4  # seconds between the first looks after the last group was sent
@@ -43,7 +48,9 @@ def _explained(*args, **kwargs):
         place = place_of(error)
         sees_successes = logging.getLogger("atroposlib.envs.base").isEnabledFor(logging.DEBUG)
         never = "; no group was collected before" if sees_successes and not _succeeded else ""
-        record.msg = "{} [{}, {}{}]".format(" ".join(record.getMessage().split()), describe(error), place, never)
+        record.msg = "{} [{}, {}{}]".format(
+            " ".join(record.getMessage().split()), describe(error), place, never
+        )
         record.args = ()
         if place not in _known_places:
             _known_places.add(place)
@@ -66,9 +73,9 @@ def place_of(error):
 
 
 async def _sleep_less(delay, result=None):
-    """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds for other environments,
-    which look every second whether the trainer is there. When it has sent the last group of a batch, the trainer takes
-    the batch at once if it was waiting."""
+    """As `asyncio.sleep`. Before its first look at the API, Atropos' main loop waits 5 seconds for
+    other environments, which look every second whether the trainer is there. When it has sent the
+    last group of a batch, the trainer takes the batch at once if it was waiting."""
     global _idle_looks
     caller = sys._getframe(1)  # what awaits this
     if caller.f_code.co_name == "env_manager" and caller.f_code.co_filename.endswith(ATROPOS):
@@ -81,7 +88,8 @@ async def _sleep_less(delay, result=None):
 
 logging.setLogRecordFactory(_explained)
 asyncio.sleep = _sleep_less
-# Python loads only the first `sitecustomize`; the environment's Python may have one that this file hides.
+# Python loads only the first `sitecustomize`; the environment's Python may have one that this file
+# hides.
 _here = os.path.dirname(os.path.abspath(__file__))
 _others = [path for path in sys.path if os.path.abspath(path) != _here]
 _hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)

@@ -1,15 +1,19 @@
-"""`trl-atropos serve MODEL --vllm_mode restart`: one address for a vLLM server that restarts on new weights.
+"""`trl-atropos serve MODEL --vllm_mode restart`: one address for a vLLM server that restarts on new
+weights.
 
-    python -m trl_atropos.front.serve MODEL [--host H] [--port P] [--drain_timeout S] [any flag of `vllm serve`]
+    python -m trl_atropos.front.serve MODEL [--host H] [--port P] [--drain_timeout S] [any flag of
+    `vllm serve`]
 
-`trl_atropos.server.launch` runs this. The front passes requests on to the engine, a vLLM server in a child process,
-and holds them while the engine is away, so no client sees an error. A publish is
+`trl_atropos.server.launch` runs this. The front passes requests on to the engine, a vLLM server in
+a child process, and holds them while the engine is away, so no client sees an error. A publish is
 
-    pause (hold what arrives, let what is in flight finish) -> restart on a checkpoint -> resume (release)
+    pause (hold what arrives, let what is in flight finish) -> restart on a checkpoint -> resume
+    (release)
 
-under the same token, lease and routes as in `server/control.py`. If the trainer dies in between, the front goes back
-to the model of the last version and releases the requests. If the engine dies by itself, the front answers 503 with
-the reason, and exits with code 1; after SIGTERM and SIGINT, with 143 and 130.
+under the same token, lease and routes as in `server/control.py`. If the trainer dies in between,
+the front goes back to the model of the last version and releases the requests. If the engine dies
+by itself, the front answers 503 with the reason, and exits with code 1; after SIGTERM and SIGINT,
+with 143 and 130.
 """
 
 import argparse
@@ -48,35 +52,55 @@ NAME = "engine"
 POLL = 0.2  # seconds
 START_TIMEOUT = 1800.0  # seconds; large models take minutes to load and to compile
 TRACE_TIMEOUT = 600.0  # seconds: a loader is asked about one parameter after the other
-LEAVE_GRACE = 2.0  # seconds between the engine's death and the front's exit, in which clients get the reason
-WHY_WITHIN = GRACE + KILL_DEADLINE  # seconds until the guard of a dying engine, which broke a connection, reports
-# Headers that belong to one connection, not to the message; and those that the client library writes itself.
-NOT_PASSED_ON = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}
+# seconds between the engine's death and the front's exit, in which clients get the reason
+LEAVE_GRACE = 2.0
+# seconds until the guard of a dying engine, which broke a connection, reports
+WHY_WITHIN = GRACE + KILL_DEADLINE
+# Headers that belong to one connection, not to the message; and those that the client library
+# writes itself.
+NOT_PASSED_ON = {
+    "connection",
+    "content-length",
+    "expect",
+    "host",
+    "keep-alive",
+    "te",
+    "transfer-encoding",
+    "upgrade",
+}
 NOT_PASSED_BACK = {b"connection", b"keep-alive", b"transfer-encoding"}
-NOT_TO_ATTACH = "it was started with `--vllm_mode restart`: set `vllm_mode: restart`, or start it with another mode"
+NOT_TO_ATTACH = (
+    "it was started with `--vllm_mode restart`: set `vllm_mode: restart`, or start it "
+    "with another mode"
+)
 
 
 class Engine:
-    """`trl_atropos.server.launch` in a child process under a guard, on another loopback port at each start."""
+    """`trl_atropos.server.launch` in a child process under a guard, on another loopback port at
+    each start."""
 
-    def __init__(self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, first_model: str, flags: list[str], seed: int, session: aiohttp.ClientSession
+    ) -> None:
         self.model: str | None = None  # what is served now; None while the engine is away
         self.url = ""
         self.description: dict = {}  # the answer to `GET /trl_atropos/info` after the last start
         # Clients know the first model's name, whatever is served.
         named = "--served-model-name" in server_flags(flags)
         self._flags = flags if named else [*flags, "--served-model-name", first_model]
-        self._seeds = itertools.count(seed)  # one for each start, or it would draw the same numbers again
+        # one for each start, or it would draw the same numbers again
+        self._seeds = itertools.count(seed)
         self.session = session
-        self._token = secrets.token_urlsafe(24)  # not the trainer's, who must not reach behind the front
+        # not the trainer's, who must not reach behind the front
+        self._token = secrets.token_urlsafe(24)
         self.log = Path(tempfile.mkdtemp(prefix="trl_atropos_")) / f"{NAME}.log"
         self.log.touch()
         self.services = Services(self.log.parent)
         self._stopping = threading.Lock()
 
     async def serve(self, model: str) -> None:
-        """Stops the engine and starts it on `model`, from the main thread. Returns when it answers. Raises
-        `ServiceError` with the end of the log; then the engine is away."""
+        """Stops the engine and starts it on `model`, from the main thread. Returns when it answers.
+        Raises `ServiceError` with the end of the log; then the engine is away."""
         self.model = None
         await asyncio.to_thread(self.stop)
         port = free_port("127.0.0.1")
@@ -87,23 +111,37 @@ class Engine:
         self.services.start(NAME, command, env=env, health_url=f"{self.url}/health")
         await asyncio.to_thread(self.services.wait_healthy, NAME, START_TIMEOUT)
         try:
-            self.description = await self.ask("GET", "/info", timeout=120.0)  # it hashes the vocabulary
+            # it hashes the vocabulary
+            self.description = await self.ask("GET", "/info", timeout=120.0)
         except (aiohttp.ClientError, TimeoutError) as problem:
-            raise ServiceError(f"the engine became healthy but did not say what it serves ({problem!r})") from problem
+            raise ServiceError(
+                f"the engine became healthy but did not say what it serves ({problem!r})"
+            ) from problem
         self.model = model
 
-    async def ask(self, method: str, route: str, body: dict | None = None, timeout: float = 10.0) -> dict:
-        """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or `TimeoutError`."""
-        url, headers = f"{self.url}{protocol.ROUTE_PREFIX}{route}", {"authorization": f"Bearer {self._token}"}
+    async def ask(
+        self, method: str, route: str, body: dict | None = None, timeout: float = 10.0
+    ) -> dict:
+        """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or
+        `TimeoutError`."""
+        url, headers = (
+            f"{self.url}{protocol.ROUTE_PREFIX}{route}",
+            {"authorization": f"Bearer {self._token}"},
+        )
         limit = aiohttp.ClientTimeout(total=timeout)
-        async with self.session.request(method, url, json=body, headers=headers, timeout=limit) as reply:
+        async with self.session.request(
+            method, url, json=body, headers=headers, timeout=limit
+        ) as reply:
             reply.raise_for_status()
             return await reply.json()
 
     async def trouble(self) -> str | None:
-        """What is wrong with the engine by its own health check, which gives it 10 s; `None` if nothing is."""
+        """What is wrong with the engine by its own health check, which gives it 10 s; `None` if
+        nothing is."""
         try:
-            async with self.session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)) as reply:
+            async with self.session.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=15.0)
+            ) as reply:
                 return None if reply.status == 200 else (await reply.text())[:500]
         except (aiohttp.ClientError, TimeoutError) as problem:
             return f"the engine's server does not answer ({problem!r})"
@@ -124,10 +162,13 @@ class Engine:
 class Front(ControlPlane):
     """The ASGI app that environments and the trainer talk to."""
 
-    def __init__(self, options: argparse.Namespace, flags: list[str], session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, options: argparse.Namespace, flags: list[str], session: aiohttp.ClientSession
+    ) -> None:
         super().__init__()
         self.engine = Engine(options.model, flags, options.seed, session)
-        self.drain_timeout = options.drain_timeout  # seconds that a pause waits for the requests in flight
+        # seconds that a pause waits for the requests in flight
+        self.drain_timeout = options.drain_timeout
         self.policy_version = 0  # the requests that go through now are sampled from it
         self.model = options.model  # what `policy_version` stands for
         self.in_flight = 0  # requests that have been passed on and not answered yet
@@ -166,7 +207,8 @@ class Front(ControlPlane):
         if self.broken or not self.engine.description:
             return self.broken or "the engine is starting"
         trouble = None if self.engine.model is None else await self.engine.trouble()
-        return trouble if self.engine.model is not None else None  # it may have been stopped for a restart meanwhile
+        # it may have been stopped for a restart meanwhile
+        return trouble if self.engine.model is not None else None
 
     async def info(self, _body: dict) -> dict:
         if not self.engine.description:
@@ -193,7 +235,9 @@ class Front(ControlPlane):
         raise Refused(NOT_TO_ATTACH)
 
     async def fingerprints(self, body: dict) -> dict:
-        return await self._of_engine("/fingerprints", body) | {"policy_version": self.policy_version}
+        return await self._of_engine("/fingerprints", body) | {
+            "policy_version": self.policy_version
+        }
 
     async def _of_engine(self, route: str, body: dict) -> dict:
         if self.engine.model is None:
@@ -201,21 +245,27 @@ class Front(ControlPlane):
         return await self.engine.ask("POST", route, body, TRACE_TIMEOUT)
 
     async def pause(self, _body: dict) -> dict:
-        """Returns when nothing is in flight; what arrives is held until `resume`. An engine starts with empty caches
-        and whole weights, whatever the body asks for."""
+        """Returns when nothing is in flight; what arrives is held until `resume`. An engine starts
+        with empty caches and whole weights, whatever the body asks for."""
         self.open.clear()
         deadline = time.monotonic() + self.drain_timeout
         while self.in_flight and self.lease.locked() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         if left := self.in_flight:
             self._release(self.policy_version)
-            told = f"{left} requests were still in flight after {self.drain_timeout:g} s, so the server goes on"
-            raise Refused(f"{told}: raise its `--drain_timeout`, or have environments ask for fewer tokens")
+            told = (
+                f"{left} requests were still in flight after {self.drain_timeout:g} s, so the "
+                "server goes on"
+            )
+            raise Refused(
+                f"{told}: raise its `--drain_timeout`, or have environments ask for fewer tokens"
+            )
         await self._keep_versions()
         return {}
 
     async def restart(self, body: dict) -> dict:
-        """Puts the engine on a checkpoint, or back on the last one. `restart_s`: seconds that it was away."""
+        """Puts the engine on a checkpoint, or back on the last one. `restart_s`: seconds that it
+        was away."""
         model = body["model"]
         if not self.paused:
             raise Refused("restart needs a pause: requests in flight would be lost")
@@ -226,7 +276,9 @@ class Front(ControlPlane):
             await self.engine.serve(model)
         except ServiceError as problem:
             await self._go_back()
-            raise Refused(f"the engine did not start on {model} and is back on {self.model}. {problem}") from problem
+            raise Refused(
+                f"the engine did not start on {model} and is back on {self.model}. {problem}"
+            ) from problem
         return {"model": model, "restart_s": time.monotonic() - began}
 
     async def resume(self, body: dict) -> dict:
@@ -242,7 +294,8 @@ class Front(ControlPlane):
         self.open.set()
 
     async def trainer_left(self) -> None:
-        """Recovers in a task of its own, so that another trainer can take the lease now: its calls wait."""
+        """Recovers in a task of its own, so that another trainer can take the lease now: its calls
+        wait."""
         if self.paused and self.broken is None:
             self.recovery = asyncio.create_task(self._recover())
 
@@ -250,7 +303,9 @@ class Front(ControlPlane):
         async with self.changing:
             if not self.paused:  # the trainer left while its pause waited, which has given up since
                 return
-            logger.warning("the trainer left in a publish: going on with version %d", self.policy_version)
+            logger.warning(
+                "the trainer left in a publish: going on with version %d", self.policy_version
+            )
             with contextlib.suppress(Refused):  # which has ended the front
                 if self.engine.model != self.model:
                     await self._go_back()
@@ -260,13 +315,16 @@ class Front(ControlPlane):
         try:
             await self.engine.serve(self.model)
         except ServiceError as problem:
-            reason = f"the engine does not start on {self.model} any more, which it has served before: {problem}"
+            reason = (
+                f"the engine does not start on {self.model} any more, which it has served "
+                f"before: {problem}"
+            )
             self.end(reason, problem.exit_code)
             raise Refused(self.broken, 503) from problem
 
     async def versions(self, body: dict) -> dict:
-        """At any time, also while the engine is away. The engine knows which completions it has sampled, the front of
-        which version: no version changes while a request is in flight."""
+        """At any time, also while the engine is away. The engine knows which completions it has
+        sampled, the front of which version: no version changes while a request is in flight."""
         keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
         new: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
@@ -274,32 +332,43 @@ class Front(ControlPlane):
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 new = await self._notes_of_engine(keys, version)
         kept = self.ledger.find(keys)  # later, so that nothing slips between
-        return protocol.VersionsReply.of(note or other for note, other in zip(kept, new, strict=True)).model_dump()
+        return protocol.VersionsReply.of(
+            note or other for note, other in zip(kept, new, strict=True)
+        ).model_dump()
 
     async def _keep_versions(self) -> None:
-        """Before the engine goes away, with nothing in flight. A key that is in the ledger keeps its version."""
+        """Before the engine goes away, with nothing in flight. A key that is in the ledger keeps
+        its version."""
         try:
             keys = (await self.engine.ask("GET", "/versions"))["keys"]
             notes = await self._notes_of_engine(keys, self.policy_version)
         except (aiohttp.ClientError, TimeoutError) as problem:
-            logger.warning("the versions of the last rollouts are lost: the engine did not tell them (%s)", problem)
+            logger.warning(
+                "the versions of the last rollouts are lost: the engine did not tell them (%s)",
+                problem,
+            )
             return
         for key, note in zip(keys, notes, strict=True):
             self.ledger.note(bytes.fromhex(key), note)
 
     async def _notes_of_engine(self, keys: list[str], version: int) -> list[protocol.Note | None]:
-        reply = await self.engine.ask("POST", "/versions", protocol.VersionsQuery(keys=keys).model_dump())
+        reply = await self.engine.ask(
+            "POST", "/versions", protocol.VersionsQuery(keys=keys).model_dump()
+        )
         notes = protocol.VersionsReply.model_validate(reply).notes()
         return [note and note._replace(span=(version, version)) for note in notes]
 
     async def _forward(self, request: Request, send) -> None:
-        """Passes on one request. If its client goes away it is dropped, and the engine stops working for it."""
+        """Passes on one request. If its client goes away it is dropped, and the engine stops
+        working for it."""
         try:
             body = await request.body()  # all of it, because a disconnect is seen only after it
         except ClientDisconnect:
             return
         request.state.answered = False
-        work = await while_connected(self._pass_on(request, body, send), request.receive, self.ended)
+        work = await while_connected(
+            self._pass_on(request, body, send), request.receive, self.ended
+        )
         try:
             return work and work.result()
         except aiohttp.ClientError as problem:
@@ -307,21 +376,27 @@ class Front(ControlPlane):
             reason = self.broken or f"the engine broke the connection off ({problem!r})"
         except (asyncio.CancelledError, Refused):
             reason = self.broken
-        if not request.state.answered:  # else the connection is cut: the client sees that the answer is not whole
+        # else the connection is cut: the client sees that the answer is not whole
+        if not request.state.answered:
             await error(503, reason)(request.scope, request.receive, send)
 
     async def _pass_on(self, request: Request, body: bytes, send) -> None:
         await self.until_admitted(request)
         await self.until_open()
         self.in_flight += 1
-        version = f"{self.policy_version}-{self.policy_version}".encode()  # it cannot change while one is in flight
-        query = f"?{request.scope['query_string'].decode()}" if request.scope["query_string"] else ""
+        # it cannot change while one is in flight
+        version = f"{self.policy_version}-{self.policy_version}".encode()
+        query = (
+            f"?{request.scope['query_string'].decode()}" if request.scope["query_string"] else ""
+        )
         try:
             async with self.engine.session.request(
                 request.method,
                 URL(f"{self.engine.url}{request.scope['raw_path'].decode()}{query}", encoded=True),
                 data=body or None,
-                headers=CIMultiDict((k, v) for k, v in request.headers.items() if k not in NOT_PASSED_ON),
+                headers=CIMultiDict(
+                    (k, v) for k, v in request.headers.items() if k not in NOT_PASSED_ON
+                ),
                 allow_redirects=False,
             ) as reply:
                 headers = [
@@ -330,7 +405,9 @@ class Front(ControlPlane):
                     if name.lower() not in NOT_PASSED_BACK
                 ]
                 request.state.answered = True
-                await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+                await send(
+                    {"type": "http.response.start", "status": reply.status, "headers": headers}
+                )
                 async for chunk in reply.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -348,7 +425,8 @@ class Front(ControlPlane):
             sys.stderr.write(os.environ.get(READY_VARIABLE, ""))
             while True:
                 if self.engine.model is not None:  # otherwise a restart looks after it
-                    await asyncio.to_thread(self.engine.services.check)  # may have to end what a killed guard left
+                    # may have to end what a killed guard left
+                    await asyncio.to_thread(self.engine.services.check)
                 await asyncio.sleep(POLL)
         except ServiceError as problem:
             self.end(str(problem), problem.exit_code)
@@ -357,38 +435,58 @@ class Front(ControlPlane):
             self.end(f"{type(problem).__name__}: {problem}")
 
     def end(self, reason: str, exit_code: int | None = None) -> None:
-        """Answers only `reason` from now on, and exits soon: with the code of an engine that died, or 1."""
+        """Answers only `reason` from now on, and exits soon: with the code of an engine that died,
+        or 1."""
         if self.broken is None:
             self.broken = reason
             self.exit_code = exit_code or 1
             self.ended.set_result(None)
-            asyncio.get_running_loop().call_later(LEAVE_GRACE, setattr, self.server, "should_exit", True)
+            asyncio.get_running_loop().call_later(
+                LEAVE_GRACE, setattr, self.server, "should_exit", True
+            )
 
 
 class _Server(uvicorn.Server):
-    """Has the front answer the requests that it holds as soon as a signal comes, instead of waiting for them."""
+    """Has the front answer the requests that it holds as soon as a signal comes, instead of waiting
+    for them."""
 
     def __init__(self, front: Front, host: str, port: int) -> None:
-        options = {"log_config": None, "log_level": "warning", "access_log": False, "server_header": False}
-        options |= {"date_header": False, "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 1}
-        # Clients drop idle connections earlier than this; if the server did, a request could meet a closing one.
+        options = {
+            "log_config": None,
+            "log_level": "warning",
+            "access_log": False,
+            "server_header": False,
+        }
+        options |= {
+            "date_header": False,
+            "ws": "none",
+            "lifespan": "off",
+            "timeout_graceful_shutdown": 1,
+        }
+        # Clients drop idle connections earlier than this; if the server did, a request could meet a
+        # closing one.
         super().__init__(uvicorn.Config(front, host, port, timeout_keep_alive=600, **options))
         self._front = front
         self.interrupted = False
 
     def handle_exit(self, sig, frame) -> None:
         self.interrupted = True
-        asyncio.get_running_loop().call_soon_threadsafe(self._front.end, "the server was asked to shut down")
+        asyncio.get_running_loop().call_soon_threadsafe(
+            self._front.end, "the server was asked to shut down"
+        )
         super().handle_exit(sig, frame)
 
 
 async def run(options: argparse.Namespace, flags: list[str]) -> tuple[str, int]:
-    """Serves until the engine dies. Returns the reason for the end and the exit code, which tells whoever started the
-    front of the signal that ended the engine; a signal to the front raises `Interrupted` instead."""
+    """Serves until the engine dies. Returns the reason for the end and the exit code, which tells
+    whoever started the front of the signal that ended the engine; a signal to the front raises
+    `Interrupted` instead."""
     async with aiohttp.ClientSession(
-        # Each request gets a connection of its own: the engine may close an idle one just as it is used again.
+        # Each request gets a connection of its own: the engine may close an idle one just as it is
+        # used again.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # how long sampling may take is up to the client
+        # how long sampling may take is up to the client
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
@@ -412,14 +510,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     parser.prog = "trl-atropos serve --vllm_mode restart"
     parser.add_argument("--host", default=DEFAULTS["--host"], help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=int(DEFAULTS["--port"]), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling; one more at each restart (default: 0)")
+    parser.add_argument(
+        "--port", type=int, default=int(DEFAULTS["--port"]), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of sampling; one more at each restart (default: 0)"
+    )
     drain = "seconds that a publish waits for requests in flight (default: %(default)s)"
     parser.add_argument("--drain_timeout", type=float, default=600.0, help=drain)
     options, flags = parser.parse_known_args(argv)
     flags += ["--numerics", options.numerics]
     try:
-        require_free_port(url_of(options.host, options.port), "the server", "give another one with `--port`")
+        require_free_port(
+            url_of(options.host, options.port), "the server", "give another one with `--port`"
+        )
     except AtroposTrainingError as problem:
         sys.exit(f"trl-atropos serve: {problem}")
     install_handlers()

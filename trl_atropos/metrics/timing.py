@@ -2,9 +2,10 @@
 
 Every moment on this process belongs to exactly one part of the step.
 
-`AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another interrupts it. A step
-lasts from the end of one optimizer step to the end of the next. Work that is queued on a GPU counts where it was
-queued: `settle` waits for it at the end of what computes, just before TRL or Transformers would wait anyway.
+`AtroposGRPOTrainer` and its publisher enter the parts; a part that is entered inside another
+interrupts it. A step lasts from the end of one optimizer step to the end of the next. Work that is
+queued on a GPU counts where it was queued: `settle` waits for it at the end of what computes, just
+before TRL or Transformers would wait anyway.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from transformers import TrainerCallback
 
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
-COMPUTE = "forward_backward"  # clipping included; also of the reference policy, and of the old one if it is scored
+# clipping included; also of the reference policy, and of the old one if it is scored
+COMPUTE = "forward_backward"
 OPTIMIZER = "optimizer"
 PUBLISH = "publish"  # pause, transfer, resume, probe
 SAVE = "save"  # of a checkpoint; this and the next are parts of `other`, and logged by themselves
@@ -25,7 +27,8 @@ OTHER = "other"
 
 PARTS = (WAIT, INGEST, COMPUTE, OPTIMIZER, PUBLISH, OTHER)
 DOMINATES = 0.5  # share of the step from which on a part is the bottleneck
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16, from the data sheets of the SXM parts
+# dense bfloat16, from the data sheets of the SXM parts
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 class Stopwatch:
@@ -57,7 +60,8 @@ class Stopwatch:
         self.rest = name
 
     def lap(self) -> dict[str, float]:
-        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and `evaluate`."""
+        """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and
+        `evaluate`."""
         self._attribute()
         spent, step = self._spent, self._since - self._began
         self._spent = dict.fromkeys(spent, 0.0)
@@ -71,15 +75,16 @@ class Stopwatch:
 
 
 class StepTimes(TrainerCallback):
-    """Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as `time/NAME`, and as
-    `speed/NAME` what `tokens` says of the batch at hand: how many tokens a step takes that were sampled, and how many
-    it trains on, prompts included."""
+    """Ends a step of the stopwatch with each optimizer step. Adds its parts to `metrics` as
+    `time/NAME`, and as `speed/NAME` what `tokens` says of the batch at hand: how many tokens a step
+    takes that were sampled, and how many it trains on, prompts included."""
 
     def __init__(self, stopwatch: Stopwatch, metrics: dict[str, list[float]]):
         self._stopwatch = stopwatch
         self._metrics = metrics
         self.tokens: dict[str, float] = {}
-        self.most_tokens_per_second: float | None = None  # by all GPUs' peak in bfloat16, where it is known
+        # by all GPUs' peak in bfloat16, where it is known
+        self.most_tokens_per_second: float | None = None
 
     def on_step_end(self, args, state, control, **kwargs):
         times = self._stopwatch.lap()
@@ -88,7 +93,9 @@ class StepTimes(TrainerCallback):
         for name, tokens in self.tokens.items():
             self._metrics[f"speed/{name}_tokens_per_second"].append(tokens / times["step"])
         if self.tokens and self.most_tokens_per_second is not None:
-            self._metrics["speed/mfu"].append(self.tokens["trained"] / times["step"] / self.most_tokens_per_second)
+            self._metrics["speed/mfu"].append(
+                self.tokens["trained"] / times["step"] / self.most_tokens_per_second
+            )
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -98,12 +105,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(model: torch.nn.Module) -> float | None:
-    """Of a forward and a backward pass through the weights: 6 per parameter, 4 if it is not trained. `None` for a
-    mixture of experts, of which a token passes only some."""
+    """Of a forward and a backward pass through the weights: 6 per parameter, 4 if it is not
+    trained. `None` for a mixture of experts, of which a token passes only some."""
     if any("expert" in name for name, _ in model.named_modules()):
         return None
     # DeepSpeed's shards know the size of the whole.
-    sizes = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in model.parameters()]
+    sizes = [
+        (getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in model.parameters()
+    ]
     return float(sum(number * (6 if trained else 4) for number, trained in sizes))
 
 
@@ -114,17 +123,20 @@ def settle(device: torch.device) -> None:
 
 
 def bottleneck(logs: dict[str, float]) -> str | None:
-    """The part that takes at least half of the step, if one does, in words. `logs` has `time/NAME` in seconds."""
+    """The part that takes at least half of the step, if one does, in words. `logs` has `time/NAME`
+    in seconds."""
     if not (step := logs.get("time/step")):
         return None
     share = {name: logs[f"time/{name}"] / step for name in PARTS}
     evaluating = logs.get(f"time/{EVALUATE}", 0.0) / step
     shares = {
         "the environments cannot keep up: {} of the step is waiting": share[WAIT],
-        "the trainer is the bottleneck: {} of the step is computing": share[COMPUTE] + share[OPTIMIZER],
+        "the trainer is the bottleneck: {} of the step is computing": share[COMPUTE]
+        + share[OPTIMIZER],
         "publishing is the bottleneck: {} of the step": share[PUBLISH],
         "taking rollouts in is the bottleneck: {} of the step": share[INGEST],
-        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER] - evaluating,
+        "saving, logging and callbacks are the bottleneck: {} of the step": share[OTHER]
+        - evaluating,
         "training waits for evaluations: {} of the step": evaluating,
     }
     text, largest = max(shares.items(), key=lambda item: item[1])

@@ -1,8 +1,10 @@
-"""`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a library.
+"""`trl-atropos report RUN_DIR`: one HTML file that shows a run, without a network, a server or a
+library.
 
-`run_folder.py` reads the log and the rollouts. This module chooses what the page shows of them, and puts it as gzipped
-JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw it. The tokens of rollouts are in
-chunks of their own, which the page unpacks when somebody opens one.
+`run_folder.py` reads the log and the rollouts. This module chooses what the page shows of them, and
+puts it as gzipped JSON into `page.html`, beside `page.css` and the scripts, which unpack and draw
+it. The tokens of rollouts are in chunks of their own, which the page unpacks when somebody opens
+one.
 """
 
 import argparse
@@ -23,7 +25,15 @@ import pandas as pd
 from tokenizers import Tokenizer
 
 from trl_atropos.errors import AtroposTrainingError
-from trl_atropos.report.run_folder import Fate, Run, advantages, read_run, rollouts_of, series, trainer_logprobs
+from trl_atropos.report.run_folder import (
+    Fate,
+    Run,
+    advantages,
+    read_run,
+    rollouts_of,
+    series,
+    trainer_logprobs,
+)
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.spool import read_rollouts
 
@@ -34,7 +44,18 @@ MAX_ROLLOUTS = 2000
 MAX_TOKENS = 1_500_000  # of the rollouts in the page, about 6 bytes each
 CHUNK_TOKENS = 50_000  # of the rollouts that are unpacked together
 NATS = 1000  # log-probabilities, gaps and advantages are written in thousandths
-OF_RUN = ("source", "began_at", "last_at", "ended", "resumed", "steps", "books", "warnings", "config", "evaluations")
+OF_RUN = (
+    "source",
+    "began_at",
+    "last_at",
+    "ended",
+    "resumed",
+    "steps",
+    "books",
+    "warnings",
+    "config",
+    "evaluations",
+)
 
 DESCRIPTION = """\
 Writes one HTML file about a run: opens in any browser of today, needs no
@@ -56,25 +77,39 @@ def main(argv: list[str]) -> None:
     except AtroposTrainingError as error:
         sys.exit(f"trl-atropos report: {error}")
     except OSError as error:
-        sys.exit(f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with --output.")
-    sys.stdout.write(f"{summary}\n{output} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser.\n")
+        sys.exit(
+            f"trl-atropos report: {output} cannot be written ({error.strerror}). Name another with "
+            "--output."
+        )
+    sys.stdout.write(
+        f"{summary}\n{output} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser.\n"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("trl-atropos report", description=DESCRIPTION, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        "trl-atropos report", description=DESCRIPTION, formatter_class=formatter
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="`output_dir` of the run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     limits = f"default: %(default)s, and at most {MAX_TOKENS:,} tokens"
-    text = f"rollouts to show in full, whole groups from all over the run ({limits}); curves are always of all"
+    text = (
+        f"rollouts to show in full, whole groups from all over the run ({limits}); curves are "
+        "always of all"
+    )
     parser.add_argument("--max_rollouts", type=int, default=MAX_ROLLOUTS, metavar="N", help=text)
     return parser
 
 
 def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
-    """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if there is no run."""
+    """The page of the run in `folder`, and one line about what is in it. Raises `ReportError` if
+    there is no run."""
     data, chunks = _collect(read_run(folder), max_rollouts)
-    blocks = [_block("data", data), *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks))]
+    blocks = [
+        _block("data", data),
+        *(_block(f"chunk-{i}", chunk) for i, chunk in enumerate(chunks)),
+    ]
     parts = {
         "TITLE": html.escape(f"{data['name']} · trl_atropos report"),
         "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
@@ -82,7 +117,8 @@ def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
         "SCRIPT": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
-    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda found: parts[found[1]], template)  # in one pass: a title may have braces
+    # in one pass: a title may have braces
+    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda found: parts[found[1]], template)
     shown = f"{len(data['rollouts']['index'])} of {data['total_rollouts']} rollouts"
     return page, f"{data['steps']} steps, {len(data['warnings'])} warnings, {shown}."
 
@@ -91,7 +127,9 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
     """What the page shows, and the chunks with the tokens of its rollouts."""
     rollouts, unreadable = rollouts_of(run)
     rollouts["advantage"] = advantages(rollouts, run.config.get("scale_rewards"))
-    packed = pack(rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts")
+    packed = pack(
+        rollouts.iloc[select(rollouts, max_rollouts, MAX_TOKENS)], run.folder / "rollouts"
+    )
     texts, unreadable_tokenizer = token_texts(run.folder / "tokenizer.json", packed.token_ids)
     data = {
         "name": run.folder.resolve().name,
@@ -112,29 +150,34 @@ def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str
 
 def _block(name: str, content: Any) -> str:
     """JSON that the page unpacks. Base64 has no character that could end the element."""
-    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # browsers know no NaN
+    # browsers know no NaN
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     text = json.dumps(finite, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{packed}</script>'
 
 
-# ------------------------------------------------------------------------------------------------ rewards and rollouts
+# ----------------------------------------------------------------------------- rewards and rollouts
 
 
 def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
-    """The mean score of each environment's rollouts by the step that took them, over at most `limit` joined steps."""
+    """The mean score of each environment's rollouts by the step that took them, over at most
+    `limit` joined steps."""
     known = rollouts[rollouts["first_step"] > 0]
     size = -(-max(known["first_step"], default=1) // limit)
     last_steps = -(-known["first_step"] // size) * size  # of each point
     found = []
     for environment, its in known.groupby("environment"):
         means = its["score"].groupby(last_steps[its.index]).mean().round(6)
-        found.append({"environment": environment, "steps": means.index.tolist(), "means": means.tolist()})
+        found.append(
+            {"environment": environment, "steps": means.index.tolist(), "means": means.tolist()}
+        )
     return found
 
 
 def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.ndarray:
-    """Places of whole groups, evenly spread over the run, first and last included, within both limits."""
+    """Places of whole groups, evenly spread over the run, first and last included, within both
+    limits."""
     group, names = rollouts["group"].factorize()  # numbered as they arrived
     lengths = rollouts["prompt_tokens"] + rollouts["completion_tokens"]
     sizes, tokens = np.bincount(group), np.bincount(group, lengths)
@@ -154,28 +197,52 @@ class Packed:
 
     columns: dict[str, list]  # one value per rollout
     unreadable: list[str]
-    chunks: list[dict[str, Any]] = field(default_factory=list)  # {"prompts": [ids ...], "rows": [[...] ...]}
+    # {"prompts": [ids ...], "rows": [[...] ...]}
+    chunks: list[dict[str, Any]] = field(default_factory=list)
     token_ids: set[int] = field(default_factory=set)  # every id that occurs
 
 
-SHOWN = ["index", "group", "environment", "policy_version", "newest_version", "score", "group_mean", "group_std"]
-SHOWN += ["prompt_tokens", "completion_tokens", "fate", "first_step", "last_step", "stale", "advantage"]
+SHOWN = [
+    "index",
+    "group",
+    "environment",
+    "policy_version",
+    "newest_version",
+    "score",
+    "group_mean",
+    "group_std",
+]
+SHOWN += [
+    "prompt_tokens",
+    "completion_tokens",
+    "fate",
+    "first_step",
+    "last_step",
+    "stale",
+    "advantage",
+]
 FLAGS = ["zero_advantage", "raw_advantage", "sft"]
 
 
 def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     """
-    The chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's log-probabilities.
+    The chosen rollouts, with their trainer-sampler gap: the trainer's minus the sampler's
+    log-probabilities.
 
-    Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and masked stretches in
-    turn, log-probabilities, token-level advantages or null, messages or null, gaps or null]`; it begins with a trained
-    stretch, and null stands for an unknown log-probability or gap.
+    Of a chunk's "rows", each is `[number of its prompt, completion ids, lengths of its trained and
+    masked stretches in turn, log-probabilities, token-level advantages or null, messages or null,
+    gaps or null]`; it begins with a trained stretch, and null stands for an unknown log-probability
+    or gap.
     """
     # What is kept of the others is of a life of the run that was given up.
     trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
     scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
-    packed = Packed(chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable)
-    packed.columns |= {name: [] for name in ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")}
+    packed = Packed(
+        chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list"), unreadable
+    )
+    packed.columns |= {
+        name: [] for name in ("logprob", "trained_tokens", "gap", "gap_max", "last_token", "place")
+    }
     filled = CHUNK_TOKENS
     wanted = set(chosen["index"])
     read = (rollout for path in chosen["path"].unique() for rollout in read_rollouts(Path(path)))
@@ -183,7 +250,11 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             filled = 0
-        chunk, prompt, completion = packed.chunks[-1], rollout.prompt_ids.tolist(), rollout.completion_ids.tolist()
+        chunk, prompt, completion = (
+            packed.chunks[-1],
+            rollout.prompt_ids.tolist(),
+            rollout.completion_ids.tolist(),
+        )
         if prompt not in chunk["prompts"]:
             chunk["prompts"].append(prompt)
             filled += len(prompt)
@@ -200,9 +271,15 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         packed.columns["gap_max"].append(np.nan if gap is None else float(np.nanmax(np.abs(gap))))
         packed.columns["last_token"].append(completion[-1])
         packed.columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
-        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])  # where one begins
+        # where one begins
+        turns = np.diff(rollout.mask, prepend=~rollout.mask[:1], append=~rollout.mask[-1:])
         row = [chunk["prompts"].index(prompt), completion, np.diff(np.flatnonzero(turns)).tolist()]
-        row += [_thousandths(rollout.logprobs), _thousandths(own), rollout.messages, _thousandths(gap)]
+        row += [
+            _thousandths(rollout.logprobs),
+            _thousandths(own),
+            rollout.messages,
+            _thousandths(gap),
+        ]
         chunk["rows"].append(row)
     return packed
 
@@ -212,12 +289,17 @@ def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
     if scored is None or len(scored) != len(rollout.logprobs):
         return None
     gap = scored - rollout.logprobs
-    gap = np.where(np.isfinite(gap), gap, np.float32(np.nan))  # a policy that has diverged has infinite ones
+    # a policy that has diverged has infinite ones
+    gap = np.where(np.isfinite(gap), gap, np.float32(np.nan))
     return gap if not np.isnan(gap).all() else None
 
 
 def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
-    return values if values is None else [None if np.isnan(one) else round(float(one) * NATS) for one in values]
+    return (
+        values
+        if values is None
+        else [None if np.isnan(one) else round(float(one) * NATS) for one in values]
+    )
 
 
 def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
@@ -225,22 +307,28 @@ def why_no_gap(run: Run, rollouts: pd.DataFrame) -> str:
     if not len(rollouts):
         return "there is no rollout in this run's folder"
     if any(run.folder.glob("rollouts/trainer-[0-9]*.feather")):
-        return "none of these rollouts is known to have been trained, or its sampler's log-probabilities are not known"
+        return (
+            "none of these rollouts is known to have been trained, or its sampler's "
+            "log-probabilities are not known"
+        )
     if run.config.get("vllm_importance_sampling_correction") is False:
         return "they are not computed with `vllm_importance_sampling_correction: false`"
     missing = "the trainer's log-probabilities are not in this run's folder"
-    return f"{missing}: no batch has been trained yet, or they could not be written (then the warnings say so)"
+    return (
+        f"{missing}: no batch has been trained yet, or they could not be written (then the "
+        "warnings say so)"
+    )
 
 
-# -------------------------------------------------------------------------------------------------- the text of tokens
+# ------------------------------------------------------------------------------- the text of tokens
 
 REPLACEMENT = "�"  # what a decoder makes of bytes that are no character
 SPACE = "▁"  # of SentencePiece
 
 
 def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, list[str]]:
-    """Returns the text of every id that the tokenizer at `path` knows, `None` without a tokenizer that can be read.
-    And the file with the reason, if it is there and cannot be read."""
+    """Returns the text of every id that the tokenizer at `path` knows, `None` without a tokenizer
+    that can be read. And the file with the reason, if it is there and cannot be read."""
     if not path.is_file():
         return None, []
     try:
@@ -249,7 +337,9 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, 
         return None, [f"{path.name}: {error}"]
     alphabet = _byte_alphabet()
     found = {}
-    pieces = {number: piece for number in ids if (piece := tokenizer.id_to_token(number)) is not None}
+    pieces = {
+        number: piece for number in ids if (piece := tokenizer.id_to_token(number)) is not None
+    }
     for number, piece in pieces.items():
         text = tokenizer.decode([number], skip_special_tokens=False)
         if SPACE in piece:
@@ -261,7 +351,10 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for: GPT-2's `bytes_to_unicode` in reverse."""
+    """Which byte each character of a byte-level vocabulary stands for: GPT-2's `bytes_to_unicode`
+    in reverse."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }

@@ -1,7 +1,8 @@
-"""Reads a run's folder for `page.py`: the log, the settings, the warnings, and what became of every rollout.
+"""Reads a run's folder for `page.py`: the log, the settings, the warnings, and what became of every
+rollout.
 
-`run_log.py` writes the log. A run may be writing while this reads: a line may be cut off, and a file may be gone.
-Imports neither torch nor transformers.
+`run_log.py` writes the log. A run may be writing while this reads: a line may be cut off, and a
+file may be gone. Imports neither torch nor transformers.
 """
 
 import json
@@ -30,7 +31,8 @@ class ReportError(AtroposTrainingError):
 
 @dataclass
 class Batch:
-    """A generation batch, as it was handed to the trainer (`run_log.py` says what the fields are)."""
+    """A generation batch, as it was handed to the trainer (`run_log.py` says what the fields
+    are)."""
 
     first_step: int
     last_step: int
@@ -55,8 +57,10 @@ class Run:
     warnings: list[dict[str, Any]] = field(default_factory=list)  # at, step, warning
     batches: list[Batch] = field(default_factory=list)
     whole: bool = False  # whether `batches` are all that there were since step 0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # evaluation (the name), step, metrics, versions
-    books: dict[str, Any] | None = None  # counts of trained, dropped and lost rollouts at the last batch
+    # evaluation (the name), step, metrics, versions
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    # counts of trained, dropped and lost rollouts at the last batch
+    books: dict[str, Any] | None = None
 
     @property
     def steps(self) -> int:
@@ -81,12 +85,15 @@ def read_run(folder: Path) -> Run:
                 record = json.loads(line)
             except ValueError:  # the machine stopped, or the run is writing it right now
                 continue
-            if record.get("begin") == 0:  # what an earlier run left in this folder is not part of this one
+            # what an earlier run left in this folder is not part of this one
+            if record.get("begin") == 0:
                 run = Run(folder, LOG, began_at=record["at"], whole=True)
             _add(run, record)
     elif not (folder / "rollouts").is_dir():
         what = f"{folder} is no run's `output_dir`: it has no {LOG} and no rollouts"
-        raise ReportError(what, fix="Name the recipe's `output_dir`, or wait until the run has begun.")
+        raise ReportError(
+            what, fix="Name the recipe's `output_dir`, or wait until the run has begun."
+        )
     return run
 
 
@@ -94,7 +101,9 @@ def _add(run: Run, record: dict[str, Any]) -> None:
     if "begin" in record:
         _begin(run, record)
     elif "logs" in record:
-        numbers = {name: value for name, value in record["logs"].items() if isinstance(value, int | float)}
+        numbers = {
+            name: value for name, value in record["logs"].items() if isinstance(value, int | float)
+        }
         run.logs.setdefault(record["step"], {}).update(numbers)
     elif "batch" in record:
         others = (record[name] for name in ("spool", "rows", "version", "lineage"))
@@ -125,11 +134,16 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
 
 
 def series(run: Run, limit: int) -> dict[str, Any]:
-    """Every metric over the steps at which it was logged: `{name: [steps, values]}`. More than `limit` points are
-    joined: of neighbours the mean, or the largest where the metric is a maximum."""
+    """Every metric over the steps at which it was logged: `{name: [steps, values]}`. More than
+    `limit` points are joined: of neighbours the mean, or the largest where the metric is a
+    maximum."""
     found = {}
-    for name in sorted({name for values in run.logs.values() for name in values} - {"step", "epoch"}):
-        points = [(step, values[name]) for step, values in sorted(run.logs.items()) if name in values]
+    for name in sorted(
+        {name for values in run.logs.values() for name in values} - {"step", "epoch"}
+    ):
+        points = [
+            (step, values[name]) for step, values in sorted(run.logs.items()) if name in values
+        ]
         size = -(-len(points) // limit)
         buckets = [points[at : at + size] for at in range(0, len(points), size)]
         join = max if "max" in name else fmean
@@ -138,10 +152,19 @@ def series(run: Run, limit: int) -> dict[str, Any]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- its rollouts
+# ------------------------------------------------------------------------------------- its rollouts
 
 UNKNOWN = -1
-TAKEN_OVER = ("index", "group", "env_id", "policy_version", "newest_version", "score", "group_mean", "group_std")
+TAKEN_OVER = (
+    "index",
+    "group",
+    "env_id",
+    "policy_version",
+    "newest_version",
+    "score",
+    "group_mean",
+    "group_std",
+)
 TAKEN_OVER += ("zero_advantage", "raw_advantage", "sft")
 
 
@@ -152,20 +175,24 @@ class Fate(IntEnum):
     TRAINED = 1
     IN_TRAINING = 2  # handed to the trainer, whose step is not known to be over
     WAITING = 3  # on disk, not handed out
-    PASSED_OVER = 4  # never handed out, but newer ones were: it was stale, without variance, or over its share
+    # never handed out, but newer ones were: it was stale, without variance, or over its share
+    PASSED_OVER = 4
 
 
 def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     """
-    All `n` rollouts in the run's folder by index, and the files that cannot be read, each with the reason.
+    All `n` rollouts in the run's folder by index, and the files that cannot be read, each with the
+    reason.
 
-    Beside `TAKEN_OVER`, columns are `environment`, `prompt_tokens`, `completion_tokens`, `path` (of the file), `fate`,
-    `first_step` and `last_step` (optimizer steps that the rollout was taken for), `stale` (steps between the version
-    that sampled it and the one that it was trained at) and `batch`, if all of that is there. Or `UNKNOWN`.
+    Beside `TAKEN_OVER`, columns are `environment`, `prompt_tokens`, `completion_tokens`, `path` (of
+    the file), `fate`, `first_step` and `last_step` (optimizer steps that the rollout was taken
+    for), `stale` (steps between the version that sampled it and the one that it was trained at) and
+    `batch`, if all of that is there. Or `UNKNOWN`.
     """
     folder = run.folder / "rollouts"
     tables, parts, unreadable = [], {}, []
-    spool = run.batches[-1].spool if run.batches else ""  # the file below knows it before the first batch, too
+    # the file below knows it before the first batch, too
+    spool = run.batches[-1].spool if run.batches else ""
     try:
         spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
     except FileNotFoundError:
@@ -189,53 +216,75 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
 
 def _table(rollouts: list[Rollout], path: str) -> pd.DataFrame:
     found = {name: [getattr(one, name) for one in rollouts] for name in TAKEN_OVER}
-    found = {name: [UNKNOWN if value is None else value for value in values] for name, values in found.items()}
+    found = {
+        name: [UNKNOWN if value is None else value for value in values]
+        for name, values in found.items()
+    }
     found["prompt_tokens"] = [len(one.prompt_ids) for one in rollouts]
     found["completion_tokens"] = [len(one.completion_ids) for one in rollouts]
     table = pd.DataFrame(found)
-    unnamed = {env_id: f"environment {env_id}" for env_id in table["env_id"]} | {UNKNOWN: "environment not named"}
-    table["environment"] = [one.environment or unnamed[env_id] for one, env_id in zip(rollouts, table["env_id"])]
+    unnamed = {env_id: f"environment {env_id}" for env_id in table["env_id"]} | {
+        UNKNOWN: "environment not named"
+    }
+    table["environment"] = [
+        one.environment or unnamed[env_id] for one, env_id in zip(rollouts, table["env_id"])
+    ]
     return table.assign(path=path)
 
 
 def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: list[Batch]) -> None:
     """Sets for every rollout what became of it, and at which step, where the run's log tells."""
     names = ("batch", "first_step", "last_step", "stale")
-    of = {name: np.full(len(rollouts), UNKNOWN) for name in names} | {"fate": np.full(len(rollouts), Fate.UNKNOWN)}
+    of = {name: np.full(len(rollouts), UNKNOWN) for name in names} | {
+        "fate": np.full(len(rollouts), Fate.UNKNOWN)
+    }
     indices, sampled = rollouts["index"].to_numpy(), rollouts["policy_version"].to_numpy()
     if batches:
         ahead = indices >= max(end for _, end in batches[-1].spans)
-        of["fate"][:] = np.where(ahead, Fate.WAITING, Fate.PASSED_OVER if run.whole else Fate.UNKNOWN)
+        of["fate"][:] = np.where(
+            ahead, Fate.WAITING, Fate.PASSED_OVER if run.whole else Fate.UNKNOWN
+        )
     for number, batch in enumerate(batches):
-        places = np.concatenate([np.arange(*np.searchsorted(indices, span)) for span in batch.spans])
+        places = np.concatenate(
+            [np.arange(*np.searchsorted(indices, span)) for span in batch.spans]
+        )
         of["fate"][places] = Fate.TRAINED if batch.last_step <= run.steps else Fate.IN_TRAINING
         if len(places) == sum(end - first for first, end in batch.spans):
             of["batch"][places] = number
         of["first_step"][places], of["last_step"][places] = batch.first_step, batch.last_step
         for place in places[sampled[places] != UNKNOWN]:
             part = parts[rollouts["path"].iat[place]]
-            of["stale"][place] = staleness(sampled[place], part.lineage, part.version, batch.lineage, batch.version)
+            of["stale"][place] = staleness(
+                sampled[place], part.lineage, part.version, batch.lineage, batch.version
+            )
     for name, values in of.items():
         rollouts[name] = values
 
 
 def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
-    """`(n,)` float32: what the trainer trains with, but for advantages of single tokens; NaN where it is not known.
-    `scale_rewards` is the run's setting, None if that is not known."""
+    """`(n,)` float32: what the trainer trains with, but for advantages of single tokens; NaN where
+    it is not known. `scale_rewards` is the run's setting, None if that is not known."""
     scores, stds = rollouts["score"].astype(np.float32), pd.Series(np.nan, rollouts.index)
     if scale_rewards == "group":
         stds = rollouts["group_std"]
     elif scale_rewards == "batch":
         together = scores.groupby(rollouts["batch"])
-        stds = together.transform("std").mask(together.transform("size") == 1, 0.0).mask(rollouts["batch"] == UNKNOWN)
+        stds = (
+            together.transform("std")
+            .mask(together.transform("size") == 1, 0.0)
+            .mask(rollouts["batch"] == UNKNOWN)
+        )
     flags = (rollouts[name].to_numpy(bool) for name in ("raw_advantage", "sft", "zero_advantage"))
     stds = None if scale_rewards == "none" else stds.to_numpy()
     return normalised(scores.to_numpy(), rollouts["group_mean"].to_numpy(), stds, *flags)
 
 
-def trainer_logprobs(folder: Path, wanted: Container[int]) -> tuple[dict[int, np.ndarray], list[str]]:
-    """The trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the rollout: `(c,)` float32 in
-    nats, NaN where a token was not trained. And the files that cannot be read, each with the reason."""
+def trainer_logprobs(
+    folder: Path, wanted: Container[int]
+) -> tuple[dict[int, np.ndarray], list[str]]:
+    """The trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the rollout:
+    `(c,)` float32 in nats, NaN where a token was not trained. And the files that cannot be read,
+    each with the reason."""
     found, unreadable = {}, []
     for path in sorted(folder.glob("trainer-[0-9]*.feather")):
         try:

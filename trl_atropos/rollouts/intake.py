@@ -1,9 +1,10 @@
-"""From groups to rollouts that the trainer can use, tagged with the policy versions that sampled them: the inference
-servers note every completion, and are asked for it here. What cannot be used is left out and counted.
+"""From groups to rollouts that the trainer can use, tagged with the policy versions that sampled
+them: the inference servers note every completion, and are asked for it here. What cannot be used is
+left out and counted.
 
-`AtroposSource` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and counted: one bad group must
-not end a run of days. If most groups of an environment are rejected for a reason that only the user can correct, a
-`RolloutError` ends the run.
+`AtroposSource` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and counted:
+one bad group must not end a run of days. If most groups of an environment are rejected for a reason
+that only the user can correct, a `RolloutError` ends the run.
 """
 
 import logging
@@ -28,11 +29,17 @@ logger = logging.getLogger(__name__)
 SingleRowGroups = Literal["refuse", "raw", "zero"]
 
 TEMPERATURE_TOLERANCE = 1e-6
-LAST_GROUPS = 32  # of an environment; if most of them are rejected for one reason, its settings are wrong
+# of an environment; if most of them are rejected for one reason, its settings are wrong
+LAST_GROUPS = 32
 ENOUGH_GROUPS = 8  # fewer say nothing
-REJECTED, TOO_LONG, UNTRAINED, EVALUATION = REASONS = "rejected", "too_long", "untrained", "evaluation"
-"""Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none to train on, or the
-environment marked its group as an evaluation."""
+REJECTED, TOO_LONG, UNTRAINED, EVALUATION = REASONS = (
+    "rejected",
+    "too_long",
+    "untrained",
+    "evaluation",
+)
+"""Why a rollout is left out: its group is malformed, it has too many tokens, its mask leaves none
+to train on, or the environment marked its group as an evaluation."""
 
 
 @dataclass(eq=False)
@@ -43,8 +50,9 @@ class Intake:
     Args:
         max_sequence_length: longest prompt plus completion that the trainer takes, in tokens.
         temperature: the sampling temperature by which the trainer divides its logits.
-        single_row_groups: what to do with a group of one, which has no mean to compare with: `"refuse"` raises,
-            `"raw"` takes the score as the advantage, `"zero"` sets the advantage to 0.
+        single_row_groups: what to do with a group of one, which has no mean to compare with:
+            `"refuse"` raises, `"raw"` takes the score as the advantage, `"zero"` sets the advantage
+            to 0.
         vocab_size: how many token ids the model knows; None = token ids are not checked.
         names: of environments by their numbers.
     """
@@ -57,8 +65,11 @@ class Intake:
 
     def __post_init__(self):
         self.next_group = 0  # number of the next group
-        # By environment, of each of its last groups, for which of the reasons that end a run it was rejected.
-        self._recent: defaultdict[int | None, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_GROUPS))
+        # By environment, of each of its last groups, for which of the reasons that end a run it was
+        # rejected.
+        self._recent: defaultdict[int | None, deque[str]] = defaultdict(
+            lambda: deque(maxlen=LAST_GROUPS)
+        )
         self._warned: set[str] = set()
         self._counts: Counter[str] = Counter()  # of the whole run
         self._reported: Counter[str] = Counter()  # what `metrics` has returned of them
@@ -69,8 +80,9 @@ class Intake:
         return Counter({reason: self._counts[reason] for reason in REASONS})
 
     def admit(self, groups: Iterable[ScoredGroup | RejectedGroup]) -> list[Rollout]:
-        """The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned about once per kind.
-        Raises `RolloutError` if most groups of an environment are bad for one reason that the user has to correct."""
+        """The usable rollouts of `groups`, in order. A bad group is dropped, counted, and warned
+        about once per kind. Raises `RolloutError` if most groups of an environment are bad for one
+        reason that the user has to correct."""
         rollouts: list[Rollout] = []
         names = self.names()
         for group in groups:
@@ -91,9 +103,11 @@ class Intake:
             self._end_if_most_are_rejected(group.env_id, rejection, label)
         return rollouts
 
-    def _end_if_most_are_rejected(self, env_id: int | None, rejection: RejectedGroup | None, label: str) -> None:
-        """Notes a group that came in, and raises `RolloutError` if most of the environment's last groups were rejected
-        as it was. A single one is an accident."""
+    def _end_if_most_are_rejected(
+        self, env_id: int | None, rejection: RejectedGroup | None, label: str
+    ) -> None:
+        """Notes a group that came in, and raises `RolloutError` if most of the environment's last
+        groups were rejected as it was. A single one is an accident."""
         ends_runs = rejection is not None and bool(rejection.fix)
         recent = self._recent[env_id]
         recent.append(rejection.kind if ends_runs else "")
@@ -101,22 +115,34 @@ class Intake:
             return
         count = recent.count(rejection.kind)
         if 2 * count > len(recent):
-            what = f"Of the last {len(recent)} groups of environment {label}, {count} cannot be trained on"
+            what = (
+                f"Of the last {len(recent)} groups of environment {label}, {count} cannot be "
+                "trained on"
+            )
             raise RolloutError(f"{what}: {rejection}", fix=rejection.fix)
 
-    def _admit_group(self, group: ScoredGroup, label: str, environment: str | None) -> list[Rollout]:
+    def _admit_group(
+        self, group: ScoredGroup, label: str, environment: str | None
+    ) -> list[Rollout]:
         rollouts = self.rollouts_of(group, label)
         lengths = [len(tokens) for tokens in group.tokens]
         too_long = sum(length > self.max_sequence_length for length in lengths)
         untrained = len(lengths) - len(rollouts) - too_long
         if too_long:
-            message = "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample shorter ones."
+            message = (
+                "Dropped a rollout of %d tokens from environment %s: at most %d fit. Sample "
+                "shorter ones."
+            )
             self._warn_once("too long", message, max(lengths), label, self.max_sequence_length)
         if untrained:
             message = "Dropped a rollout from environment %s: its mask leaves no token to train on."
             self._warn_once("untrained", message, label)
         for rollout in rollouts:
-            rollout.group, rollout.arrived, rollout.environment = self.next_group, time.time(), environment
+            rollout.group, rollout.arrived, rollout.environment = (
+                self.next_group,
+                time.time(),
+                environment,
+            )
             if not rollout.sft:
                 self._counts["tokens"] += int(rollout.mask.sum())
                 self._counts["unknown"] += int(np.isnan(rollout.logprobs[rollout.mask]).sum())
@@ -126,24 +152,36 @@ class Intake:
 
     def rollouts_of(self, group: ScoredGroup, label: str) -> list[Rollout]:
         """
-        The rollouts of one group, in its order. Those that are too long or have no trained token are left out; their
-        scores still count in the group's mean and standard deviation. Messages call the environment `label`.
+        The rollouts of one group, in its order. Those that are too long or have no trained token
+        are left out; their scores still count in the group's mean and standard deviation. Messages
+        call the environment `label`.
 
         Raises:
-            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature, images, placeholder
-                tokens, or a group of one under `"refuse"`.
+            RejectedGroup: this group cannot be trained on: unknown token ids, another temperature,
+                images, placeholder tokens, or a group of one under `"refuse"`.
         """
         _refuse(group, label, self.temperature, self.vocab_size)
-        # Token-level advantages are final, and supervised rollouts have none: such a group of one needs no mean.
+        # Token-level advantages are final, and supervised rollouts have none: such a group of one
+        # needs no mean.
         single = len(group.tokens) == 1 and group.advantages[0] is None and not group.asks("sft", 0)
         if single and self.single_row_groups == "refuse":
-            reason = f"environment {label} sent a group of 1 rollout, which has no group mean to compare its score "
-            fix = "Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do not learn from it), or "
+            reason = (
+                f"environment {label} sent a group of 1 rollout, which has no group mean to "
+                "compare its score "
+            )
+            fix = (
+                "Set `single_row_groups` to 'raw' (the score is the advantage) or 'zero' (do not "
+                "learn from it), or "
+            )
             fix += "give the environment a `group_size` of at least 2."
             raise RejectedGroup(f"{reason}({group.scores[0]}) with", "group of one", fix)
         mean, std = group_statistics(group.scores)
-        fitting = [i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length]
-        rollouts = [rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None]
+        fitting = [
+            i for i, tokens in enumerate(group.tokens) if len(tokens) <= self.max_sequence_length
+        ]
+        rollouts = [
+            rollout for i in fitting if (rollout := _rollout(group, i, mean, std)) is not None
+        ]
         for rollout in rollouts if single else []:
             rollout.raw_advantage = self.single_row_groups == "raw"
             rollout.group_mean = 0.0 if rollout.raw_advantage else mean
@@ -156,9 +194,10 @@ class Intake:
             logger.warning(message + " Later ones are only counted in the metrics.", *values)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call: `rollouts/rejected_groups`; of rollouts, `rollouts/dropped_rejected`,
-        `_too_long`, `_untrained` and `_evaluation`; and `rollouts/unknown_logprobs`, the share of trained tokens whose
-        log-probability the environment did not send (left out when no token came in)."""
+        """Counts since the last call: `rollouts/rejected_groups`; of rollouts,
+        `rollouts/dropped_rejected`, `_too_long`, `_untrained` and `_evaluation`; and
+        `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
+        environment did not send (left out when no token came in)."""
         counts = self._counts.copy()
         new, self._reported = counts - self._reported, counts
         metrics = {"rollouts/rejected_groups": float(new["groups"])}
@@ -171,10 +210,12 @@ class Intake:
 def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | None:
     """Rollout `i` of the group, or None if it has no token to train on."""
     trained = np.flatnonzero(group.trained[i])
-    if not len(trained) or trained[-1] == 0:  # the first token has nothing before it to be predicted from
+    # the first token has nothing before it to be predicted from
+    if not len(trained) or trained[-1] == 0:
         return None
     first = max(1, int(trained[0]))
-    # A masked tail changes no loss, and TRL would take a completion that does not end in EOS for a truncated one.
+    # A masked tail changes no loss, and TRL would take a completion that does not end in EOS for a
+    # truncated one.
     part = slice(first, int(trained[-1]) + 1)
     mask, logprobs, advantages = group.trained[i][part], group.logprobs[i], group.advantages[i]
     teacher_ids, teacher_logprobs = group.distill_ids[i], group.distill_logprobs[i]
@@ -185,11 +226,15 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
         prompt_ids=group.tokens[i][:first],
         completion_ids=group.tokens[i][part],
         mask=mask,
-        logprobs=np.where(mask, logprobs[part] if known else np.float32(np.nan), np.float32(np.nan)),
+        logprobs=np.where(
+            mask, logprobs[part] if known else np.float32(np.nan), np.float32(np.nan)
+        ),
         score=group.scores[i],
         group_mean=mean,
         group_std=std,
-        token_advantages=advantages[part].astype(np.float32) if advantages is not None and not sft else None,
+        token_advantages=advantages[part].astype(np.float32)
+        if advantages is not None and not sft
+        else None,
         zero_advantage=group.asks("set_advantage_to_zero", i),
         env_id=group.env_id,
         sft=sft,
@@ -200,26 +245,46 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
 
 
 def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int | None) -> None:
-    """Raises `RejectedGroup` if a well-formed group has something that this trainer cannot train on."""
+    """Raises `RejectedGroup` if a well-formed group has something that this trainer cannot train
+    on."""
     if _has_content(group.images):
-        reason = f"environment {label} sent `images`, and training is text only: the policy would not see them"
+        reason = (
+            f"environment {label} sent `images`, and training is text only: the policy would "
+            "not see them"
+        )
         raise RejectedGroup(reason, "images", "Use an environment that sends no images.")
     # Atropos sends 0, 1, 2, ... for every rollout when the inference server gives it no token ids.
     length = len(group.tokens[0])
     placeholder = np.arange(length)
-    if len(group.tokens) > 1 and length > 1 and all(np.array_equal(ids, placeholder) for ids in group.tokens):
-        reason = f"environment {label} sent placeholder tokens (0 to {length - 1}) in all its rollouts: "
+    if (
+        len(group.tokens) > 1
+        and length > 1
+        and all(np.array_equal(ids, placeholder) for ids in group.tokens)
+    ):
+        reason = (
+            f"environment {label} sent placeholder tokens (0 to {length - 1}) in all its rollouts: "
+        )
         fix = "Sample through a managed server with `--openai.server_type vllm`, and unset "
         fix += "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER."
-        raise RejectedGroup(f"{reason}its inference server gives no token ids", "placeholder tokens", fix)
+        raise RejectedGroup(
+            f"{reason}its inference server gives no token ids", "placeholder tokens", fix
+        )
     of_teachers = [ids for ids in group.distill_ids if ids is not None]
     highest = max(int(ids.max(initial=0)) for ids in [*group.tokens, *of_teachers])
-    if vocab_size is not None and highest >= vocab_size:  # beyond the embedding: torch would end the trainer
-        reason = f"environment {label} sent token id {highest}, and the model knows {vocab_size} ids (0 to "
-        fix = "The environment's tokenizer is not the model's: start the environment on the tokenizer of the trained "
+    # beyond the embedding: torch would end the trainer
+    if vocab_size is not None and highest >= vocab_size:
+        reason = (
+            f"environment {label} sent token id {highest}, and the model knows {vocab_size} "
+            "ids (0 to "
+        )
+        fix = (
+            "The environment's tokenizer is not the model's: start the environment on the "
+            "tokenizer of the trained "
+        )
         fix += "model (`--env.tokenizer_name`)."
         raise RejectedGroup(f"{reason}{vocab_size - 1})", "unknown tokens", fix)
-    # The ratio between trainer and sampler is only right if both divide their logits by the same temperature.
+    # The ratio between trainer and sampler is only right if both divide their logits by the same
+    # temperature.
     trainer = f"and the trainer computes log-probabilities at temperature {temperature}"
     for seen in (asked.temperature for asked in (group.group_overrides, *group.overrides)):
         if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:
@@ -227,7 +292,10 @@ def _refuse(group: ScoredGroup, label: str, temperature: float, vocab_size: int 
             raise RejectedGroup(reason, "temperature")
     seen = group.generation_params.temperature
     if seen is not None and abs(seen - temperature) > TEMPERATURE_TOLERANCE:
-        fix = f"Set `temperature: {seen}` in the recipe, or sample at {temperature} in the environment."
+        fix = (
+            f"Set `temperature: {seen}` in the recipe, or sample at {temperature} in the "
+            "environment."
+        )
         reason = f"environment {label} sampled at temperature {seen}, {trainer}"
         raise RejectedGroup(reason, "temperature in `generation_params`", fix)
 
@@ -244,7 +312,7 @@ def _has_content(images: Any) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------------------- which policy versions sampled them
+# --------------------------------------------------------------- which policy versions sampled them
 
 REFUSALS_TIMEOUT = 5.0  # seconds
 REFUSALS_SHOWN = 3
@@ -252,25 +320,31 @@ REFUSALS_SHOWN = 3
 
 @dataclass(eq=False)
 class VersionBook:
-    """Knows which policy versions sampled a rollout. The servers also note the sampling settings, which it checks."""
+    """Knows which policy versions sampled a rollout. The servers also note the sampling settings,
+    which it checks."""
 
-    urls: Sequence[str]  # of all inference servers, without `/v1`; a rollout may come from any of them
+    # of all inference servers, without `/v1`; a rollout may come from any of them
+    urls: Sequence[str]
     token: str  # the control token
-    timeout: float  # seconds; a server that takes longer or cannot tell leaves its rollouts of unknown version
-    temperature: float | None = None  # at which the trainer scores tokens; None = settings are not checked
+    # seconds; a server that takes longer or cannot tell leaves its rollouts of unknown version
+    timeout: float
+    # at which the trainer scores tokens; None = settings are not checked
+    temperature: float | None = None
 
     def __post_init__(self):
         self._clients = [ServerClient(url, self.timeout, self.token) for url in self.urls]
-        self._agreed: set[str | int | None] = set()  # environments that have sampled at the trainer's temperature
+        # environments that have sampled at the trainer's temperature
+        self._agreed: set[str | int | None] = set()
         self._warned: set[str] = set()  # servers
         # Of each environment, the settings that were warned about.
         self._warned_of: defaultdict[str | int | None, set[str]] = defaultdict(set)
 
     def tag(self, rollouts: list[Rollout]) -> None:
-        """Sets `policy_version` and `newest_version` of each rollout: the oldest version that sampled any token of it,
-        and the version at its last sampled token. Both are None if a turn of it is unknown: its log-probabilities are
-        missing, something has changed it, or another server sampled it. Raises `RolloutError` if no rollout of an
-        environment was sampled at the trainer's temperature."""
+        """Sets `policy_version` and `newest_version` of each rollout: the oldest version that
+        sampled any token of it, and the version at its last sampled token. Both are None if a turn
+        of it is unknown: its log-probabilities are missing, something has changed it, or another
+        server sampled it. Raises `RolloutError` if no rollout of an environment was sampled at the
+        trainer's temperature."""
         if not self.urls:
             return
         turns = [turn_keys(rollout) for rollout in rollouts]
@@ -287,16 +361,19 @@ class VersionBook:
                 self._check_settings(environment, settings, SamplingSettings(self.temperature))
 
     def hold_requests(self, held: bool, let_in: float) -> None:
-        """Lets what environments ask of the servers wait from now on, or not, and lets in this share of what waits."""
+        """Lets what environments ask of the servers wait from now on, or not, and lets in this
+        share of what waits."""
 
         def hold(client: ServerClient) -> None:
-            with suppress(ServerError):  # a server that is gone or hangs is reported by the publisher
+            # a server that is gone or hangs is reported by the publisher
+            with suppress(ServerError):
                 client.hold(held, let_in)
 
         at_once(self._clients, hold)
 
     def refusals(self) -> str:
-        """What the servers have refused to sample, for a run that waits for rollouts; empty if nothing was."""
+        """What the servers have refused to sample, for a run that waits for rollouts; empty if
+        nothing was."""
         return " ".join(filter(None, map(self._refusals_of, self._clients)))
 
     def _refusals_of(self, client: ServerClient) -> str:
@@ -307,17 +384,20 @@ class VersionBook:
         if not refusals.total:
             return ""
         latest = "; ".join(
-            f'{refusal.count} times, the last time {refusal.seconds_ago:.0f} s ago: "{refusal.message}"'
+            f"{refusal.count} times, the last time {refusal.seconds_ago:.0f} s ago: "
+            f'"{refusal.message}"'
             for refusal in refusals.latest[:REFUSALS_SHOWN]
         )
         return (
-            f"The server at {client.url} has refused {refusals.total} requests since it was started ({latest}). "
-            "Correct what the environment asks for; where its prompts are too long for the server, shorten them, or "
-            "give the server a larger `--max-model-len` (`vllm_args`)."
+            f"The server at {client.url} has refused {refusals.total} requests since it was "
+            f"started ({latest}). Correct what the environment asks for; where its prompts are too "
+            "long for the server, shorten them, or give the server a larger `--max-model-len` "
+            "(`vllm_args`)."
         )
 
     def _notes(self, keys: set[bytes]) -> dict[bytes, Note]:
-        """What the servers together know of `keys`. If two of them know one, the older versions count."""
+        """What the servers together know of `keys`. If two of them know one, the older versions
+        count."""
         if not keys:
             return {}
         asked = list(keys)
@@ -341,18 +421,22 @@ class VersionBook:
         if client.url not in self._warned:
             self._warned.add(client.url)
             message = (
-                "The server at %s does not tell which policy versions sampled its rollouts, so their staleness is "
-                "unknown (%s). Start it with `trl-atropos serve` of the version that the trainer has, with the same "
-                "token. This is said once."
+                "The server at %s does not tell which policy versions sampled its rollouts, so "
+                "their staleness is unknown (%s). Start it with `trl-atropos serve` of the version "
+                "that the trainer has, with the same token. This is said once."
             )
             logger.warning(message, client.url, problem)
         return ()
 
     def _check_settings(
-        self, environment: str | int | None, sampled: set[SamplingSettings], trainer: SamplingSettings
+        self,
+        environment: str | int | None,
+        sampled: set[SamplingSettings],
+        trainer: SamplingSettings,
     ) -> None:
-        """Raises `RolloutError` if no rollout of the environment was sampled at the trainer's temperature, which would
-        spoil every step. Warns about other differences, once for each setting of an environment."""
+        """Raises `RolloutError` if no rollout of the environment was sampled at the trainer's
+        temperature, which would spoil every step. Warns about other differences, once for each
+        setting of an environment."""
         differences = [_difference(settings, trainer) for settings in sorted(sampled)]
         if any("temperature" not in different for different in differences):
             self._agreed.add(environment)
@@ -364,24 +448,29 @@ class VersionBook:
             seen, ours = wrong[0]["temperature"], trainer.temperature
             remedy = f"Set `temperature: {seen:g}` in the recipe, or have" if seen > 0 else "Have"
             raise RolloutError(
-                f"{name} sampled at temperature {seen:g}, as the inference server has noted with every request, and "
-                f"the trainer computes log-probabilities at temperature {ours:g}. {remedy} the environment sample at "
-                f"{ours:g}: where its configuration says so, its code may ask for another one in each request."
+                f"{name} sampled at temperature {seen:g}, as the inference server has noted with "
+                "every request, and the trainer computes log-probabilities at temperature "
+                f"{ours:g}. {remedy} the environment sample at {ours:g}: where its configuration "
+                "says so, its code may ask for another one in each request."
             )
         warned_of = self._warned_of[environment]
         new = [different for different in wrong if not different.keys() <= warned_of]
         if new:
             warned_of.update(*new)
             message = (
-                "%s sampled some rollouts with %s, where the trainer scores every token at %s and masks none. So "
-                "their log-probabilities differ even on the same weights. Leave these settings out of the "
-                "environment's requests, or set them to the trainer's values. This is said once for each setting."
+                "%s sampled some rollouts with %s, where the trainer scores every token at %s and "
+                "masks none. So their log-probabilities differ even on the same weights. Leave "
+                "these settings out of the environment's requests, or set them to the trainer's "
+                "values. This is said once for each setting."
             )
-            logger.warning(message, name, " or ".join(map(_shown, new[:3])), _shown(trainer.numbers()))
+            logger.warning(
+                message, name, " or ".join(map(_shown, new[:3])), _shown(trainer.numbers())
+            )
 
 
 def _difference(settings: SamplingSettings, trainer: SamplingSettings) -> dict[str, float | None]:
-    """Returns the settings that are not the trainer's, by name: numbers with their values, other fields with None."""
+    """Returns the settings that are not the trainer's, by name: numbers with their values, other
+    fields with None."""
     different: dict[str, float | None] = {}
     for name, value in settings.numbers().items():
         if abs(value - getattr(trainer, name)) > TEMPERATURE_TOLERANCE:
@@ -392,12 +481,14 @@ def _difference(settings: SamplingSettings, trainer: SamplingSettings) -> dict[s
 
 
 def _shown(settings: Mapping[str, float | None]) -> str:
-    return ", ".join(name if value is None else f"{name} {value:g}" for name, value in settings.items())
+    return ", ".join(
+        name if value is None else f"{name} {value:g}" for name, value in settings.items()
+    )
 
 
 def turn_keys(rollout: Rollout) -> list[bytes] | None:
-    """The key of each turn, under which a server noted it. A turn is a run of trained tokens, and its prompt is all
-    tokens before it. None if a trained token has no log-probability."""
+    """The key of each turn, under which a server noted it. A turn is a run of trained tokens, and
+    its prompt is all tokens before it. None if a trained token has no log-probability."""
     edges = np.flatnonzero(np.diff(rollout.mask, prepend=False, append=False))
     tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
     offset = len(rollout.prompt_ids)
@@ -406,5 +497,9 @@ def turn_keys(rollout: Rollout) -> list[bytes] | None:
         logprobs = rollout.logprobs[begin:end]
         if np.isnan(logprobs).any():
             return None
-        keys.append(completion_key(tokens[: offset + begin], tokens[offset + begin : offset + end], logprobs))
+        keys.append(
+            completion_key(
+                tokens[: offset + begin], tokens[offset + begin : offset + end], logprobs
+            )
+        )
     return keys

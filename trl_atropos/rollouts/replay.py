@@ -1,8 +1,9 @@
-"""Rollouts from files instead of a live API, in the order in which they were recorded: to debug a run without
-environments, or to compare two runs on the same rollouts.
+"""Rollouts from files instead of a live API, in the order in which they were recorded: to debug a
+run without environments, or to compare two runs on the same rollouts.
 
-The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold what the Atropos
-API delivers: `{"batch": [group, ...]}` or one bare group, in `.jsonl` on each line, in `.json` once.
+The files of a spool (`<output_dir>/rollouts/*.arrow` of another run) hold rollouts. JSON files hold
+what the Atropos API delivers: `{"batch": [group, ...]}` or one bare group, in `.jsonl` on each
+line, in `.json` once.
 """
 
 import json
@@ -28,8 +29,8 @@ class ReplaySource(RolloutSource):
     Replays recorded rollouts.
 
     Args:
-        paths: a file or directory, or a list of them. A directory stands for its `.json`, `.jsonl` and `.arrow` files
-            by name.
+        paths: a file or directory, or a list of them. A directory stands for its `.json`, `.jsonl`
+            and `.arrow` files by name.
         loop: begin again when the recording is used up.
         single_row_groups: what a group of one means, see `Intake`.
     """
@@ -48,7 +49,10 @@ class ReplaySource(RolloutSource):
     def start(self, run: RunInfo) -> None:
         self._run = run
         self._intake = Intake(
-            run.max_sequence_length, run.temperature, self._single_row_groups, vocab_size=run.vocab_size
+            run.max_sequence_length,
+            run.temperature,
+            self._single_row_groups,
+            vocab_size=run.vocab_size,
         )
         self._files = recorded_files(self._paths)
         self._reading = self._read()
@@ -58,10 +62,13 @@ class ReplaySource(RolloutSource):
         if run.rows_consumed:
             self.poll(run.rows_consumed, 0.0)
             self._intake.metrics()
-            logger.info("Skipped the %d rollouts that the run has been trained on.", run.rows_consumed)
+            logger.info(
+                "Skipped the %d rollouts that the run has been trained on.", run.rows_consumed
+            )
 
     def poll(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
-        """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never returned."""
+        """The next `num_rollouts`. Never waits, so `timeout` has no effect and None is never
+        returned."""
         while len(self._ready) < num_rollouts:
             if (rollouts := next(self._reading, None)) is not None:
                 self._recorded += len(rollouts)
@@ -69,12 +76,15 @@ class ReplaySource(RolloutSource):
                 continue
             if not self._recorded:
                 files = ", ".join(map(str, self._files))
-                raise RolloutError(f"The recording ({files}) has no rollout that can be trained on. Record another.")
+                raise RolloutError(
+                    f"The recording ({files}) has no rollout that can be trained on. Record "
+                    "another."
+                )
             if not self._loop:
                 raise RolloutError(
-                    f"The recording is used up: it has {self._recorded} rollouts, and {len(self._ready)} are left for "
-                    f"a batch of {num_rollouts}. Train fewer steps (`max_steps`), record more, or (in code) replay it "
-                    "with `loop=True`."
+                    f"The recording is used up: it has {self._recorded} rollouts, and "
+                    f"{len(self._ready)} are left for a batch of {num_rollouts}. Train fewer steps "
+                    "(`max_steps`), record more, or (in code) replay it with `loop=True`."
                 )
             self._recorded, self._reading = 0, self._read()
         return [self._ready.popleft() for _ in range(num_rollouts)]
@@ -97,34 +107,48 @@ class ReplaySource(RolloutSource):
 
     def _of_spool(self, file: Path) -> list[Rollout]:
         """The rollouts of a spool's file that this run can train on."""
-        rollouts, longest, vocab = read_rollouts(file), self._run.max_sequence_length, self._run.vocab_size
+        rollouts, longest, vocab = (
+            read_rollouts(file),
+            self._run.max_sequence_length,
+            self._run.vocab_size,
+        )
         for rollout in rollouts:
             rollout.index = -1  # it was the number in another run
             largest = max(rollout.prompt_ids.max(), rollout.completion_ids.max())
             if vocab is not None and largest >= vocab:
                 raise RolloutError(
-                    f"{file} has the token id {largest}, but the model knows ids below {vocab}: it was recorded with "
-                    "another model. Correct `replay_paths`."
+                    f"{file} has the token id {largest}, but the model knows ids below {vocab}: it "
+                    "was recorded with another model. Correct `replay_paths`."
                 )
-        fitting = [each for each in rollouts if len(each.prompt_ids) + len(each.completion_ids) <= longest]
+        fitting = [
+            each for each in rollouts if len(each.prompt_ids) + len(each.completion_ids) <= longest
+        ]
         if len(fitting) < len(rollouts):
             left_out = len(rollouts) - len(fitting)
-            logger.warning("Left out %d rollouts of %s: at most %d tokens fit.", left_out, file, longest)
+            logger.warning(
+                "Left out %d rollouts of %s: at most %d tokens fit.", left_out, file, longest
+            )
         return fitting
 
 
 def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow` files sorted by name.
-    Raises `RolloutError` for a path that does not exist, or a directory without such a file."""
+    """The files that `paths` name, a directory standing for its `.json`, `.jsonl` and `.arrow`
+    files sorted by name. Raises `RolloutError` for a path that does not exist, or a directory
+    without such a file."""
     if not paths:
         fix = "Name a file or a folder, or leave it out to train on a live API."
         raise RolloutError("`replay_paths` is empty", "replay_paths: []", fix, "replay")
     files: list[Path] = []
     for path in map(Path, paths):
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        found = (
+            sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        )
         if not found or not path.exists():
             fault = "holds no .json, .jsonl or .arrow file" if path.exists() else "does not exist"
-            what, seen = f"{path} {fault}, so there are no recorded rollouts to replay", f"replay_paths: {list(paths)}"
+            what, seen = (
+                f"{path} {fault}, so there are no recorded rollouts to replay",
+                f"replay_paths: {list(paths)}",
+            )
             raise RolloutError(what, seen, "Correct the path.", "replay")
         files += found
     return files
@@ -135,13 +159,15 @@ def _groups(text: str, place: str) -> list[object]:
         record = json.loads(text)
     except json.JSONDecodeError as error:
         raise RolloutError(
-            f"{place} is not JSON ({error}). A recording that was cut off ends like this: delete that line."
+            f"{place} is not JSON ({error}). A recording that was cut off ends like this: delete "
+            "that line."
         ) from error
     if isinstance(record, dict) and "tokens" in record:
         return [record]
     if isinstance(record, dict) and isinstance(record.get("batch"), list):
         return record["batch"]
     raise RolloutError(
-        f'{place} is neither a batch ({{"batch": [...]}}) nor a group ({{"tokens": ...}}), but {text.strip()[:80]!r}. '
+        f'{place} is neither a batch ({{"batch": [...]}}) nor a group ({{"tokens": ...}}), but '
+        f"{text.strip()[:80]!r}. "
         "Leave this file out."
     )

@@ -1,4 +1,5 @@
-"""What a rollout is: its tokens and score, its advantage, its staleness, and its place in an Arrow table.
+"""What a rollout is: its tokens and score, its advantage, its staleness, and its place in an Arrow
+table.
 
 torch is imported only where it is used, so that the report's page can read rollouts quickly.
 """
@@ -24,23 +25,28 @@ class Rollout:
     prompt_ids: np.ndarray  # (p,) int32, p >= 1
     completion_ids: np.ndarray  # (c,) int32, c >= 1; ends at the last trained token
     mask: np.ndarray  # (c,) bool; False = context (tool output, later user turns)
-    logprobs: np.ndarray  # (c,) float32 under the policy that sampled; NaN = unknown, and wherever mask is False
+    # (c,) float32 under the policy that sampled; NaN = unknown, and wherever mask is False
+    logprobs: np.ndarray
     score: float  # raw reward
-    group_mean: float  # of the scores of its whole group, computed in float32; 0.0 with `raw_advantage`
+    # of the scores of its whole group, computed in float32; 0.0 with `raw_advantage`
+    group_mean: float
     group_std: float  # the same, ddof=1; 0.0 for a group of one
-    token_advantages: np.ndarray | None  # (c,) float32, final, from the environment; None = normalise the score
+    # (c,) float32, final, from the environment; None = normalise the score
+    token_advantages: np.ndarray | None
     zero_advantage: bool  # overrides.set_advantage_to_zero, or a group of one under "zero"
     env_id: int | None  # number of the environment at the API
     environment: str | None = None  # its name, where that is known
     policy_version: int | None = None  # oldest version that sampled any token of it; None = unknown
     newest_version: int | None = None  # version at its last sampled token
-    staleness: int | None = None  # optimizer steps from `policy_version` to the version it trains on
+    # optimizer steps from `policy_version` to the version it trains on
+    staleness: int | None = None
     raw_advantage: bool = False  # the advantage is the raw score: a group of one under "raw"
     group: int = -1  # number of its group within the run
     index: int = -1  # its number within the run, in order of arrival; -1 = not in this run's spool
     arrived: float = 0.0  # when its batch was pulled, in seconds since 1970
     sft: bool = False  # the `sft` override: train as supervised, with advantage 1; logprobs are NaN
-    distill_ids: np.ndarray | None = None  # (c, k) int32, the teacher's tokens at each position; -1 = absent
+    # (c, k) int32, the teacher's tokens at each position; -1 = absent
+    distill_ids: np.ndarray | None = None
     distill_logprobs: np.ndarray | None = None  # (c, k) float32, NaN = absent
     messages: str | None = None  # JSON of the conversation, for human readers
 
@@ -50,8 +56,9 @@ class Rollout:
         return self.token_advantages is not None and not (self.zero_advantage or self.sft)
 
     def teaches_nothing(self, distils: bool) -> bool:
-        """Whether its advantage is 0 because the scores of its group are equal, and nothing else is learned from it;
-        `distils` is whether the run learns from the teacher that a rollout may bring."""
+        """Whether its advantage is 0 because the scores of its group are equal, and nothing else is
+        learned from it; `distils` is whether the run learns from the teacher that a rollout may
+        bring."""
         if self.group_std > ZERO_STD or (distils and self.distill_ids is not None):
             return False
         has_other_advantage = self.sft or self.raw_advantage or self.token_advantages is not None
@@ -70,14 +77,20 @@ def group_statistics(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def normalised(
-    scores: np.ndarray, means: np.ndarray, stds: np.ndarray | None, raw: np.ndarray, sft: np.ndarray, zero: np.ndarray
+    scores: np.ndarray,
+    means: np.ndarray,
+    stds: np.ndarray | None,
+    raw: np.ndarray,
+    sft: np.ndarray,
+    zero: np.ndarray,
 ) -> np.ndarray:
     """
-    `(n,)` float32: `(score - mean) / (std + 1e-4)`, or `score - mean` without `stds`. Where `raw`, the score; where
-    `sft`, 1; where `zero`, 0.
+    `(n,)` float32: `(score - mean) / (std + 1e-4)`, or `score - mean` without `stds`. Where `raw`,
+    the score; where `sft`, 1; where `zero`, 0.
 
-    On a rollout whose log-probabilities are unknown, so that every ratio is 1, an advantage of 1 has the gradient of
-    the log-likelihood of its trained tokens at the trainer's temperature, averaged as `loss_type` averages.
+    On a rollout whose log-probabilities are unknown, so that every ratio is 1, an advantage of 1
+    has the gradient of the log-likelihood of its trained tokens at the trainer's temperature,
+    averaged as `loss_type` averages.
     """
     scores, means = scores.astype(np.float32), means.astype(np.float32)
     centred = scores - means
@@ -86,9 +99,10 @@ def normalised(
 
 
 def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
-    """One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups: `normalised` by the standard
-    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided (`"none"`).
-    `token_advantages` are not looked at."""
+    """One advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups:
+    `normalised` by the standard
+    deviation of each group (`"group"`), of the scores of all `rollouts` (`"batch"`), or not divided
+    (`"none"`). `token_advantages` are not looked at."""
 
     def values(dtype: type, *names: str) -> list[np.ndarray]:
         return [np.array([getattr(rollout, name) for rollout in rollouts], dtype) for name in names]
@@ -108,15 +122,18 @@ def new_branch(version: int) -> list:
     return [uuid.uuid4().hex[:8], version]
 
 
-def staleness(sampled: int | None, born: list[list], pulled_at: int, path: list[list], now: int) -> int | None:
+def staleness(
+    sampled: int | None, born: list[list], pulled_at: int, path: list[list], now: int
+) -> int | None:
     """
-    Optimizer steps from the version that sampled a rollout to version `now` of the run on `path`, None if that version
-    is unknown.
+    Optimizer steps from the version that sampled a rollout to version `now` of the run on `path`,
+    None if that version is unknown.
 
-    Versions count optimizer steps. A run that resumes from the checkpoint of version c abandons the versions above c
-    and makes others with the same numbers. So a version is a number on a *branch*, and the path of a run is the list
-    of its branches, each `[name, version at which it began]`. The steps lead back to the last version that both paths
-    have in common, and from there to `now`. `born` is the path of the run that pulled the rollout, at `pulled_at`.
+    Versions count optimizer steps. A run that resumes from the checkpoint of version c abandons the
+    versions above c and makes others with the same numbers. So a version is a number on a *branch*,
+    and the path of a run is the list of its branches, each `[name, version at which it began]`. The
+    steps lead back to the last version that both paths have in common, and from there to `now`.
+    `born` is the path of the run that pulled the rollout, at `pulled_at`.
     """
     if sampled is None:
         return None
@@ -156,9 +173,13 @@ COLUMNS: dict[str, pa.DataType] = {
 
 def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """One row per rollout. `arrived` is the column `pulled_at`, in microseconds."""
-    columns = {name: [_for_arrow(getattr(rollout, name)) for rollout in rollouts] for name in COLUMNS}
+    columns = {
+        name: [_for_arrow(getattr(rollout, name)) for rollout in rollouts] for name in COLUMNS
+    }
     columns["pulled_at"] = [int(rollout.arrived * 1e6) for rollout in rollouts]
-    return pa.table(columns, schema=pa.schema(COLUMNS | {"pulled_at": pa.timestamp("us", tz="UTC")}))
+    return pa.table(
+        columns, schema=pa.schema(COLUMNS | {"pulled_at": pa.timestamp("us", tz="UTC")})
+    )
 
 
 def _for_arrow(value: Any) -> Any:
@@ -166,14 +187,19 @@ def _for_arrow(value: Any) -> Any:
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's memory. Raises
-    `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is missing or has other values."""
+    """The rollouts of a table that `to_table` made. Their arrays are read-only views of the table's
+    memory. Raises `KeyError`, `ValueError`, `TypeError` or `pyarrow.ArrowException` if a column is
+    missing or has other values."""
     columns: dict[str, list] = {}
     for name, kind in COLUMNS.items():
         column = table.column(name).cast(kind)
         is_list = pa.types.is_large_list(kind)
-        columns[name] = [_array(entry) for entry in column.combine_chunks()] if is_list else column.to_pylist()
-    columns["arrived"] = [time / 1e6 for time in table.column("pulled_at").cast(pa.int64()).to_pylist()]
+        columns[name] = (
+            [_array(entry) for entry in column.combine_chunks()] if is_list else column.to_pylist()
+        )
+    columns["arrived"] = [
+        time / 1e6 for time in table.column("pulled_at").cast(pa.int64()).to_pylist()
+    ]
     return [Rollout(**dict(zip(columns, values))) for values in zip(*columns.values(), strict=True)]
 
 
@@ -187,8 +213,8 @@ def _array(entry: pa.LargeListScalar) -> np.ndarray | None:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Returns the ids that end a completion which was not cut off, as TRL's trainer has them: all end tokens of the
-    model, and the tokenizer's end and padding tokens."""
+    """Returns the ids that end a completion which was not cut off, as TRL's trainer has them: all
+    end tokens of the model, and the tokenizer's end and padding tokens."""
     of_model = generation_config.eos_token_id
     if of_model is None:
         of_model = []

@@ -1,7 +1,9 @@
-"""From the spool to the trainer: `Feed` is a thread that keeps rollouts ready, and takes those that are to be trained.
+"""From the spool to the trainer: `Feed` is a thread that keeps rollouts ready, and takes those that
+are to be trained.
 
-The thread pulls batches into the spool while the trainer computes, and reads rollouts back from it, oldest first:
-nothing is handed out that is not on disk. `Books` counts what became of every rollout.
+The thread pulls batches into the spool while the trainer computes, and reads rollouts back from it,
+oldest first: nothing is handed out that is not on disk. `Books` counts what became of every
+rollout.
 """
 
 import logging
@@ -28,8 +30,9 @@ FORGET = 120.0  # seconds without a rollout after which an environment no longer
 
 @dataclass
 class Books:
-    """Numbers of rollouts that were handed out, dropped, or lost with an API that was restarted. Their sum is the
-    number that was produced up to the last one handed out: each of those is in exactly one of the counts."""
+    """Numbers of rollouts that were handed out, dropped, or lost with an API that was restarted.
+    Their sum is the number that was produced up to the last one handed out: each of those is in
+    exactly one of the counts."""
 
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
@@ -46,10 +49,12 @@ class Books:
 @dataclass(eq=False)
 class Shares:
     """
-    Keeps what is trained in the proportion of the environments' weights: drops rollouts of one that is ahead.
+    Keeps what is trained in the proportion of the environments' weights: drops rollouts of one that
+    is ahead.
 
-    By its weight, an environment only limits how many requests it has at the inference server at once. With short
-    rollouts or fast servers that is no limit, and environments of weights 1 and 3 deliver alike.
+    By its weight, an environment only limits how many requests it has at the inference server at
+    once. With short rollouts or fast servers that is no limit, and environments of weights 1 and 3
+    deliver alike.
     """
 
     client: AtroposClient
@@ -64,7 +69,8 @@ class Shares:
         self._group = (-1, True)  # the latest group, and whether it was admitted
 
     def note(self, env_ids: set[int]) -> None:
-        """Rollouts of these environments came in: asks for their weights. Called by the thread that pulls."""
+        """Rollouts of these environments came in: asks for their weights. Called by the thread that
+        pulls."""
         now = time.monotonic()
         self._last_seen |= dict.fromkeys(env_ids, now)
         active = [env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET]
@@ -72,19 +78,25 @@ class Shares:
             return
         with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             states = {env_id: self.client.environment(env_id) for env_id in active}
-            self._weights = {env_id: state.env_weight for env_id, state in states.items() if state is not None}
+            self._weights = {
+                env_id: state.env_weight for env_id, state in states.items() if state is not None
+            }
             self._asked = now
 
     def admits(self, rollout: Rollout) -> bool:
-        """Whether a rollout may be trained now: all of a group, or none. Called for every rollout, in order."""
+        """Whether a rollout may be trained now: all of a group, or none. Called for every rollout,
+        in order."""
         weights, env_id = self._weights, rollout.env_id
         if env_id not in weights:
             return True
-        if weights.keys() != self._counted:  # an environment joined or left: earlier shares say nothing
+        # an environment joined or left: earlier shares say nothing
+        if weights.keys() != self._counted:
             self._counted = set(weights)
             self._taken.clear()
         if rollout.group != self._group[0]:
-            ahead = self._taken[env_id] - self._taken.total() * weights[env_id] / sum(weights.values())
+            ahead = self._taken[env_id] - self._taken.total() * weights[env_id] / sum(
+                weights.values()
+            )
             self._group = (rollout.group, ahead < self.slack)
         if self._group[1]:
             self._taken[env_id] += 1
@@ -93,8 +105,8 @@ class Shares:
 
 @dataclass(eq=False)
 class Feed:
-    """The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of the moment after
-    the last `take`."""
+    """The thread, which runs `_run`, is started by the first `take`. `state` is for checkpoints: of
+    the moment after the last `take`."""
 
     puller: BatchPuller  # joined to its API
     spool: Spool
@@ -110,8 +122,8 @@ class Feed:
         self.thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._position = self.cursor  # index of the first rollout that is not loaded
         self._changed = threading.Condition()  # held to use the queue and the two counts below it
-        # Rollouts with the file that they are in. Before those of a file, or in place of lost ones, comes None: there,
-        # the books get what the file counts as dropped or lost.
+        # Rollouts with the file that they are in. Before those of a file, or in place of lost ones,
+        # comes None: there, the books get what the file counts as dropped or lost.
         self._queue: deque[tuple[Part, Rollout | None]] = deque()
         self._waiting = 0  # rollouts in the queue
         self._wanted = 0  # rollouts that somebody waits for
@@ -119,9 +131,11 @@ class Feed:
         self._stopping = False
         self._error: BaseException | None = None
         self.dropped: Counter[str] = Counter()  # rollouts by reason, since the last `metrics()`
-        # Of each rollout handed out since then: its staleness, its environment, and seconds since it was pulled.
+        # Of each rollout handed out since then: its staleness, its environment, and seconds since
+        # it was pulled.
         self._handed: list[tuple[int | None, str | int | None, float]] = []
-        self._environments: set[str | int] = set()  # that rollouts came from: without any, the count is 0, not absent
+        # that rollouts came from: without any, the count is 0, not absent
+        self._environments: set[str | int] = set()
         self._update_state()
 
     def _run(self) -> None:
@@ -140,11 +154,13 @@ class Feed:
         try:
             for arrival in self.puller.give_back():
                 self.keep(arrival)
-        except RolloutError as error:  # for example a full disk, which `_error` may have reported already
+        # for example a full disk, which `_error` may have reported already
+        except RolloutError as error:
             logger.warning("%s", error)
 
     def _wait_for_demand(self) -> bool:
-        """Waits until more rollouts are wanted, or the policy is new. Returns False when the thread shall end."""
+        """Waits until more rollouts are wanted, or the policy is new. Returns False when the thread
+        shall end."""
         with self._changed:
             while not self._stopping and self._has_enough() and not self.puller.policy_is_new:
                 self._changed.wait()
@@ -155,18 +171,25 @@ class Feed:
         return self._waiting >= max(self._wanted, self.ahead)
 
     def _load_next(self) -> bool:
-        """Appends the next file to the queue, if it is there and nothing older can come any more."""
-        part, position = self.spool.next_part(self._position, self.puller.complete_until), self._position
+        """Appends the next file to the queue, if it is there and nothing older can come any
+        more."""
+        part, position = (
+            self.spool.next_part(self._position, self.puller.complete_until),
+            self._position,
+        )
         if part is None:
             return False
         entries: list[tuple[Part, Rollout | None]] = []
         if part.start > position:
             size = part.start - position
-            logger.warning("A file of %d rollouts is missing in %s: they are lost.", size, self.spool.folder)
+            logger.warning(
+                "A file of %d rollouts is missing in %s: they are lost.", size, self.spool.folder
+            )
             entries.append((_gap(part, position, size), None))
         try:
             rollouts = [rollout for rollout in self.spool.read(part) if rollout.index >= position]
-            entries += [(part, None)] if part.start >= position else []  # else they are in the books of the checkpoint
+            # else they are in the books of the checkpoint
+            entries += [(part, None)] if part.start >= position else []
             entries += [(part, rollout) for rollout in rollouts]
         except RolloutError as error:
             rollouts, begin = [], max(part.start, position)
@@ -194,7 +217,8 @@ class Feed:
             self._changed.notify_all()
 
     def take(self, num_rollouts: int, timeout: float) -> list[Rollout] | None:
-        """Exactly `num_rollouts` rollouts, or None when there were not that many within `timeout` seconds."""
+        """Exactly `num_rollouts` rollouts, or None when there were not that many within `timeout`
+        seconds."""
         if self.thread.ident is None:
             self.thread.start()
         deadline = time.monotonic() + timeout
@@ -214,11 +238,15 @@ class Feed:
         self.books.trained += len(rollouts)
         self._update_state()
         now = time.time()
-        self._handed += [(each.staleness, each.environment or each.env_id, now - each.arrived) for each in rollouts]
+        self._handed += [
+            (each.staleness, each.environment or each.env_id, now - each.arrived)
+            for each in rollouts
+        ]
         return rollouts
 
     def _select(self, num_rollouts: int) -> bool:
-        """Goes through the queue until there are enough. What is dropped stays dropped: it only grows older."""
+        """Goes through the queue until there are enough. What is dropped stays dropped: it only
+        grows older."""
         now = self.policy_version()
         while self._queue and (self._queue[0][1] is None or len(self._selected) < num_rollouts):
             part, rollout = self._queue.popleft()
@@ -230,7 +258,9 @@ class Feed:
                 continue
             self._waiting -= 1
             self.cursor += 1
-            rollout.staleness = staleness(rollout.policy_version, part.lineage, part.version, self.path, now)
+            rollout.staleness = staleness(
+                rollout.policy_version, part.lineage, part.version, self.path, now
+            )
             reason = self.reason_to_drop(rollout)
             if reason is None:
                 self._selected.append(rollout)
@@ -241,11 +271,13 @@ class Feed:
 
     def _update_state(self) -> None:
         assert self.books.produced == self.cursor, f"{self.books} at {self.cursor}"
-        books = vars(self.books) | {"dropped": dict(self.books.dropped)}  # Transformers cannot copy a Counter
+        # Transformers cannot copy a Counter
+        books = vars(self.books) | {"dropped": dict(self.books.dropped)}
         self.state = {"cursor": self.cursor, "books": books, "lineage": self.path}
 
     def stop(self, grace: float, abort: Callable[[], None]) -> None:
-        """Ends the thread. A request in flight first gets `grace` seconds, because aborting it loses a batch."""
+        """Ends the thread. A request in flight first gets `grace` seconds, because aborting it
+        loses a batch."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -257,7 +289,9 @@ class Feed:
 
     def metrics(self) -> dict[str, float]:
         """See `AtroposSource.metrics`."""
-        metrics = {f"rollouts/dropped_{reason}": float(count) for reason, count in self.dropped.items()}
+        metrics = {
+            f"rollouts/dropped_{reason}": float(count) for reason, count in self.dropped.items()
+        }
         metrics["rollouts/waiting_rows"] = float(self._waiting)
         handed, dropped = len(self._handed), self.dropped.total()
         if handed + dropped:
@@ -271,7 +305,9 @@ class Feed:
                 metrics["rollouts/staleness_max"] = float(max(known))
             counts = Counter(name for name in environments if name is not None)
             self._environments |= counts.keys()
-            metrics |= {f"rollouts/rows_env_{name}": float(counts[name]) for name in self._environments}
+            metrics |= {
+                f"rollouts/rows_env_{name}": float(counts[name]) for name in self._environments
+            }
         self.dropped, self._handed = Counter(), []
         return metrics
 

@@ -1,7 +1,8 @@
 """The reply of `GET /batch`: from bytes to groups of arrays, checked for type and shape.
 
-`AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes rollouts of the
-result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a score.
+`AtroposClient.batch` calls `decode_reply`, `ReplaySource` calls `read_group`, and `intake.py` makes
+rollouts of the result. Nothing is cast: neither `true` nor `5.0` is a token, and `"5"` is not a
+score.
 """
 
 import json
@@ -23,9 +24,11 @@ from msgspec import Meta, Struct
 MASKED = -100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# Of scores and advantages. Norms, standard deviations and Adam add up squares: float32 holds 2**48 squares of this.
+# Of scores and advantages. Norms, standard deviations and Adam add up squares: float32 holds 2**48
+# squares of this.
 LARGEST = 2.0**40
-# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the others add.
+# Nats. vLLM writes -9999 for a probability of 0; float32 sums with lower values lose what the
+# others add.
 LOWEST_LOGPROB = -1e4
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
@@ -39,7 +42,8 @@ Empty = Annotated[list[Any], Meta(max_length=0)] | None
 class Sampling(Struct):
     """How the group was sampled, as far as the environment says."""
 
-    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None  # finite
+    # finite
+    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None
 
 
 class Overrides(Sampling):
@@ -51,7 +55,8 @@ class Overrides(Sampling):
 
 
 class Group(Struct):
-    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per token."""
+    """A scored group of `n` rollouts as it is sent: prompt and completion together, one entry per
+    token."""
 
     tokens: list[list[TokenId]]
     masks: list[list[int]]
@@ -69,19 +74,22 @@ class Group(Struct):
 
 
 class BatchReply(Struct):
-    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is registered."""
+    """`batch` is None while no batch can be assembled; `status` is "error" when no trainer is
+    registered."""
 
     batch: list[Any] | None
     status: Literal["error"] | None = None
 
 
 class RejectedGroup(ValueError):
-    """One group cannot be used; the message has the value seen. In a batch, it stands for its group.
+    """One group cannot be used; the message has the value seen. In a batch, it stands for its
+    group.
 
     Args:
         reason: what is wrong with it.
         kind: each kind is warned about once.
-        fix: what to change if most groups of the environment are so, which ends the run. Empty for accidents.
+        fix: what to change if most groups of the environment are so, which ends the run. Empty for
+        accidents.
     """
 
     def __init__(self, reason: str, kind: str = "malformed", fix: str = ""):
@@ -94,14 +102,16 @@ class RejectedGroup(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing was sent."""
+    """A group of `n` rollouts. Entry `i` of each per-token array is about token `i`; None: nothing
+    was sent."""
 
     tokens: list[np.ndarray]  # n of (length,) int32
     trained: list[np.ndarray]  # n of (length,) bool, False where the mask is -100
     scores: list[float]  # n, at most `LARGEST`
     logprobs: list[np.ndarray | None]  # n of (length,) float32, NaN = unknown
     advantages: list[np.ndarray | None]  # n of (length,) float64
-    distill_ids: list[np.ndarray | None]  # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
+    # n of (length, k) int32, a teacher's tokens at each token; -1 = absent
+    distill_ids: list[np.ndarray | None]
     distill_logprobs: list[np.ndarray | None]  # n of (length, k) float32; NaN = absent
     overrides: list[Overrides]  # n
     group_overrides: Overrides
@@ -116,7 +126,9 @@ class ScoredGroup:
 
     def asks(self, override: str, i: int) -> bool:
         """Whether rollout `i` or its whole group has `override`, a Boolean field of `Overrides`."""
-        return any(getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i]))
+        return any(
+            getattr(asked, override) is True for asked in (self.group_overrides, self.overrides[i])
+        )
 
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
@@ -126,14 +138,17 @@ UNREADABLE = "unreadable"
 
 
 def decode_reply(body: bytes) -> BatchReply:
-    """The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read costs no other. Raises
-    `ValueError` if the body is not the JSON of such a reply."""
+    """The groups of a reply, each a `ScoredGroup` or a `RejectedGroup`: one that cannot be read
+    costs no other. Raises `ValueError` if the body is not the JSON of such a reply."""
     groups: list[ScoredGroup | RejectedGroup] = []
     if body.startswith(HEAD) and body.endswith(TAIL):
-        # Reading group by group takes much less memory. If the cuts are wrong, some part is not JSON by itself.
+        # Reading group by group takes much less memory. If the cuts are wrong, some part is not
+        # JSON by itself.
         cuts = [len(HEAD) - 1, *_ends_of_groups(body), len(body) - len(TAIL)]
         groups = [read_group(body[before + 1 : after]) for before, after in pairwise(cuts)]
-        if not any(isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups):
+        if not any(
+            isinstance(group, RejectedGroup) and group.kind == UNREADABLE for group in groups
+        ):
             return BatchReply(groups)
     try:
         reply = msgspec.convert(json.loads(body), BatchReply)
@@ -141,11 +156,14 @@ def decode_reply(body: bytes) -> BatchReply:
         if all(isinstance(group, RejectedGroup) for group in groups):
             raise ValueError(str(error)) from error
         return BatchReply(groups)
-    return BatchReply(None if reply.batch is None else list(map(read_group, reply.batch)), reply.status)
+    return BatchReply(
+        None if reply.batch is None else list(map(read_group, reply.batch)), reply.status
+    )
 
 
 def _ends_of_groups(body: bytes) -> Iterator[int]:
-    """Where a group ends that another follows. Looks for one character: `find` is several times slower with more."""
+    """Where a group ends that another follows. Looks for one character: `find` is several times
+    slower with more."""
     end = body.find(b"}") + 1
     while end:
         if body.startswith(NEXT, end):
@@ -169,13 +187,15 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
 
 
 def parse_group(raw: object) -> ScoredGroup:
-    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup` with what is wrong, and where."""
+    """Reads a group as text (`bytes`) or as `json` gives it. Raises `RejectedGroup` with what is
+    wrong, and where."""
     try:
         if isinstance(raw, bytes) and not raw.isascii():
             raw.decode()  # msgspec does not look at the text of fields that it leaves out
         group = DECODE_GROUP(raw) if isinstance(raw, bytes) else msgspec.convert(raw, Group)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value for the message.
+        # `json` takes what msgspec does not (NaN, 1e999, half a surrogate pair), and has the value
+        # for the message.
         sent = _plain(raw)
         try:
             group = _converted(sent)
@@ -197,7 +217,8 @@ def _plain(raw: object) -> Any:
         return raw
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError) as error:  # also for text that is not UTF-8, and integers of 4301 digits
+    # also for text that is not UTF-8, and integers of 4301 digits
+    except (ValueError, RecursionError) as error:
         reason = f"the group is not JSON that can be read ({type(error).__name__}: {error})"
         raise RejectedGroup(reason, UNREADABLE) from None
 
@@ -219,13 +240,19 @@ def _checked(group: Group) -> ScoredGroup:
     teachers = _teachers(group, [len(ids) for ids in tokens])
     return ScoredGroup(
         tokens=tokens,
-        trained=[_trained(i, *pair) for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))],
+        trained=[
+            _trained(i, *pair)
+            for i, pair in enumerate(zip(_sized("masks", group.masks, size), tokens))
+        ],
         scores=_finite("scores", _sized("scores", group.scores, size)).tolist(),
         logprobs=_per_token("inference_logprobs", group.inference_logprobs, tokens, _logprobs),
         advantages=_per_token("advantages", group.advantages, tokens, _finite),
         distill_ids=[ids for ids, _ in teachers],
         distill_logprobs=[logprobs for _, logprobs in teachers],
-        overrides=[one or Overrides() for one in _sized("overrides", group.overrides or [None] * size, size)],
+        overrides=[
+            one or Overrides()
+            for one in _sized("overrides", group.overrides or [None] * size, size)
+        ],
         group_overrides=group.group_overrides or Overrides(),
         generation_params=group.generation_params or Sampling(),
         messages=_messages(group.messages, size),
@@ -252,7 +279,8 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
     if not good.all():
         wrong = int(np.argmin(good))
         raise RejectedGroup(
-            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id {tokens[wrong]}"
+            f"masks[{i}][{wrong}] is {short(mask[wrong])}, neither {MASKED} nor the token id "
+            f"{tokens[wrong]}"
         )
     return trained
 
@@ -260,7 +288,9 @@ def _trained(i: int, mask: list[int], tokens: np.ndarray) -> np.ndarray:
 Check = Callable[[str, list], np.ndarray]
 
 
-def _per_token(name: str, value: Any, tokens: list[np.ndarray], check: Check) -> list[np.ndarray | None]:
+def _per_token(
+    name: str, value: Any, tokens: list[np.ndarray], check: Check
+) -> list[np.ndarray | None]:
     entries = _sized(name, value or [None] * len(tokens), len(tokens))
     return [
         check(f"{name}[{i}]", _sized(f"{name}[{i}]", one, len(ids), "tokens")) if one else None
@@ -269,13 +299,16 @@ def _per_token(name: str, value: Any, tokens: list[np.ndarray], check: Check) ->
 
 
 def _floats(entries: list) -> np.ndarray:
-    """float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever its sign."""
+    """float64, NaN for null. An integer that float64 cannot hold becomes infinite, whatever its
+    sign."""
     try:
         with suppress(TypeError):  # of a null; where there is none, this is faster
             return np.fromiter(entries, np.float64, len(entries))
         return np.array(entries, dtype=np.float64)
     except OverflowError:
-        return np.array([math.inf if e is not None and abs(e) > FLOAT32_MAX else e for e in entries], np.float64)
+        return np.array(
+            [math.inf if e is not None and abs(e) > FLOAT32_MAX else e for e in entries], np.float64
+        )
 
 
 def _finite(name: str, entries: list) -> np.ndarray:
@@ -284,31 +317,45 @@ def _finite(name: str, entries: list) -> np.ndarray:
     good = np.abs(values) <= LARGEST
     if not good.all():
         wrong = int(np.argmin(good))
-        reason = f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most {LARGEST:.3g}"
+        reason = (
+            f"{name}[{wrong}] is {short(entries[wrong])}, not a finite number of at most "
+            f"{LARGEST:.3g}"
+        )
         raise RejectedGroup(f"{reason}, beyond which sums of squares overflow float32")
     return values
 
 
 def _logprobs(name: str, entries: list) -> np.ndarray:
-    """`(length,)` float32, NaN where there is none: null, below the lowest, or above 0, as Atropos pads with 1.0."""
+    """`(length,)` float32, NaN where there is none: null, below the lowest, or above 0, as Atropos
+    pads with 1.0."""
     values = _floats(entries)
     return np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan).astype(np.float32)
 
 
-def _teachers(group: Group, lengths: list[int]) -> list[tuple[np.ndarray, np.ndarray] | tuple[None, None]]:
+def _teachers(
+    group: Group, lengths: list[int]
+) -> list[tuple[np.ndarray, np.ndarray] | tuple[None, None]]:
     sent = {name: getattr(group, name) for name in ("distill_token_ids", "distill_logprobs")}
     absent = [name for name, value in sent.items() if not value]
     if len(absent) == 1:
-        raise RejectedGroup(f"{next(name for name in sent if name not in absent)} came without {absent[0]}")
-    entries = [_sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()]
+        raise RejectedGroup(
+            f"{next(name for name in sent if name not in absent)} came without {absent[0]}"
+        )
+    entries = [
+        _sized(name, value or [None] * len(lengths), len(lengths)) for name, value in sent.items()
+    ]
     return [_teacher(i, *of_one) for i, of_one in enumerate(zip(*entries, lengths))]
 
 
-def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+def _teacher(
+    i: int, ids: Any, logprobs: Any, length: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     if not ids and not logprobs:
         return None, None
     ids = [entry or [] for entry in _sized(f"distill_token_ids[{i}]", ids or [], length, "tokens")]
-    logprobs = [entry or [] for entry in _sized(f"distill_logprobs[{i}]", logprobs or [], length, "tokens")]
+    logprobs = [
+        entry or [] for entry in _sized(f"distill_logprobs[{i}]", logprobs or [], length, "tokens")
+    ]
     for position, (some, others) in enumerate(zip(ids, logprobs)):
         _sized(f"distill_logprobs[{i}][{position}]", others, len(some), "token ids")
     counts = np.array([len(entry) for entry in ids], dtype=np.int64)
@@ -322,8 +369,8 @@ def _teacher(i: int, ids: Any, logprobs: Any, length: int) -> tuple[np.ndarray, 
 
 
 def _messages(value: Any, size: int) -> list[str | None]:
-    """The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their last messages. They
-    are for human readers only, so no shape of them is an error."""
+    """The JSON text of each rollout's messages, at most 64 KiB: longer conversations lose their
+    last messages. They are for human readers only, so no shape of them is an error."""
     if not isinstance(value, list) or len(value) != size:
         return [None] * size
     return [_message_text(messages) if messages else None for messages in value]

@@ -1,11 +1,14 @@
-"""The control plane of the inference server: an ASGI middleware (`--middleware trl_atropos.server.control.Control`).
+"""The control plane of the inference server: an ASGI middleware (`--middleware
+trl_atropos.server.control.Control`).
 
-It adds `POST /generate` for the environments (`sampling.py`), and routes under `/trl_atropos/` for the trainer, which
-need the token in `TRL_ATROPOS_TOKEN`. Every other request goes to vLLM. One instance lives in the API server process.
+It adds `POST /generate` for the environments (`sampling.py`), and routes under `/trl_atropos/` for
+the trainer, which need the token in `TRL_ATROPOS_TOKEN`. Every other request goes to vLLM. One
+instance lives in the API server process.
 
-A publish is `pause -> (the weights change) -> resume`. A trainer holds a lease (one response that stays open), whose
-end tells the server that the trainer is gone. If the trainer dies while the weights may be half written, the server
-answers 503 from then on, and exits; if it dies in a pause without that, the server resumes.
+A publish is `pause -> (the weights change) -> resume`. A trainer holds a lease (one response that
+stays open), whose end tells the server that the trainer is gone. If the trainer dies while the
+weights may be half written, the server answers 503 from then on, and exits; if it dies in a pause
+without that, the server resumes.
 """
 
 import asyncio
@@ -36,15 +39,26 @@ logger = logging.getLogger("vllm.trl_atropos")
 LEAVE_GRACE = 2.0  # seconds between asking vLLM to shut down and exiting all the same
 ANSWER_GRACE = 0.5  # seconds in which clients that wait get the reason why the server exits
 HEALTH_DEADLINE = 10.0  # seconds that the engine may take to answer a question that needs no work
-RECOVERY = 30.0  # seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
+# seconds to finish what a dead trainer has begun; a worker may wait for it and never come back
+RECOVERY = 30.0
 REAPED = 0.5  # seconds between a process's end and its exit code, at most
 READY_AFTER = 0.5  # seconds after which the last lines of uvicorn's start are out
 # vLLM's own sampling routes.
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+OPENAI_ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+)
 # vLLM's routes for adapters, each under two names, which the mode `lora` opens.
 ADAPTER_ROUTES = re.compile(r"/(v1/(un)?load_lora_adapter|adapters(/[^/]*)?)$")
-NEEDS_TOKEN = f"this route changes what is sampled: send `Authorization: Bearer TOKEN` with that in {TOKEN_VARIABLE}"
-MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)  # ids that vLLM gives to no adapter of files: those count from 1
+NEEDS_TOKEN = (
+    "this route changes what is sampled: send `Authorization: Bearer TOKEN` with that in "
+    f"{TOKEN_VARIABLE}"
+)
+# ids that vLLM gives to no adapter of files: those count from 1
+MEMORY_ADAPTERS = (1 << 30, (1 << 30) + 1)
 
 
 class Control(ControlPlane):
@@ -52,16 +66,20 @@ class Control(ControlPlane):
         super().__init__()
         self.app = app
         self.open.set()
-        self.sampling: Sampling | None = None  # this and the engine are known from the first request on
+        # this and the engine are known from the first request on
+        self.sampling: Sampling | None = None
         self.refusals = Refusals()
         self.asleep = 0  # vLLM's sleep level
-        self.torn = False  # the weights may be half written, or not those of the version that the server names
+        # the weights may be half written, or not those of the version that the server names
+        self.torn = False
         self.description: dict | None = None  # the part of `info` that never changes
-        self.next_adapter: int | None = None  # the id of the adapter that is loaded and waits for `resume`
+        # the id of the adapter that is loaded and waits for `resume`
+        self.next_adapter: int | None = None
         self.adapters_loaded = 0
         self.assemblies: dict[str, Assembly] = {}  # of "weights" and of "adapter"
         self.traced: dict[str, dict] = {}  # the queries that they answer
-        self.asked: tuple[float, asyncio.Task] | None = None  # what `/health` last asked the engine, and when
+        # what `/health` last asked the engine, and when
+        self.asked: tuple[float, asyncio.Task] | None = None
         self.questions = {
             ("GET", "/info"): self.info,
             ("POST", "/versions"): self.versions,
@@ -91,7 +109,11 @@ class Control(ControlPlane):
             return await self.app(scope, receive, _announcing(send))
         if self.sampling is None:
             state = scope["app"].state
-            self.engine, self.models, self.server = state.engine_client, state.openai_serving_models, state.server
+            self.engine, self.models, self.server = (
+                state.engine_client,
+                state.openai_serving_models,
+                state.server,
+            )
             self.sampling = Sampling(self.engine, self)
             self._watch_engines()
         request, path, posts = Request(scope, receive), scope["path"], scope["method"] == "POST"
@@ -105,7 +127,8 @@ class Control(ControlPlane):
                 watched = self.refusals.watched(send)
                 if path == "/generate":
                     return await self.sampling.generate(request, watched)
-                await self.until_open()  # the engine client waits, too, but a stream would begin with 200
+                # the engine client waits, too, but a stream would begin with 200
+                await self.until_open()
                 return await self.app(scope, receive, watched)
             if ADAPTER_ROUTES.search(path) and not self.has_token(request):
                 raise Refused(NEEDS_TOKEN, 401)
@@ -115,15 +138,16 @@ class Control(ControlPlane):
             return await error(problem.status, str(problem))(scope, receive, send)
         except ClientDisconnect:  # it was held back for longer than its client waits
             return None
-        except compat.EngineDeadError:  # vLLM itself would notice within five seconds, and then wait for its clients
+        # vLLM itself would notice within five seconds, and then wait for its clients
+        except compat.EngineDeadError:
             await asyncio.sleep(REAPED)  # if a signal has ended the engine, the watch says which
             self._leave("vLLM's EngineCore process died")
             return await error(503, self.broken)(scope, receive, send)
         return await self.app(scope, receive, send)
 
     async def _engine_trouble(self) -> str | None:
-        """What is wrong if the engine does not answer although its process is alive. `None` while a trainer's call is
-        being served, which may take long: then the trainer has a deadline."""
+        """What is wrong if the engine does not answer although its process is alive. `None` while a
+        trainer's call is being served, which may take long: then the trainer has a deadline."""
         if self.lease.locked() and self.changing.locked():
             return None
         await self.engine.check_health()
@@ -134,7 +158,10 @@ class Control(ControlPlane):
         if question.done():
             return None
         silent = time.monotonic() - since
-        return f"the engine has not answered for {silent:.0f} s, though its process is alive: restart this server"
+        return (
+            f"the engine has not answered for {silent:.0f} s, though its process is alive: "
+            "restart this server"
+        )
 
     async def info(self, _body: dict) -> dict:
         if self.description is None:
@@ -148,7 +175,8 @@ class Control(ControlPlane):
         ).model_dump()
 
     async def _describe(self) -> dict:
-        """Called once: the fingerprint of a large vocabulary takes long enough to hold up sampling."""
+        """Called once: the fingerprint of a large vocabulary takes long enough to hold up
+        sampling."""
         model = self.engine.model_config
         vocabulary = None if model.skip_tokenizer_init else self.engine.get_tokenizer().get_vocab()
         workers = await self._workers("describe")  # those of the first replica, as for every call
@@ -157,7 +185,8 @@ class Control(ControlPlane):
         workers[0]["num_workers"] *= replicas
         if replicas > 1:
             workers[0]["refusals"].append(
-                f"it has {replicas} copies of the model (start a server with --data-parallel-size 1 for each device)"
+                f"it has {replicas} copies of the model (start a server with --data-parallel-size "
+                "1 for each device)"
             )
         return {
             **workers[0],
@@ -187,8 +216,10 @@ class Control(ControlPlane):
     async def pause(self, body: dict) -> None:
         """With `in_place`, the trainer writes into this server's memory until `resume`."""
         self.torn |= bool(body.get("in_place"))
-        self.open.clear()  # before the engine has stopped: what arrives now begins with the next version
-        # If the table holds another adapter at `resume`, it came in this pause, and not late from a dead trainer.
+        # before the engine has stopped: what arrives now begins with the next version
+        self.open.clear()
+        # If the table holds another adapter at `resume`, it came in this pause, and not late from a
+        # dead trainer.
         self.models.lora_requests.pop(ADAPTER_NAME, None)
         if self.sampling.adapter is not None:
             self.models.lora_requests[ADAPTER_NAME] = self.sampling.adapter
@@ -207,13 +238,14 @@ class Control(ControlPlane):
         return {"policy_version": version}
 
     def _adapter_of(self, version: int) -> LoRARequest | None:
-        """The adapter that was loaded in this pause, if one was: a former trainer's adapter is not the policy."""
+        """The adapter that was loaded in this pause, if one was: a former trainer's adapter is not
+        the policy."""
         served = self.models.lora_requests
         given = served.get(ADAPTER_NAME)  # an adapter of files, which vLLM's own route puts there
         if self.next_adapter is None and (given is None or given is self.sampling.adapter):
             return None
-        # vLLM tells the adapters of a batch apart by these names, and cached prefixes too: each version needs its own,
-        # also a version that an earlier training had.
+        # vLLM tells the adapters of a batch apart by these names, and cached prefixes too: each
+        # version needs its own, also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
         adapter_id, path = self.next_adapter, f"mem://{name}"
@@ -242,11 +274,13 @@ class Control(ControlPlane):
         return {"refused": next((reason for reason in refused if reason is not None), None)}
 
     async def load_adapter(self, _body: dict) -> None:
-        """Loads into the one of two ids that new requests do not use; from `resume` on, they use it."""
+        """Loads into the one of two ids that new requests do not use; from `resume` on, they use
+        it."""
         served = self.sampling.adapter and self.sampling.adapter.lora_int_id
         adapter_id = next(each for each in MEMORY_ADAPTERS if each != served)
         if self.sampling.in_flight[adapter_id]:
-            # These requests began two versions ago. They go on with the new weights, and recompute what they cached.
+            # These requests began two versions ago. They go on with the new weights, and recompute
+            # what they cached.
             await self.engine.reset_prefix_cache(reset_running_requests=True)
         try:
             await self._workers("load_adapter", adapter_id)
@@ -260,16 +294,22 @@ class Control(ControlPlane):
     async def trace(self, body: dict) -> dict:
         """Finds where the trainer's parameters are kept, or those of the adapter that is served."""
         query = protocol.TraceQuery.model_validate(body)
-        workers = await self._workers("trace", query.of, body["parameters"], self._served_adapter(query.of))
+        workers = await self._workers(
+            "trace", query.of, body["parameters"], self._served_adapter(query.of)
+        )
         shapes = {spec.name: spec.shape for spec in query.parameters}
-        self.assemblies[query.of] = assembly = Assembly(shapes, [worker["parts"] for worker in workers])
+        self.assemblies[query.of] = assembly = Assembly(
+            shapes, [worker["parts"] for worker in workers]
+        )
         self.traced[query.of] = body
         refused = dict(assembly.refused)
         for worker in workers:
             refused |= worker["refused"]
         replicas = self.engine.vllm_config.parallel_config.data_parallel_size
         if replicas > 1:
-            refused[f"copies 2 to {replicas} of the model"] = "only the first of --data-parallel-size is looked into"
+            refused[f"copies 2 to {replicas} of the model"] = (
+                "only the first of --data-parallel-size is looked into"
+            )
         return {"refused": refused}
 
     async def fingerprints(self, body: dict) -> dict:
@@ -280,14 +320,17 @@ class Control(ControlPlane):
         if of == "weights":
             workers = await self._workers("inspect")
             changed = changed.union(*(worker["changed"] for worker in workers))
-            if any(worker["moved"] for worker in workers):  # what was traced is no longer what is computed with
+            # what was traced is no longer what is computed with
+            if any(worker["moved"] for worker in workers):
                 await self.trace(self.traced[of])
         assembly = self.assemblies[of]
         found = [None] * len(assembly.names)
         if of != "adapter" or self.sampling.adapter is not None:
             found = assembly.sum(await self._workers("fingerprints", of, self._served_adapter(of)))
         version = self.sampling.policy_version
-        reply = protocol.FingerprintsReply(policy_version=version, fingerprints=found, changed=sorted(changed))
+        reply = protocol.FingerprintsReply(
+            policy_version=version, fingerprints=found, changed=sorted(changed)
+        )
         return reply.model_dump()
 
     def _served_adapter(self, of: str) -> list | None:
@@ -322,20 +365,29 @@ class Control(ControlPlane):
         """Goes on with the weights if they are whole, and exits if they are not."""
         if not self.torn:
             try:
-                async with asyncio.timeout(RECOVERY), self.changing:  # the trainer's last call decides
+                # the trainer's last call decides
+                async with asyncio.timeout(RECOVERY), self.changing:
                     if self.paused and not self.torn:
                         version = self.sampling.policy_version
-                        logger.warning("the trainer left while the server was paused; resuming version %d", version)
+                        logger.warning(
+                            "the trainer left while the server was paused; resuming version %d",
+                            version,
+                        )
                         self.next_adapter = None
                         if self.asleep:
                             await self.wake({"tags": ["weights", "kv_cache"]})
                         await self._release()
-            except Exception as problem:  # also when time is up: a server that stays paused helps nobody
+            # also when time is up: a server that stays paused helps nobody
+            except Exception as problem:
                 logger.exception("resuming failed")
                 if self.paused:
-                    self._leave(f"the trainer left in a pause, and the server cannot resume ({problem!r})")
+                    self._leave(
+                        f"the trainer left in a pause, and the server cannot resume ({problem!r})"
+                    )
         if self.torn:
-            self._leave("the trainer left in the middle of a publish: the weights may be half written")
+            self._leave(
+                "the trainer left in the middle of a publish: the weights may be half written"
+            )
 
     def _watch_engines(self) -> None:
         """Notices at once that a signal has ended an engine, also while no request comes."""
@@ -345,10 +397,14 @@ class Control(ControlPlane):
             engine.join()
             time.sleep(0.1)  # if vLLM's thread was first, it is about to note the exit code
             signum = -(engine.exitcode or 0)
-            if signum > 0 and signum not in (signal.SIGTERM, signal.SIGINT):  # by those, vLLM and the guard end it
+            # by those, vLLM and the guard end it
+            if signum > 0 and signum not in (signal.SIGTERM, signal.SIGINT):
                 name = signal.Signals(signum).name
-                reason = f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {name}"
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and so does this process
+                reason = (
+                    f"vLLM's {engine.name} (process {engine.pid}) was killed by the signal {name}"
+                )
+                # the loop has ended, and so does this process
+                with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._leave, reason, 128 + signum)
 
         for child in multiprocessing.active_children():
@@ -356,7 +412,8 @@ class Control(ControlPlane):
                 threading.Thread(target=watch, args=(child,), daemon=True).start()
 
     def _leave(self, reason: str, exit_code: int | None = None) -> None:
-        """Answers only the reason from now on, and ends the process, whatever connections are still open."""
+        """Answers only the reason from now on, and ends the process, whatever connections are still
+        open."""
         if self.broken is not None:
             return
         self.broken = f"{reason}. This server is shutting down: start it again"
@@ -378,7 +435,8 @@ def _exit_after(seconds: float, exit_code: int) -> None:
 
 
 def _announcing(send):
-    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is complete."""
+    """An ASGI `send` for lifespan messages that prints the text of `READY_VARIABLE` when startup is
+    complete."""
 
     async def announcing(message) -> None:
         await send(message)

@@ -1,8 +1,9 @@
-"""What runs inside every worker of the vLLM server: it shares the model's memory, and receives weights and adapters.
+"""What runs inside every worker of the vLLM server: it shares the model's memory, and receives
+weights and adapters.
 
-vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the worker. `control.py`
-calls its methods through `collective_rpc`; they take and return plain JSON values. Importing this module also
-registers the loader of `layout.py`, before the model is built.
+vLLM mixes `WorkerExtension` into its worker (`--worker-extension-cls`), so that `self` is the
+worker. `control.py` calls its methods through `collective_rpc`; they take and return plain JSON
+values. Importing this module also registers the loader of `layout.py`, before the model is built.
 """
 
 from bisect import bisect_right
@@ -15,7 +16,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from trl_atropos.protocol import Attachment, ParameterSpec
 from trl_atropos.server import compat, layout
@@ -23,7 +27,8 @@ from trl_atropos.tensors.channel import Channel, Copies, message_layout, open_re
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, joined
 from trl_atropos.tensors.shared_memory import export_storage
 
-compat.reset_only_cached_blocks()  # the engine, too, runs in this process, unless the server has several workers
+# the engine, too, runs in this process, unless the server has several workers
+compat.reset_only_cached_blocks()
 if compat.is_batch_invariant():
     compat.keep_batch_invariant()
 
@@ -37,7 +42,9 @@ class WorkerExtension:
             lora = {"max_rank": lora.max_lora_rank, "max_loras": lora.max_loras, "dtype": dtype}
         return {
             "device": self.device.type,
-            "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if cuda else None,
+            "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid)
+            if cuda
+            else None,
             "num_workers": config.parallel_config.world_size,
             "block_size": config.cache_config.block_size,
             "lora": lora,
@@ -46,7 +53,8 @@ class WorkerExtension:
         }
 
     def trl_atropos_attach(self, specs: list[dict]) -> dict:
-        """Finds where each of the trainer's parameters lives here, and exports the memory behind them."""
+        """Finds where each of the trainer's parameters lives here, and exports the memory behind
+        them."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
             views, refused = layout.trace(model, _parsed(specs), self.device)
@@ -54,15 +62,23 @@ class WorkerExtension:
         return Attachment(storages=storages, views=views, refused=refused).model_dump()
 
     def trl_atropos_trace(self, of: str, specs: list[dict], adapter: list | None) -> dict:
-        """Finds which parts of the trainer's parameters this worker keeps, or of the adapter that it has loaded."""
+        """Finds which parts of the trainer's parameters this worker keeps, or of the adapter that
+        it has loaded."""
         specs, refused = _parsed(specs), {}
         if of == "adapter":
             receiver = getattr(self, "_trl_atropos_adapter", None)
             if receiver is None or receiver.tensors != specs:  # the adapter came as files
-                receiver = self._trl_atropos_adapter = AdapterReceiver(self, specs, {"target_modules": []})
+                receiver = self._trl_atropos_adapter = AdapterReceiver(
+                    self, specs, {"target_modules": []}
+                )
             parts = receiver.parts(LoRARequest(*adapter))
-        elif reason := layout.refusal_of_packed_layers() or _refusal_to_compare(self.vllm_config, self.device):
-            parts, refused = [[] for _ in specs], dict.fromkeys((spec.name for spec in specs), reason)
+        elif reason := layout.refusal_of_packed_layers() or _refusal_to_compare(
+            self.vllm_config, self.device
+        ):
+            parts, refused = (
+                [[] for _ in specs],
+                dict.fromkeys((spec.name for spec in specs), reason),
+            )
         else:
             model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
@@ -76,7 +92,8 @@ class WorkerExtension:
         return {"parts": [[part for _, part in some] for some in parts], "refused": refused}
 
     def trl_atropos_inspect(self) -> dict:
-        """Whether the model's parameters are no longer where they were traced, and names of constants that changed."""
+        """Whether the model's parameters are no longer where they were traced, and names of
+        constants that changed."""
         if not hasattr(self, "_trl_atropos_constants"):  # nothing of this model can be compared
             return {"moved": False, "changed": []}
         model = self.model_runner.get_model()
@@ -102,7 +119,9 @@ class WorkerExtension:
     def trl_atropos_load_weights(self, tensors: list[dict]) -> None:
         if self._trl_atropos_weights is None:
             model = self.model_runner.get_model()
-            self._trl_atropos_weights = WeightReceiver(model, self.vllm_config, self._trl_atropos_channel)
+            self._trl_atropos_weights = WeightReceiver(
+                model, self.vllm_config, self._trl_atropos_channel
+            )
         self._trl_atropos_weights.load(_parsed(tensors))
 
     def trl_atropos_load_weights_again(self, messages: list[int]) -> None:
@@ -131,33 +150,53 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
     parallel, model, found = config.parallel_config, config.model_config, []
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         found.append(
-            f"it splits the model over {parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} devices "
-            "(start it with --tensor-parallel-size 1 --pipeline-parallel-size 1)"
+            f"it splits the model over {parallel.tensor_parallel_size} x "
+            f"{parallel.pipeline_parallel_size} devices (start it with --tensor-parallel-size 1 "
+            "--pipeline-parallel-size 1)"
         )
     if model.quantization is not None:
-        found.append(f"its weights are quantised ({model.quantization}); serve an unquantised model")
+        found.append(
+            f"its weights are quantised ({model.quantization}); serve an unquantised model"
+        )
     if model.enable_sleep_mode:
-        found.append("it was started with --enable-sleep-mode, whose memory cannot be shared; leave the flag out")
+        found.append(
+            "it was started with --enable-sleep-mode, whose memory cannot be shared; leave the "
+            "flag out"
+        )
     if model.use_mla:
-        found.append("multi-head latent attention keeps transformed copies of its weights; use another model")
+        found.append(
+            "multi-head latent attention keeps transformed copies of its weights; use another model"
+        )
     if device == "cpu" and config.load_config.load_format != layout.LOAD_FORMAT:
-        found.append(f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos serve`")
+        found.append(
+            f"it was not started with --load-format {layout.LOAD_FORMAT}; start it by `trl-atropos "
+            "serve`"
+        )
     packed = layout.refusal_of_packed_layers()
     return found if packed is None else [*found, packed]
 
 
 def _refusal_to_compare(config: VllmConfig, device: torch.device) -> str | None:
-    return "vLLM transforms its weights after loading them" if needs_reload(config, device) else None
+    return (
+        "vLLM transforms its weights after loading them" if needs_reload(config, device) else None
+    )
 
 
-def fingerprints_of(parts: list[list[tuple[torch.Tensor, Part]]], specs: list[ParameterSpec]) -> Fingerprints:
+def fingerprints_of(
+    parts: list[list[tuple[torch.Tensor, Part]]], specs: list[ParameterSpec]
+) -> Fingerprints:
     """One fingerprint for each part, parameter by parameter."""
-    flat = [(values, part, spec.shape) for some, spec in zip(parts, specs, strict=True) for values, part in some]
+    flat = [
+        (values, part, spec.shape)
+        for some, spec in zip(parts, specs, strict=True)
+        for values, part in some
+    ]
     return Fingerprints([(*one, number) for number, one in enumerate(flat)], len(flat))
 
 
 class Constants:
-    """What a config determines and no publish changes: numbers of a model's modules, and its rotary tables."""
+    """What a config determines and no publish changes: numbers of a model's modules, and its rotary
+    tables."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device):
         self.device = device
@@ -170,12 +209,17 @@ class Constants:
         numbers = layout.numbers_of(model)
         fingerprints = self._fingerprints_of(layout.tables_of(model, self.device))
         found = [name for name, value in self.numbers.items() if numbers.get(name) != value]
-        return found + [name for name, value in self.fingerprints.items() if fingerprints.get(name) != value]
+        return found + [
+            name for name, value in self.fingerprints.items() if fingerprints.get(name) != value
+        ]
 
     def _fingerprints_of(self, tables: dict[str, torch.Tensor]) -> dict[str, int]:
         addresses = [table.data_ptr() for table in tables.values()]
         if addresses != self._addresses:
-            parts = [(one, Part.whole(one.shape), one.shape, number) for number, one in enumerate(tables.values())]
+            parts = [
+                (one, Part.whole(one.shape), one.shape, number)
+                for number, one in enumerate(tables.values())
+            ]
             self._addresses, self._of_tables = addresses, Fingerprints(parts, len(parts))
         return dict(zip(tables, joined(self._of_tables.compute()), strict=True)) if tables else {}
 
@@ -188,8 +232,8 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass
 class Message:
-    """A message of weights that was loaded once. `copies` are what vLLM's loader made of it: into which memory, and
-    from where in the message. `None` if it did more than to copy."""
+    """A message of weights that was loaded once. `copies` are what vLLM's loader made of it: into
+    which memory, and from where in the message. `None` if it did more than to copy."""
 
     tensors: list[ParameterSpec]
     copies: list[tuple[torch.Tensor, torch.Tensor]] | None
@@ -209,10 +253,11 @@ class Message:
 
 
 class WeightReceiver:
-    """Loads what the trainer sends through vLLM's own loader, which takes tensors under the names of a checkpoint and
-    does the fusing, slicing and padding for this worker. The first time, any number of `load`, then `finish`. What the
-    loader copies where is noted, and from then on `load_again` makes the same copies, all of a message at once. Raises
-    `ValueError` if new weights would not reach some layers."""
+    """Loads what the trainer sends through vLLM's own loader, which takes tensors under the names
+    of a checkpoint and does the fusing, slicing and padding for this worker. The first time, any
+    number of `load`, then `finish`. What the loader copies where is noted, and from then on
+    `load_again` makes the same copies, all of a message at once. Raises `ValueError` if new weights
+    would not reach some layers."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
         if packed := layout.refusal_of_packed_layers():
@@ -222,18 +267,21 @@ class WeightReceiver:
         self.channel = channel
         self.reloads = needs_reload(config, channel.device)
         self.loading = False
-        self.loaded: set[str] | None = set()  # vLLM's names; None: this model's loader does not name them
+        # vLLM's names; None: this model's loader does not name them
+        self.loaded: set[str] | None = set()
         self.messages: list[Message] = []
 
     def load(self, tensors: list[ParameterSpec]) -> None:
-        """Receives one message and loads it. The worker's weights are neither old nor new until `finish`."""
+        """Receives one message and loads it. The worker's weights are neither old nor new until
+        `finish`."""
         if not self.loading:
             self.messages, self.loaded = [], set()
         buffer = self.channel.receive(message_layout(tensors)[1])
         tracer = layout.CopyTracer(buffer, layout.memory_of(self.model), swallows=False)
         with tracer if not self.reloads else nullcontext():
             self._load(buffer, tensors)
-        same = layout.memory_of(self.model) == tracer.memory  # else a new parameter took the place of an old one
+        # else a new parameter took the place of an old one
+        same = layout.memory_of(self.model) == tracer.memory
         only_copies = same and not self.reloads and not tracer.others
         self.messages.append(Message(tensors, tracer.copies if only_copies else None, buffer))
         _synchronize(self.channel.device)
@@ -254,13 +302,19 @@ class WeightReceiver:
 
     def _load(self, buffer: torch.Tensor, tensors: list[ParameterSpec]) -> None:
         if self.reloads and not self.loading:
-            initialize_layerwise_reload(self.model)  # loaded weights are kept until a layer is whole
+            # loaded weights are kept until a layer is whole
+            initialize_layerwise_reload(self.model)
         self.loading = True
         values = unpack(buffer, tensors)
         if self.reloads:
-            values = [value.clone() for value in values]  # kept until a layer is complete; the buffer is not
+            # kept until a layer is complete; the buffer is not
+            values = [value.clone() for value in values]
         named = zip([tensor.name for tensor in tensors], values, strict=True)
-        with torch.no_grad(), set_current_vllm_config(self.config), compat.without_adapters(self.model):
+        with (
+            torch.no_grad(),
+            set_current_vllm_config(self.config),
+            compat.without_adapters(self.model),
+        ):
             loaded = self.model.load_weights(named)
         self.loaded = None if loaded is None or self.loaded is None else self.loaded | loaded
 
@@ -281,22 +335,32 @@ class WeightReceiver:
 
 
 def needs_reload(config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of it again. On a GPU,
-    some kernels keep the experts in an order of their own; our loader for the CPU keeps them as they are."""
+    """Whether vLLM transforms weights after loading them, so that new ones must go all the way of
+    it again. On a GPU, some kernels keep the experts in an order of their own; our loader for the
+    CPU keeps them as they are."""
     model = config.model_config
-    return model.quantization is not None or model.use_mla or (device.type != "cpu" and model.get_num_experts() > 0)
+    return (
+        model.quantization is not None
+        or model.use_mla
+        or (device.type != "cpu" and model.get_num_experts() > 0)
+    )
 
 
 def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
-    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have several names."""
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    """Names of the parameters that are not among the loaded ones. A module of vLLM's may have
+    several names."""
+    places = {
+        name: parameter.data_ptr()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     filled = {places[name] for name in loaded & places.keys()}  # a loader may name buffers, too
     return sorted(name for name, place in places.items() if place not in filled)
 
 
 @dataclass
 class AdapterPlan:
-    """What vLLM copies to put an adapter into a slot: into its stacked buffers, and from where in the message."""
+    """What vLLM copies to put an adapter into a slot: into its stacked buffers, and from where in
+    the message."""
 
     slot: int
     copies: list[tuple[torch.Tensor, torch.Tensor]]
@@ -311,11 +375,12 @@ class AdapterReceiver:
     """
     Receives LoRA adapters from memory to memory: no file, and no request waits for one.
 
-    An adapter's tensors arrive as one message and are kept per adapter id. The first time, vLLM's own code puts them
-    into its stacked buffers while a dispatch mode notes every copy; from then on the same copies are made directly.
-    The first time also proves that nothing is lost: vLLM silently drops tensors of modules that it does not know.
-    `tensors` are in the order of every message, under peft's names, in vLLM's LoRA dtype, the scaling already in B.
-    Raises `ValueError` if vLLM does not serve such adapters.
+    An adapter's tensors arrive as one message and are kept per adapter id. The first time, vLLM's
+    own code puts them into its stacked buffers while a dispatch mode notes every copy; from then on
+    the same copies are made directly. The first time also proves that nothing is lost: vLLM
+    silently drops tensors of modules that it does not know. `tensors` are in the order of every
+    message, under peft's names, in vLLM's LoRA dtype, the scaling already in B. Raises `ValueError`
+    if vLLM does not serve such adapters.
     """
 
     def __init__(self, worker: WorkerExtension, tensors: list[ParameterSpec], config: dict):
@@ -327,19 +392,26 @@ class AdapterReceiver:
         self.tensors = tensors
         self.offsets, self.num_bytes = message_layout(tensors)
         self.splits = worker.vllm_config.parallel_config.world_size > 1
-        rank = max(min(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)  # a bias has none
-        # B comes scaled, so that alpha equals the rank here; the other fields are for vLLM to refuse.
-        self.helper = PEFTHelper.from_dict({**config, "r": rank, "lora_alpha": rank, "use_rslora": False})
+        # a bias has none
+        rank = max(min(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)
+        # B comes scaled, so that alpha equals the rank here; the other fields are for vLLM to
+        # refuse.
+        self.helper = PEFTHelper.from_dict(
+            {**config, "r": rank, "lora_alpha": rank, "use_rslora": False}
+        )
         self.helper.rank_pattern, self.helper.alpha_pattern = {}, {}
         self.helper.validate_legal(self.manager.lora_config)
         self.values: dict[int, torch.Tensor] = {}  # by adapter id: the message
         self.plans: dict[int, AdapterPlan] = {}
 
     def load(self, adapter_id: int) -> None:
-        """Receives the adapter and puts it into the buffers of `adapter_id`, which no request may be using."""
+        """Receives the adapter and puts it into the buffers of `adapter_id`, which no request may
+        be using."""
         message = self.channel.receive(self.num_bytes)
         if adapter_id not in self.values:
-            self.values[adapter_id] = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            self.values[adapter_id] = torch.empty(
+                self.num_bytes, dtype=torch.uint8, device=self.device
+            )
         self.values[adapter_id].copy_(message)
         plan = self.plans.get(adapter_id)
         with torch.no_grad():
@@ -367,7 +439,9 @@ class AdapterReceiver:
         model = self.adapters.model
         return LoRAModel.from_lora_tensors(
             lora_model_id=adapter_id,
-            tensors=dict(zip([t.name for t in self.tensors], unpack(values, self.tensors), strict=True)),
+            tensors=dict(
+                zip([t.name for t in self.tensors], unpack(values, self.tensors), strict=True)
+            ),
             peft_helper=self.helper,
             device=str(self.device),
             dtype=self.manager.lora_config.lora_dtype,
@@ -377,8 +451,8 @@ class AdapterReceiver:
         )
 
     def _plan(self, adapter: LoRARequest) -> AdapterPlan:
-        """Of an adapter that vLLM serves. If it came as files, vLLM's code is watched as it fills that slot with
-        another adapter, which never arrives there."""
+        """Of an adapter that vLLM serves. If it came as files, vLLM's code is watched as it fills
+        that slot with another adapter, which never arrives there."""
         adapter_id = adapter.lora_int_id
         # Others may be in the slots. What the engine's next step needs of those, it takes back.
         if adapter_id not in self.adapters.lora_index_to_id:
@@ -424,4 +498,7 @@ class AdapterReceiver:
             if count == 0 or (not self.splits and count != tensor.shape[0] * tensor.shape[1])
         ]
         if lost:
-            raise ValueError(f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: {lost[:3]})")
+            raise ValueError(
+                f"vLLM has no place for {len(lost)} of {len(self.tensors)} tensors (first: "
+                f"{lost[:3]})"
+            )

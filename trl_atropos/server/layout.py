@@ -1,12 +1,14 @@
 """Where vLLM keeps each parameter of the Hugging Face model, in memory that the trainer can share.
 
-On the CPU, vLLM packs the weights of layers after the first load, and a parameter that changes later would never reach
-the logits. `SharedArenaLoader` moves the parameters into one shared arena before they are loaded, and has each layer
-compute with the parameter itself. On a GPU, vLLM's default loader leaves unquantised weights where they are.
+On the CPU, vLLM packs the weights of layers after the first load, and a parameter that changes
+later would never reach the logits. `SharedArenaLoader` moves the parameters into one shared arena
+before they are loaded, and has each layer compute with the parameter itself. On a GPU, vLLM's
+default loader leaves unquantised weights where they are.
 
-`trace` finds the place of each parameter by watching vLLM's own loader: `model.load_weights` is called with one probe
-tensor per parameter, cut as the checkpoint cuts it, while a dispatch mode swallows every write into the model's memory
-and notes where a copy of the probe would have gone. That works for any architecture, without a table of names.
+`trace` finds the place of each parameter by watching vLLM's own loader: `model.load_weights` is
+called with one probe tensor per parameter, cut as the checkpoint cuts it, while a dispatch mode
+swallows every write into the model's memory and notes where a copy of the probe would have gone.
+That works for any architecture, without a table of names.
 """
 
 import bisect
@@ -36,16 +38,20 @@ from trl_atropos.server import compat
 from trl_atropos.tensors.fingerprint import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage
 
-ROTARY = "vllm.model_executor.layers.rotary_embedding"  # of the modules whose buffers are tables of cosines and sines
+# of the modules whose buffers are tables of cosines and sines
+ROTARY = "vllm.model_executor.layers.rotary_embedding"
 LOAD_FORMAT = "trl_atropos_shared"
 ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
-HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # writes into the padding of a vocabulary
+# writes into the padding of a vocabulary
+HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 @register_model_loader(LOAD_FORMAT)
 class SharedArenaLoader(DefaultModelLoader):
     def __init__(self, load_config):
-        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
+        super().__init__(
+            dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
+        )
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         packed_layers.extend(compute_in_place(model, model_config))
@@ -54,12 +60,14 @@ class SharedArenaLoader(DefaultModelLoader):
 
 
 packed_layers: list[str] = []
-"""Layers of this process's model that compute with a packed copy of their weights, which new ones would not reach."""
+"""Layers of this process's model that compute with a packed copy of their weights, which new ones
+would not reach."""
 
 
 def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
-    """Has the layers of a model compute with their parameters themselves. Returns the names of those that may not: a
-    class which vLLM moved or replaced must lead to a refusal, and not to old weights."""
+    """Has the layers of a model compute with their parameters themselves. Returns the names of
+    those that may not: a class which vLLM moved or replaced must lead to a refusal, and not to old
+    weights."""
     found, packed = set(), []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -75,16 +83,17 @@ def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
         packed.append("the linear layers")
     if UnquantizedFusedMoEMethod not in found and model_config.get_num_experts() > 1:
         packed.append("the experts")
-    return [] if model_config.quantization is not None else packed  # `extension.py` loads quantised models anew
+    # `extension.py` loads quantised models anew
+    return [] if model_config.quantization is not None else packed
 
 
 def refusal_of_packed_layers() -> str | None:
     if not packed_layers:
         return None
     return (
-        f"vLLM {compat.VLLM_VERSION} packs the weights of {len(packed_layers)} layers for the CPU once (the first is "
-        f"{packed_layers[0]}), so that new ones would not reach them: use `vllm_mode: restart`, another version of "
-        "vLLM (0.32 is known to work), or a GPU"
+        f"vLLM {compat.VLLM_VERSION} packs the weights of {len(packed_layers)} layers for the CPU "
+        f"once (the first is {packed_layers[0]}), so that new ones would not reach them: use "
+        "`vllm_mode: restart`, another version of vLLM (0.32 is known to work), or a GPU"
     )
 
 
@@ -94,26 +103,44 @@ def _multiply_with_the_weight(layer: torch.nn.Module) -> None:
 
 
 class InPlaceExperts(compat.cpu_experts() or object):
-    """vLLM's, on tensors: `w1` is (experts, gate and up, hidden), `w2` (experts, hidden, intermediate), as loaded."""
+    """vLLM's, on tensors: `w1` is (experts, gate and up, hidden), `w2` (experts, hidden,
+    intermediate), as loaded."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs nothing."""
 
     def apply(
-        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *_, apply_router_weight_on_input, **__
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        *_,
+        apply_router_weight_on_input,
+        **__,
     ) -> None:
         output.zero_()
         for expert in topk_ids.unique().tolist():
             tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
-            both = linear(hidden_states[tokens], w1[expert], None if self.w1_bias is None else self.w1_bias[expert])
+            both = linear(
+                hidden_states[tokens],
+                w1[expert],
+                None if self.w1_bias is None else self.w1_bias[expert],
+            )
             inner = self._activate(activation, both)
-            result = linear(inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert])
+            result = linear(
+                inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert]
+            )
             if not apply_router_weight_on_input:
                 result *= topk_weights[tokens, choices, None].to(result.dtype)
             output.index_add_(0, tokens, result)
 
     def _activate(self, activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
-        if activation is MoEActivation.SWIGLUOAI:  # as vLLM's SwigluOAIAndMul, for which the CPU build has no kernel
+        # as vLLM's SwigluOAIAndMul, for which the CPU build has no kernel
+        if activation is MoEActivation.SWIGLUOAI:
             gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
             return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         inner = both.new_empty(len(both), both.shape[-1] // 2)
@@ -122,8 +149,9 @@ class InPlaceExperts(compat.cpu_experts() or object):
 
 
 def move_to_arena(model: torch.nn.Module) -> None:
-    """Moves the memory of all parameters of `model` into one new shared arena. Values are not copied. Views of that
-    memory move along: Mamba-2 layers read the weights of their convolution through such a buffer."""
+    """Moves the memory of all parameters of `model` into one new shared arena. Values are not
+    copied. Views of that memory move along: Mamba-2 layers read the weights of their convolution
+    through such a buffer."""
     parameters = list(model.parameters())
     places, end = {}, 0
     for storage in (parameter.untyped_storage() for parameter in parameters):
@@ -140,11 +168,12 @@ def move_to_arena(model: torch.nn.Module) -> None:
 
 class CopyTracer(TorchDispatchMode):
     """
-    Notes every copy out of one storage: of `memory` (the data pointers of storages) only copies into it, and
-    `others` are the operations besides that write there. While it `swallows`, nothing is written there.
+    Notes every copy out of one storage: of `memory` (the data pointers of storages) only copies
+    into it, and `others` are the operations besides that write there. While it `swallows`, nothing
+    is written there.
 
-    Where it does not, `others` are also those that read the source and make neither a view nor such a copy. If there
-    are none, the copies that were noted do all that was done.
+    Where it does not, `others` are also those that read the source and make neither a view nor such
+    a copy. If there are none, the copies that were noted do all that was done.
     """
 
     def __init__(self, source: torch.Tensor, memory: set[int] | None = None, swallows: bool = True):
@@ -157,7 +186,11 @@ class CopyTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         target = kwargs["out"] if "out" in kwargs else args[0] if args else ()
-        written = self.memory is not None and func._schema.is_mutable and not self.memory.isdisjoint(_storages(target))
+        written = (
+            self.memory is not None
+            and func._schema.is_mutable
+            and not self.memory.isdisjoint(_storages(target))
+        )
         is_copy = func is torch.ops.aten.copy_.default and self.pointer in _storages(args[1])
         noted = is_copy and (written or self.memory is None)
         if noted:
@@ -173,8 +206,11 @@ class CopyTracer(TorchDispatchMode):
 
 
 def _storages(*values: Any) -> set[int]:
-    """The data pointers of the storages of tensors and lists of tensors, among other arguments of an operation."""
-    flat = itertools.chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in values)
+    """The data pointers of the storages of tensors and lists of tensors, among other arguments of
+    an operation."""
+    flat = itertools.chain.from_iterable(
+        one if isinstance(one, list | tuple) else [one] for one in values
+    )
     return {one.untyped_storage().data_ptr() for one in flat if isinstance(one, torch.Tensor)}
 
 
@@ -195,10 +231,12 @@ def memory_of_adapters(adapters: Any) -> set[int]:
 
 
 def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
-    """The storages behind the model's parameters that another process can open, by data pointer, in order."""
+    """The storages behind the model's parameters that another process can open, by data pointer, in
+    order."""
     found: dict[int, torch.UntypedStorage] = {}
     for storage in (parameter.untyped_storage() for parameter in model.parameters()):
-        with suppress(ValueError):  # on the CPU, only the loader's arena can be shared, not what vLLM packs afterwards
+        # on the CPU, only the loader's arena can be shared, not what vLLM packs afterwards
+        with suppress(ValueError):
             if storage.device.type == "cpu":
                 export_storage(storage)
             found.setdefault(storage.data_ptr(), storage)
@@ -208,8 +246,9 @@ def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
 def trace(
     model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> tuple[dict[str, View], dict[str, str]]:
-    """Returns (views, refused): the place of each parameter that is one strided view of the model's memory, and for
-    each other parameter the reason why it is not. `View.storage` counts the storages of `unique_storages`."""
+    """Returns (views, refused): the place of each parameter that is one strided view of the model's
+    memory, and for each other parameter the reason why it is not. `View.storage` counts the
+    storages of `unique_storages`."""
     shared = {pointer: index for index, pointer in enumerate(unique_storages(model))}
     views: dict[str, View] = {}
     refused: dict[str, str] = {}
@@ -222,15 +261,21 @@ def trace(
 def parts_of(
     model: torch.nn.Module, specs: list[ParameterSpec]
 ) -> tuple[list[list[tuple[torch.Tensor, Part]]], dict[str, str]]:
-    """Returns (parts, refused): this worker's memory of each parameter, and where that stands in the trainer's; and by
-    name why vLLM does not keep a parameter bit for bit."""
+    """Returns (parts, refused): this worker's memory of each parameter, and where that stands in
+    the trainer's; and by name why vLLM does not keep a parameter bit for bit."""
     parts, refused = [], {}
-    # As from a checkpoint: in the machine's memory, of which nothing is taken, because nothing is written or read.
+    # As from a checkpoint: in the machine's memory, of which nothing is taken, because nothing is
+    # written or read.
     for spec, copies, trouble in _traced(model, specs, torch.device("cpu")):
-        kept = next((str(target.dtype) for target, source in copies if target.dtype is not source.dtype), None)
+        kept = next(
+            (str(target.dtype) for target, source in copies if target.dtype is not source.dtype),
+            None,
+        )
         if trouble or kept:
             refused[spec.name] = trouble or f"vLLM keeps it as {kept}"
-        found = [] if spec.name in refused else [(target, Part.of(source)) for target, source in copies]
+        found = (
+            [] if spec.name in refused else [(target, Part.of(source)) for target, source in copies]
+        )
         try:
             for target, part in found:
                 list(rectangles(target, part, spec.shape))
@@ -241,32 +286,44 @@ def parts_of(
 
 
 def places_of(model: torch.nn.Module) -> dict[str, tuple]:
-    """Address, shape and strides of each parameter by its names: other ones once another parameter has replaced it."""
+    """Address, shape and strides of each parameter by its names: other ones once another parameter
+    has replaced it."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: (one.data_ptr(), tuple(one.shape), one.stride()) for name, one in named}
 
 
 def unnamed(model: torch.nn.Module, parts: list[list[tuple[torch.Tensor, Part]]]) -> dict[str, str]:
-    """The parameters of the server's model in which no part of a trainer's parameter is kept, each with the reason."""
+    """The parameters of the server's model in which no part of a trainer's parameter is kept, each
+    with the reason."""
     begins = sorted(target.data_ptr() for some in parts for target, _ in some)
     found = {}
     for name, parameter in model.named_parameters():
         begin = parameter.data_ptr()
         last = bisect.bisect_left(begins, begin + parameter.nbytes)
         if parameter.numel() and bisect.bisect_left(begins, begin) == last:
-            found[f"the server's own {name}"] = "nothing of it is compared with a parameter of the trainer"
+            found[f"the server's own {name}"] = (
+                "nothing of it is compared with a parameter of the trainer"
+            )
     return found
 
 
 def numbers_of(model: torch.nn.Module) -> dict[str, float]:
-    """What modules and the implementations of attention compute with besides tensors (scales, caps, epsilons)."""
+    """What modules and the implementations of attention compute with besides tensors (scales, caps,
+    epsilons)."""
     found: dict[str, float] = {}
     for path, module in model.named_modules():
         owners: dict[str, Any] = {path: module}
-        if isinstance(module, AttentionLayerBase) and hasattr(module, "impl"):  # layers with a state have none
+        # layers with a state have none
+        if isinstance(module, AttentionLayerBase) and hasattr(module, "impl"):
             owners[f"{path}.impl"] = module.impl
         for owner, values in owners.items():
-            found.update({f"{owner}.{name}": one for name, one in vars(values).items() if isinstance(one, float)})
+            found.update(
+                {
+                    f"{owner}.{name}": one
+                    for name, one in vars(values).items()
+                    if isinstance(one, float)
+                }
+            )
     return found
 
 
@@ -284,15 +341,18 @@ def tables_of(model: torch.nn.Module, device: torch.device) -> dict[str, torch.T
 def _traced(
     model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> Iterator[tuple[ParameterSpec, list[tuple[torch.Tensor, torch.Tensor]], str | None]]:
-    """Yields each parameter with what vLLM's loader would copy, (vLLM's memory, part of the parameter), and what else
-    it would do, or why it cannot be known. Nothing is written."""
+    """Yields each parameter with what vLLM's loader would copy, (vLLM's memory, part of the
+    parameter), and what else it would do, or why it cannot be known. Nothing is written."""
     memory = memory_of(model)
     for spec in specs:
         if spec.pieces == []:
             yield spec, [], "transformers computes it from the tensors of the checkpoint"
             continue
         probe = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        parts = [(piece.name, probe.as_strided(piece.size, piece.stride, piece.offset)) for piece in spec.pieces or ()]
+        parts = [
+            (piece.name, probe.as_strided(piece.size, piece.stride, piece.offset))
+            for piece in spec.pieces or ()
+        ]
         tracer, trouble = CopyTracer(probe, memory), None
         try:
             with torch.no_grad(), tracer, _parameters_kept(tracer):
@@ -305,9 +365,12 @@ def _traced(
 
 
 def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
-    """Some loaders put a new parameter in the place of the old one. The old one stays, and the tracer notes it."""
+    """Some loaders put a new parameter in the place of the old one. The old one stays, and the
+    tracer notes it."""
 
-    def keep(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    def keep(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter | None:
         old = module._parameters.get(name)
         if old is not None and old.untyped_storage().data_ptr() in tracer.memory:
             tracer.others.append("a new parameter each time")
@@ -317,8 +380,11 @@ def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
     return register_module_parameter_registration_hook(keep)
 
 
-def _place(spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]], shared: dict[int, int]) -> View | str:
-    """The parameter's view, or why there is none. `copies` are (vLLM's memory, part of the probe)."""
+def _place(
+    spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]], shared: dict[int, int]
+) -> View | str:
+    """The parameter's view, or why there is none. `copies` are (vLLM's memory, part of the
+    probe)."""
     if not copies:
         return "vLLM's loader does not keep it"
     pointer = copies[0][0].untyped_storage().data_ptr()
@@ -328,40 +394,61 @@ def _place(spec: ParameterSpec, copies: list[tuple[torch.Tensor, torch.Tensor]],
         if target.untyped_storage().data_ptr() != pointer:
             return f"vLLM keeps it in {len(copies)} pieces, in different memory"
     if pointer not in shared:
-        return "vLLM keeps it in memory that cannot be shared: it packs or transforms it after loading"
+        return (
+            "vLLM keeps it in memory that cannot be shared: it packs or transforms it after loading"
+        )
     place = _one_view(spec.shape, copies)
     if place is None:
         return "vLLM keeps only a part of it, or in another order"
     offset, strides = place
-    return View(storage=shared[pointer], offset=offset, size=spec.shape, stride=strides, dtype=spec.dtype)
+    return View(
+        storage=shared[pointer], offset=offset, size=spec.shape, stride=strides, dtype=spec.dtype
+    )
 
 
-def _one_view(shape: list[int], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, list[int]] | None:
-    """Offset and strides of the view of vLLM's memory that the copies, (target, part of a contiguous probe), make up
-    together; None if they are not the whole parameter or do not lie that way."""
+def _one_view(
+    shape: list[int], copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[int, list[int]] | None:
+    """Offset and strides of the view of vLLM's memory that the copies, (target, part of a
+    contiguous probe), make up together; None if they are not the whole parameter or do not lie that
+    way."""
     contiguous = torch.empty(shape, device="meta").stride()
     strides: list[int | None] = [None] * len(shape)
-    starts: dict[int, int] = {}  # of each copy: offset of the first element in the probe -> in vLLM's memory
+    # of each copy: offset of the first element in the probe -> in vLLM's memory
+    starts: dict[int, int] = {}
     for target, source in copies:
-        if target.numel() != source.numel() or (source.numel() > 1 and target.shape != source.shape):
+        if target.numel() != source.numel() or (
+            source.numel() > 1 and target.shape != source.shape
+        ):
             return None
         for size, step, stride in zip(source.shape, source.stride(), target.stride()):
             if size > 1:
-                dim = next((dim for dim, length in enumerate(shape) if length > 1 and contiguous[dim] == step), None)
+                dim = next(
+                    (
+                        dim
+                        for dim, length in enumerate(shape)
+                        if length > 1 and contiguous[dim] == step
+                    ),
+                    None,
+                )
                 if dim is None or stride < 0 or strides[dim] not in (None, stride):
                     return None
                 strides[dim] = stride
         starts[source.storage_offset()] = target.storage_offset()
-    if len(starts) != len(copies) or sum(source.numel() for _, source in copies) != math.prod(shape):
+    if len(starts) != len(copies) or sum(source.numel() for _, source in copies) != math.prod(
+        shape
+    ):
         return None
     for dim, length in enumerate(shape):
-        if strides[dim] is None and length > 1:  # every copy is one element wide here: it is the step between two
+        # every copy is one element wide here: it is the step between two
+        if strides[dim] is None and length > 1:
             if not {0, contiguous[dim]} <= starts.keys() or starts[contiguous[dim]] < starts[0]:
                 return None
             strides[dim] = starts[contiguous[dim]] - starts[0]
     found = [1 if stride is None else stride for stride in strides]
     dims = list(zip(shape, contiguous, found, strict=True))
     origins = {
-        there - sum(here // step % length * stride for length, step, stride in dims) for here, there in starts.items()
+        there - sum(here // step % length * stride for length, step, stride in dims)
+        for here, there in starts.items()
     }
     return (origins.pop(), found) if len(origins) == 1 else None

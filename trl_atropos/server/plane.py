@@ -1,8 +1,9 @@
-"""What the control planes of the inference server share: the token, the lease, answers to requests that fail, and what
-the server remembers for the trainer: which policy versions sampled each completion, and which requests failed.
+"""What the control planes of the inference server share: the token, the lease, answers to requests
+that fail, and what the server remembers for the trainer: which policy versions sampled each
+completion, and which requests failed.
 
-`control.py` subclasses `ControlPlane` inside vLLM's server, `front/serve.py` in the process before that server. Runs
-without vLLM.
+`control.py` subclasses `ControlPlane` inside vLLM's server, `front/serve.py` in the process before
+that server. Runs without vLLM.
 """
 
 import asyncio
@@ -40,14 +41,17 @@ from trl_atropos.protocol import (
 
 logger = logging.getLogger("vllm.trl_atropos")
 
-LEASE_WAIT = 1.0  # seconds that a new trainer waits for the connection of a former one, which may be closing just now
+# seconds that a new trainer waits for the connection of a former one, which may be closing just now
+LEASE_WAIT = 1.0
 POLL = 0.5  # seconds between two looks at whether the server is shutting down
-# Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone after 30 s.
+# Seconds of silence, seconds between probes, unanswered probes: a trainer's machine counts as gone
+# after 30 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-EVALUATION: ContextVar[str | None] = ContextVar("evaluation", default=None)  # API key of the request being served
+# API key of the request being served
+EVALUATION: ContextVar[str | None] = ContextVar("evaluation", default=None)
 HELD = (
-    "another trainer holds this server: stop it, or start a server for this run (a trainer whose machine is gone "
-    "loses the lease after 30 s)"
+    "another trainer holds this server: stop it, or start a server for this run (a trainer whose "
+    "machine is gone loses the lease after 30 s)"
 )
 
 
@@ -70,8 +74,11 @@ def error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status)
 
 
-async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()) -> Response:
-    """The response that `work` returns, or an error response for what it raises, but for the types in `fatal`."""
+async def answer(
+    work: Awaitable[Response], what: str, fatal: tuple[type[Exception], ...] = ()
+) -> Response:
+    """The response that `work` returns, or an error response for what it raises, but for the types
+    in `fatal`."""
     try:
         return await work
     except Refused as problem:
@@ -81,15 +88,17 @@ async def answer(work: Awaitable[Response], what: str, fatal: tuple[type[Excepti
         raise
     except ValueError as problem:  # includes pydantic's
         return error(400, str(problem))
-    except Exception as problem:  # the boundary of the process: the client gets the reason, the log the traceback
+    # the boundary of the process: the client gets the reason, the log the traceback
+    except Exception as problem:
         logger.exception("%s failed", what)
         cause = problem.__cause__ or problem  # the message of vLLM's own exception says nothing
         return error(500, f"{type(cause).__name__}: {cause}")
 
 
 async def while_connected(work: Coroutine, receive, *ends: asyncio.Future) -> asyncio.Task | None:
-    """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two cases it is
-    cancelled. Returns its task, None if the client went away. Read the body of the request before."""
+    """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two
+    cases it is cancelled. Returns its task, None if the client went away. Read the body of the
+    request before."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, gone, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,11 +116,13 @@ async def _disconnected(receive) -> None:
 
 class ControlPlane:
     """
-    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a lease.
+    The routes under `/trl_atropos/`, for the trainer. At most one trainer holds the server, by a
+    lease.
 
-    A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends, before another
-    trainer may take it, and the handlers, which take the body of a request and return the answer: `questions`, by
-    method and path, answer at any time; `changes`, by path of POST requests, run one after the other.
+    A subclass has `server`, which runs this app, `trainer_left`, which is called when a lease ends,
+    before another trainer may take it, and the handlers, which take the body of a request and
+    return the answer: `questions`, by method and path, answer at any time; `changes`, by path of
+    POST requests, run one after the other.
     """
 
     def __init__(self) -> None:
@@ -130,8 +141,9 @@ class ControlPlane:
         return not self.open.is_set()
 
     async def hold(self, body: dict) -> dict:
-        """Lets requests for samples wait that come from now on, or not, and lets in a share of those that do. Those in
-        flight go on, and so do the trainer's own and those of evaluations. Returns how many wait after that."""
+        """Lets requests for samples wait that come from now on, or not, and lets in a share of
+        those that do. Those in flight go on, and so do the trainer's own and those of evaluations.
+        Returns how many wait after that."""
         self.hold_back(body["held"], body["let_in"])
         return {"waiting": len(self.waiting)}
 
@@ -158,7 +170,9 @@ class ControlPlane:
         given = request.headers.get("authorization", "")
         return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
 
-    async def control(self, request: Request, send, fatal: tuple[type[Exception], ...] = ()) -> None:
+    async def control(
+        self, request: Request, send, fatal: tuple[type[Exception], ...] = ()
+    ) -> None:
         path = request.scope["path"].removeprefix(ROUTE_PREFIX)
         if not self.has_token(request):
             response = error(401, "the control token is missing or wrong")
@@ -180,21 +194,33 @@ class ControlPlane:
         handler, needs = self.changes[path]
         async with self.changing:
             if "lease" in needs and not self.lease.locked():
-                raise Refused(f"{path} needs a lease, or nothing would notice if the trainer died: open it first")
+                raise Refused(
+                    f"{path} needs a lease, or nothing would notice if the trainer died: open it "
+                    "first"
+                )
             if "pause" in needs and not self.paused:
-                raise Refused(f"{path} needs a pause, or requests would sample from weights in the making")
+                raise Refused(
+                    f"{path} needs a pause, or requests would sample from weights in the making"
+                )
             return JSONResponse(await handler(body) or {})
 
     async def _hold_lease(self, request: Request, send) -> None:
-        """Returns when the kernel has closed the connection (the trainer is gone), when the server shuts down, which
-        would wait for open responses, or soon if another trainer holds the lease."""
+        """Returns when the kernel has closed the connection (the trainer is gone), when the server
+        shuts down, which would wait for open responses, or soon if another trainer holds the
+        lease."""
         try:
             await asyncio.wait_for(self.lease.acquire(), LEASE_WAIT)
         except TimeoutError:
             return await error(409, HELD)(request.scope, request.receive, send)
         gone = asyncio.create_task(_disconnected(request.receive))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"text/plain")],
+                }
+            )
             await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
             _keep_alive(self.server, request.scope["client"])
             while not gone.done() and not self.server.should_exit:
@@ -210,8 +236,8 @@ class ControlPlane:
 
 
 def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
-    """Has the kernel close the connection of a client whose machine or network vanished without a word: otherwise no
-    other trainer could take the lease."""
+    """Has the kernel close the connection of a client whose machine or network vanished without a
+    word: otherwise no other trainer could take the lease."""
     for connection in server.server_state.connections:
         if connection.transport.get_extra_info("peername")[:2] == tuple(client):
             with connection.transport.get_extra_info("socket").dup() as same:
@@ -220,7 +246,7 @@ def _keep_alive(server: uvicorn.Server, client: tuple[str, int]) -> None:
                     same.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-# --------------------------------------------------------------------------- what the server remembers for the trainer
+# -------------------------------------------------------- what the server remembers for the trainer
 
 MAX_REASONS = 20  # the latest reasons of errors are kept
 MAX_MESSAGE = 400  # characters
@@ -230,9 +256,10 @@ class Ledger:
     """
     What sampled the last `capacity` completions, by `protocol.completion_key`.
 
-    Equal keys are rare (greedy repeats on the same weights, or tokens of probability one). A key that is noted again
-    keeps the oldest of its versions: the answer may be too old, but never too new. It is forgotten by when it came
-    first, so that an old version does not stick to it for ever.
+    Equal keys are rare (greedy repeats on the same weights, or tokens of probability one). A key
+    that is noted again keeps the oldest of its versions: the answer may be too old, but never too
+    new. It is forgotten by when it came first, so that an old version does not stick to it for
+    ever.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:  # about 50 MB
@@ -277,8 +304,8 @@ class Evaluations:
 
 
 class History:
-    """Which version was sampled from at which time. Time is counted in publishes, because a version may come again: a
-    new trainer begins at any version."""
+    """Which version was sampled from at which time. Time is counted in publishes, because a version
+    may come again: a new trainer begins at any version."""
 
     def __init__(self) -> None:
         self.publishes = 0  # so far
@@ -286,30 +313,34 @@ class History:
         self._held: dict[int | None, list[tuple[int, int]]] = {None: [(0, 0)]}
 
     def publish(self, version: int, adapter_id: int | None) -> None:
-        """From now on, the adapter with this id holds `version`; if it is None, the model itself does."""
+        """From now on, the adapter with this id holds `version`; if it is None, the model itself
+        does."""
         self.publishes += 1
         self._held.setdefault(adapter_id, []).append((self.publishes, version))
 
     def version(self, publishes: int, adapter_id: int | None) -> int | None:
-        """The version that the model or an adapter held after that many publishes; None for an adapter that was never
-        published. Before its first publish, an adapter counts as what it held first: a request may have looked it up
-        just before."""
+        """The version that the model or an adapter held after that many publishes; None for an
+        adapter that was never published. Before its first publish, an adapter counts as what it
+        held first: a request may have looked it up just before."""
         if (held := self._held.get(adapter_id)) is None:
             return None
         return held[max(0, bisect_right(held, publishes, key=itemgetter(0)) - 1)][1]
 
 
 class Refusals:
-    """Counts the requests of environments that were answered with an error, by reason. The client of an environment
-    discards the reason, so without this neither its log nor the trainer would ever show it."""
+    """Counts the requests of environments that were answered with an error, by reason. The client
+    of an environment discards the reason, so without this neither its log nor the trainer would
+    ever show it."""
 
     def __init__(self) -> None:
         self._total = 0
-        # By the message without its numbers, the latest last: count, time of the last one, its message.
+        # By the message without its numbers, the latest last: count, time of the last one, its
+        # message.
         self._reasons: dict[str, tuple[int, float, str]] = {}
 
     def watched(self, send):
-        """The same `send`, which notes an answer that is an error, except 503: the server is shutting down."""
+        """The same `send`, which notes an answer that is an error, except 503: the server is
+        shutting down."""
         status = 200
 
         async def watching(message) -> None:
@@ -334,5 +365,8 @@ class Refusals:
     def answer(self) -> dict:
         """`GET /trl_atropos/refusals`."""
         now, reasons = time.monotonic(), reversed(self._reasons.values())
-        latest = [Refusal(count=count, seconds_ago=now - last, message=text) for count, last, text in reasons]
+        latest = [
+            Refusal(count=count, seconds_ago=now - last, message=text)
+            for count, last, text in reasons
+        ]
         return RefusalsReply(total=self._total, latest=latest).model_dump()

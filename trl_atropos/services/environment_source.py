@@ -1,7 +1,9 @@
-"""Reads an environment's script without running it: the names of its settings, and what its requests ask for.
+"""Reads an environment's script without running it: the names of its settings, and what its
+requests ask for.
 
-`recipe.py` compares the names under `config:` with those of the script, because Atropos silently drops a misspelt one.
-`check` looks at the requests. If the script alone does not tell the names, nothing is said here: the environment's own
+`recipe.py` compares the names under `config:` with those of the script, because Atropos silently
+drops a misspelt one. `check` looks at the requests. If the script alone does not tell the names,
+nothing is said here: the environment's own
 process compares them once it has imported everything (`environment_site/run.py`).
 """
 
@@ -28,25 +30,28 @@ class Request(NamedTuple):
 
 
 def parse_script(path: Path) -> ast.Module | None:
-    """Returns the syntax tree of a script, or None if there is none: no file, or no Python of this version."""
+    """Returns the syntax tree of a script, or None if there is none: no file, or no Python of this
+    version."""
     try:
         return ast.parse(path.read_text("utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
+# ----------------------------------------------------------------------------------------- settings
 
 
 def setting_names(path: Path) -> set[str] | None:
-    """Returns the names of all settings that the environments of a script have, or None if a class that they come
-    from is not in the script."""
+    """Returns the names of all settings that the environments of a script have, or None if a class
+    that they come from is not in the script."""
     tree = parse_script(path)
     if tree is None:
         return None
     imported = _imported_from_atropos(tree)
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    environments = [node for node in classes.values() if _descends(node, BASE_ENVIRONMENT, classes, imported)]
+    environments = [
+        node for node in classes.values() if _descends(node, BASE_ENVIRONMENT, classes, imported)
+    ]
     if not environments:
         return None
     names = _base_names()
@@ -74,7 +79,8 @@ def _base_names() -> set[str]:
 
 
 def _imported_from_atropos(tree: ast.Module) -> dict[str, str]:
-    """Returns what the script calls the names that it imports from Atropos' base module: by its own, theirs."""
+    """Returns what the script calls the names that it imports from Atropos' base module: by its
+    own, theirs."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == BASE_MODULE:
@@ -83,20 +89,25 @@ def _imported_from_atropos(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def _descends(node: ast.ClassDef, ancestor: str, classes: dict[str, ast.ClassDef], imported: dict[str, str]) -> bool:
-    """Returns whether a class has an ancestor of Atropos' base module, through classes of the script alone."""
+def _descends(
+    node: ast.ClassDef, ancestor: str, classes: dict[str, ast.ClassDef], imported: dict[str, str]
+) -> bool:
+    """Returns whether a class has an ancestor of Atropos' base module, through classes of the
+    script alone."""
     bases = [_name(base) for base in node.bases]
     if ancestor in (imported.get(base) for base in bases):
         return True
     return any(
-        base in classes and classes[base] is not node and _descends(classes[base], ancestor, classes, imported)
+        base in classes
+        and classes[base] is not node
+        and _descends(classes[base], ancestor, classes, imported)
         for base in bases
     )
 
 
 def _config_classes(environment: ast.ClassDef) -> set[str]:
-    """Returns the classes that an environment's settings may be of: its `env_config_cls`, and what `config_init` makes
-    whose name ends as Atropos' own does."""
+    """Returns the classes that an environment's settings may be of: its `env_config_cls`, and what
+    `config_init` makes whose name ends as Atropos' own does."""
     found = set()
     for node in ast.walk(environment):
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -110,9 +121,15 @@ def _config_classes(environment: ast.ClassDef) -> set[str]:
 
 
 def _is_open(config: ast.ClassDef) -> bool:
-    """Returns whether a class says itself how unknown settings are taken, or has other names for some."""
+    """Returns whether a class says itself how unknown settings are taken, or has other names for
+    some."""
     own = {getattr(node, "name", "") for node in config.body}
-    own |= {_name(target) for node in config.body if isinstance(node, ast.Assign) for target in node.targets}
+    own |= {
+        _name(target)
+        for node in config.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
     return bool(own & {"Config", "model_config"}) or "alias" in ast.unparse(config)
 
 
@@ -127,12 +144,13 @@ def _name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ""
 
 
-# ------------------------------------------------------------------------------------------------------------ requests
+# ----------------------------------------------------------------------------------------- requests
 
 
 def reshaping_requests(path: Path) -> list[Request]:
-    """Returns the literals in a script that would have the server sample from another distribution than the policy's.
-    Functions for evaluations, whose names have `eval` in them, may ask for anything."""
+    """Returns the literals in a script that would have the server sample from another distribution
+    than the policy's. Functions for evaluations, whose names have `eval` in them, may ask for
+    anything."""
     tree = parse_script(path)
     return [] if tree is None else sorted(_requests_in(tree))
 
@@ -154,7 +172,8 @@ def _requests_in(node: ast.AST) -> Iterator[Request]:
 
 def _reshapes(name: str | None, value: ast.expr) -> bool:
     usual = SamplingSettings().numbers()
-    if name in usual and name != "temperature":  # of that, `config:` and the server's notes say more
+    # of that, `config:` and the server's notes say more
+    if name in usual and name != "temperature":
         number = getattr(value, "value", None)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         return is_number and number != usual[name] and (name, number) != ("top_k", -1)

@@ -1,11 +1,13 @@
-"""The environments of a run: their entries in the recipe, what their logs say, and what happens when one ends.
+"""The environments of a run: their entries in the recipe, what their logs say, and what happens
+when one ends.
 
-`recipe.py` reads each entry of `environments` into an `EnvironmentSpec`, and `trl_atropos.train` starts its command.
-From then on `Supervisor` tells the rollout source what the logs say, and ends the run when an environment only fails.
-`Services.watch` reports to `Disconnector` each environment that ended, so that the Atropos API forgets it.
+`recipe.py` reads each entry of `environments` into an `EnvironmentSpec`, and `trl_atropos.train`
+starts its command. From then on `Supervisor` tells the rollout source what the logs say, and ends
+the run when an environment only fails. `Services.watch` reports to `Disconnector` each environment
+that ended, so that the Atropos API forgets it.
 
-Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py` adds to them; where
-it is not loaded, messages have less detail.
+Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py`
+adds to them; where it is not loaded, messages have less detail.
 """
 
 import contextlib
@@ -41,16 +43,21 @@ NOTHING = "handle_env: No trajectories collected"  # after each exception, too
 FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
     POSTPROCESS_FAILED: "failed in `postprocess_histories`",
-    "Error in handle_send_to_api": "failed to deliver a group, because something in it is missing or wrong",
+    "Error in handle_send_to_api": "failed to deliver a group, because something in it is missing "
+    "or wrong",
 }
 MEANINGS = FAILURES | {
-    NOTHING: "sampled a group and returned none: most environments do where all scores of a group are alike. Use "
-    "other prompts or a finer reward, or have its code return such groups, too",
-    "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: set "
-    "`--env.ensure_scores_are_not_same false`, or use easier or harder prompts",
-    "Token length is too long in a group, skipping": "dropped a group that has a rollout over the length limit: let "
-    "it sample fewer tokens, or raise `max_sequence_length`",
-    "Group structure invalid, or token count mismatch": "dropped a group that is not of its `group_size`: correct it",
+    NOTHING: "sampled a group and returned none: most environments do where all scores of a group "
+    "are alike. Use other prompts or a finer reward, or have its code return such groups, "
+    "too",
+    "Scores are the same in a group, skipping": "dropped a group because its scores are all equal: "
+    "set `--env.ensure_scores_are_not_same false`, or "
+    "use easier or harder prompts",
+    "Token length is too long in a group, skipping": "dropped a group that has a rollout over the "
+    "length limit: let it sample fewer tokens, or "
+    "raise `max_sequence_length`",
+    "Group structure invalid, or token count mismatch": "dropped a group that is not of its "
+    "`group_size`: correct it",
     "Failed to send": "could not deliver a group: the API refused it or did not answer",
 }
 SIGN = re.compile("|".join(map(re.escape, MEANINGS)))
@@ -58,7 +65,8 @@ EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was coll
 REGISTERED = re.compile(r"Initialized env with id (\d+)")
 BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
 LONGEST = 300  # characters of an exception that are quoted
-NAME = re.compile(r"\w[\w.-]*")  # of an entry: no "..", nothing hidden, and nothing that looks like a flag
+# of an entry: no "..", nothing hidden, and nothing that looks like a flag
+NAME = re.compile(r"\w[\w.-]*")
 LONGEST_NAME = 200  # bytes; the name of a file may have 255
 
 
@@ -67,14 +75,16 @@ class EnvironmentSpec(BaseModel):
     One entry of `environments`. A text alone is the `path`.
 
     Attributes:
-        path: The environment's script, relative to `cwd`, run as `{python} PATH serve --config FILE` would be.
-        config: Settings of the environment, which win over those that the run writes to that file.
-        command: The whole command in place of `path`, with placeholders, as one line or as a list of words.
-        name: Name of the service and of its log file. Defaults to that of the script, or of its folder if the script
+        path: The environment's script, relative to `cwd`, run as `{python} PATH serve --config
+        FILE` would be. config: Settings of the environment, which win over those that the run
+        writes to that file. command: The whole command in place of `path`, with placeholders, as
+        one line or as a list of words. name: Name of the service and of its log file. Defaults to
+        that of the script, or of its folder if the script
             is called `environment.py`.
         python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and `server_type` are
-            by default those of the run. A `command` is given them as the file `--config`.
+        servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and
+            `server_type` are by default those of the run. A `command` is given them as the file
+            `--config`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -100,14 +110,19 @@ class EnvironmentSpec(BaseModel):
         if self.path is None and not self.name:
             raise ValueError("an entry with a `command` needs a `name`")
         if self.path is None and self.config:
-            raise ValueError("`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`")
+            raise ValueError(
+                "`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`"
+            )
         if not self.name:
             script = Path(self.cwd or "", self.path).absolute()
             usual = script.parent.name if script.stem == "environment" else script.stem
             self.name = re.sub(r"[^\w.-]", "_", usual).lstrip(".-")
         if not NAME.fullmatch(self.name) or len(os.fsencode(self.name)) > LONGEST_NAME:
             what = f"files and folders get its name, and {self.name!r} is none for them"
-            fix = f"letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with no - or . at its start"
+            fix = (
+                f"letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with no "
+                "- or . at its start"
+            )
             raise ValueError(f"{what}: set `name` to {fix}")
         return self
 
@@ -120,25 +135,38 @@ class EnvironmentSpec(BaseModel):
     def line(self) -> str:
         """The command as a person would type it, without what the run fills in."""
         if self.path is not None:
-            flags = [f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()]
+            flags = [
+                f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()
+            ]
             return " ".join([f"python {self.path} serve", *flags])
         return self.command if isinstance(self.command, str) else " ".join(self.command)
 
     def variables(self, **further: str) -> dict[str, str]:
-        """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`, and no token."""
-        own = {TOKEN_VARIABLE: "", **further, **{name: str(value) for name, value in self.env.items()}}
+        """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`,
+        and no token."""
+        own = {
+            TOKEN_VARIABLE: "",
+            **further,
+            **{name: str(value) for name, value in self.env.items()},
+        }
         before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
 
     def words(self) -> list[str]:
         """The command as words, with its placeholders."""
         if self.path is not None:
-            return ["{python}", *(word.replace("{", "{{").replace("}", "}}") for word in (RUNNER, self.path)), "serve"]
+            return [
+                "{python}",
+                *(word.replace("{", "{{").replace("}", "}}") for word in (RUNNER, self.path)),
+                "serve",
+            ]
         try:
             return shlex.split(self.command) if isinstance(self.command, str) else self.command
         except ValueError as error:
             what = f"The command of environment {self.name!r} is cut short: {error}"
-            raise RecipeError(what, str(self.command), "Correct its quotes.", "environment-command") from error
+            raise RecipeError(
+                what, str(self.command), "Correct its quotes.", "environment-command"
+            ) from error
 
     def fill_in(self, text: str, values: dict[str, str]) -> str:
         """`text` with the values of its placeholders."""
@@ -149,22 +177,26 @@ class EnvironmentSpec(BaseModel):
             return text.format_map(values)
         except (KeyError, IndexError, ValueError) as error:
             what = f"The entry of environment {self.name!r} has an unknown placeholder ({error})"
-            fix = f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal brace twice."
+            fix = (
+                f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal "
+                "brace twice."
+            )
             raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
 
 
 class EvaluationSpec(EnvironmentSpec):
     """
-    One entry of `evaluations`: an environment that is run beside the training, of which nothing is trained on.
+    One entry of `evaluations`: an environment that is run beside the training, of which nothing is
+    trained on.
 
     Attributes:
-        problems: Of which rollouts are sampled, the first that the environment gives. By default, its own `evaluate`
-            runs instead.
+        problems: Of which rollouts are sampled, the first that the environment gives. By default,
+            its own `evaluate` runs instead.
         samples: Rollouts of each problem, for pass@k.
         temperature: At which they are sampled; by default that of the run.
         passes_above: A rollout with a score above this has solved its problem.
-        every: Optimizer steps between two evaluations; by default `eval_steps`. One is made before the first step and
-            one after the last in any case.
+        every: Optimizer steps between two evaluations; by default `eval_steps`. One is made before
+            the first step and one after the last in any case.
     """
 
     problems: int | None = Field(default=None, ge=1)
@@ -179,14 +211,20 @@ class EvaluationSpec(EnvironmentSpec):
             raise ValueError("an evaluation needs a `path`")
         stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
         if self.problems is None and stated:
-            raise ValueError(f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its `config`")
+            raise ValueError(
+                f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its "
+                "`config`"
+            )
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError("at temperature 0 all samples of a problem are the same: set `samples: 1`")
+            raise ValueError(
+                "at temperature 0 all samples of a problem are the same: set `samples: 1`"
+            )
         return self
 
 
 class EnvironmentLog:
-    """Follows the log of an environment that the run started; the part of this run begins at byte `start`."""
+    """Follows the log of an environment that the run started; the part of this run begins at byte
+    `start`."""
 
     def __init__(self, path: str | Path, start: int = 0):
         self._path, self._read_to = path, start
@@ -226,14 +264,21 @@ class EnvironmentLog:
                 text = line[found.end() :].strip(": ")
                 explained = EXPLAINED.search(text)
                 self.place = explained[2] if explained else ""
-                self.error = f"{explained[1][:LONGEST].rstrip(': ')} ({self.place})" if explained else text[:LONGEST]
+                self.error = (
+                    f"{explained[1][:LONGEST].rstrip(': ')} ({self.place})"
+                    if explained
+                    else text[:LONGEST]
+                )
                 self.never_succeeded = bool(explained and explained[3])
 
     def undelivered(self) -> list[str]:
         """Why groups were not delivered: exceptions first, then what happened most often."""
         counts = self.counts.copy()
         counts[NOTHING] -= counts[COLLECT_FAILED] + counts[POSTPROCESS_FAILED]
-        found = sorted((sign for sign in MEANINGS if counts[sign] > 0), key=lambda s: (s not in FAILURES, -counts[s]))
+        found = sorted(
+            (sign for sign in MEANINGS if counts[sign] > 0),
+            key=lambda s: (s not in FAILURES, -counts[s]),
+        )
         reasons = [f"{counts[sign]} times it {MEANINGS[sign]}" for sign in found]
         if self.error:
             reasons[0] += f"; the last error was {self.error}"
@@ -241,8 +286,8 @@ class EnvironmentLog:
 
 
 class Supervisor:
-    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`, from a thread, with
-    the error that ends the run: an environment only ever fails."""
+    """What `AtroposSource` knows of the environments that this run started. Calls `on_failure`,
+    from a thread, with the error that ends the run: an environment only ever fails."""
 
     def __init__(self, services: Services, on_failure: Callable[[RolloutError], None]):
         self._services = services
@@ -262,15 +307,21 @@ class Supervisor:
         return {"services/restarts": float(self._services.restarts)}
 
     def names(self) -> dict[int, str]:
-        """The environments' names by their numbers at the API, which their logs show. Where two logs show one number,
-        as after a restart of the API, it is that of the environment which was started later."""
+        """The environments' names by their numbers at the API, which their logs show. Where two
+        logs show one number, as after a restart of the API, it is that of the environment which was
+        started later."""
         logs = sorted(self._read_logs(), key=lambda pair: pair[0].started)
         numbers = [(log.former_number, service) for service, log in logs]
         numbers += [(log.number, service) for service, log in logs]
-        return {number: service.name.removeprefix(ENVIRONMENT) for number, service in numbers if number is not None}
+        return {
+            number: service.name.removeprefix(ENVIRONMENT)
+            for number, service in numbers
+            if number is not None
+        }
 
     def explain(self, reason: str) -> str:
-        """Why no batch comes: `reason`, with what the environments' logs say of groups that were not delivered."""
+        """Why no batch comes: `reason`, with what the environments' logs say of groups that were
+        not delivered."""
         before, after = [], []
         for service, log in self._read_logs():
             undelivered = log.undelivered()
@@ -283,7 +334,9 @@ class Supervisor:
         return " ".join([*before, reason, *after])
 
     def _read_logs(self) -> list[tuple[Service, EnvironmentLog]]:
-        environments = [service for service in self._services.running() if service.name.startswith(ENVIRONMENT)]
+        environments = [
+            service for service in self._services.running() if service.name.startswith(ENVIRONMENT)
+        ]
         for service in environments:
             self._logs.setdefault(service.name, EnvironmentLog(service.log_path, service.log_start))
         return [(service, self._logs[service.name].read()) for service in environments]
@@ -304,17 +357,21 @@ class Supervisor:
 
 
 class Disconnector:
-    """Has the API at `url` forget environments that ended, once their successors have registered: without any
-    connected environment, the API divides by zero. It never forgets by itself: an environment that ended keeps its
-    share of the weights, and with a `min_batch_allocation` it stops all batches."""
+    """Has the API at `url` forget environments that ended, once their successors have registered:
+    without any connected environment, the API divides by zero. It never forgets by itself: an
+    environment that ended keeps its share of the weights, and with a `min_batch_allocation` it
+    stops all batches."""
 
     def __init__(self, services: Services, url: str):
         self._services = services
-        self._client = AtroposClient(url, request_timeout=REQUEST_TIMEOUT, batch_timeout=REQUEST_TIMEOUT)
+        self._client = AtroposClient(
+            url, request_timeout=REQUEST_TIMEOUT, batch_timeout=REQUEST_TIMEOUT
+        )
         self._api_ends = 0
 
     def ended(self, service: Service) -> None:
-        """A service has ended and will be started again. Called by `Services.watch`, before that."""
+        """A service has ended and will be started again. Called by `Services.watch`, before
+        that."""
         if service.name == ATROPOS:
             self._api_ends += 1  # the new API numbers from 0
         if not service.name.startswith(ENVIRONMENT):
@@ -326,13 +383,16 @@ class Disconnector:
         numbers = self._numbers_of(service, count)
         if numbers is None:
             logger.warning(
-                "The Atropos API still counts on the environment that ended (%s), and its number there is not known. "
-                "If it has a `min_batch_allocation`, no batch comes before the API is told to forget it: %s.",
+                "The Atropos API still counts on the environment that ended (%s), and its number "
+                "there is not known. If it has a `min_batch_allocation`, no batch comes before the "
+                "API is told to forget it: %s.",
                 *(service.name, disconnect_command(self._client.url, [0, 1])),
             )
         elif numbers:
             forget = (service.name, numbers, count, self._api_ends)
-            threading.Thread(target=self._forget, args=forget, name="disconnect", daemon=True).start()
+            threading.Thread(
+                target=self._forget, args=forget, name="disconnect", daemon=True
+            ).start()
 
     def _numbers_of(self, service: Service, count: int) -> list[int] | None:
         """Numbers that the ended environment may have at the API; `None` if that is not known."""
@@ -349,12 +409,14 @@ class Disconnector:
         return list(range(count)) if alone and count <= service.restarts + 1 else None
 
     def _forget(self, name: str, numbers: list[int], successor: int, api_ends: int) -> None:
-        """Disconnects `numbers` when the next environment has registered, as number `successor`. If none does, the run
-        ends anyway."""
+        """Disconnects `numbers` when the next environment has registered, as number `successor`. If
+        none does, the run ends anyway."""
         while api_ends == self._api_ends:
             with contextlib.suppress(ApiUnreachable, ReplyLost):
                 if self._client.environment(successor) is not None:
                     for number in numbers:
                         self._client.disconnect(number)
-                    return logger.info("The Atropos API no longer counts on %s as it was before it ended.", name)
+                    return logger.info(
+                        "The Atropos API no longer counts on %s as it was before it ended.", name
+                    )
             time.sleep(LOOK_EVERY)

@@ -1,16 +1,18 @@
 """Evaluations of a run: which are due, the process that makes one, and what it found.
 
 An evaluation is an Atropos environment that is run once, beside the training. With `problems`,
-`environment_site/groups.py` takes it through exactly these, and its rollouts go to a file, never to the Atropos API.
-Without, its own `evaluate` runs, which leaves `metrics.json`. Its process is started ahead and begins when it is told,
-so that the policy which is meant answers. By the API key of its requests, the servers note which versions did.
+`environment_site/groups.py` takes it through exactly these, and its rollouts go to a file, never to
+the Atropos API. Without, its own `evaluate` runs, which leaves `metrics.json`. Its process is
+started ahead and begins when it is told, so that the policy which is meant answers. By the API key
+of its requests, the servers note which versions did.
 
-Its measures (pass@k, the mean score, how sure both are, the gain since the first evaluation) are means over problems,
-and so are their errors, because the samples of one problem are alike (Miller 2024, "Adding Error Bars to Evals").
+Its measures (pass@k, the mean score, how sure both are, the gain since the first evaluation) are
+means over problems, and so are their errors, because the samples of one problem are alike (Miller
+2024, "Adding Error Bars to Evals").
 
-What it leaves is moved to `<output_dir>/evaluations/NAME/step-000400/` once `result.json` is there, by which a run
-that resumes knows which evaluations it has. All of it is somebody else's output: whatever cannot be read is an
-`EvaluationError`, and so an evaluation that failed.
+What it leaves is moved to `<output_dir>/evaluations/NAME/step-000400/` once `result.json` is there,
+by which a run that resumes knows which evaluations it has. All of it is somebody else's output:
+whatever cannot be read is an `EvaluationError`, and so an evaluation that failed.
 """
 
 import hashlib
@@ -44,7 +46,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "evaluations"
 GROUPS, METRICS, RESULT = "groups.jsonl", "metrics.json", "result.json"
 NEXT, GO = "next", "go"  # folder of the evaluation that comes next, and the file that lets it begin
-READY_TIMEOUT, POLL = 600.0, 0.02  # seconds that a process may take to import and set up what it needs
+# seconds that a process may take to import and set up what it needs
+READY_TIMEOUT, POLL = 600.0, 0.02
 TOLD_EVERY = 60.0  # seconds between two messages of what an evaluation does that is waited for
 CONFIDENCE = 1.96  # standard errors to either side: 95 %
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
@@ -57,7 +60,8 @@ Kind = TypeVar("Kind")
 
 @dataclass
 class Result:
-    """What an evaluation found at an optimizer step. `versions`: the oldest and the newest that sampled for it."""
+    """What an evaluation found at an optimizer step. `versions`: the oldest and the newest that
+    sampled for it."""
 
     name: str
     step: int
@@ -65,8 +69,10 @@ class Result:
     versions: tuple[int, int] | None
     seconds: float
     scores: dict[str, Samples] = field(default_factory=dict)  # by problem
-    passes_above: float | None = None  # a sample with a score above this has passed; None: of the environment's own
-    graded: bool = False  # whether scores of it, or of an earlier one, are not only 0 and 1: their mean says more
+    # a sample with a score above this has passed; None: of the environment's own
+    passes_above: float | None = None
+    # whether scores of it, or of an earlier one, are not only 0 and 1: their mean says more
+    graded: bool = False
 
     @property
     def policy(self) -> str:
@@ -78,12 +84,17 @@ class Result:
 
     def logs(self) -> dict[str, float]:
         """The metrics by the names that Transformers knows them by, such as `eval_gsm8k_pass@1`."""
-        versions = {} if self.versions is None else dict(zip(("oldest_version", "newest_version"), self.versions))
+        versions = (
+            {}
+            if self.versions is None
+            else dict(zip(("oldest_version", "newest_version"), self.versions))
+        )
         named = self.metrics | versions | {"seconds": self.seconds}
         return {f"eval_{self.name}_{metric}": float(value) for metric, value in named.items()}
 
     def line(self, graded: bool | None = None) -> str:
-        """One line for a person. With `graded`, the mean score comes first; by default, if `self.graded`."""
+        """One line for a person. With `graded`, the mean score comes first; by default, if
+        `self.graded`."""
         if "pass@1" not in self.metrics:
             found = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
         elif self.graded if graded is None else graded:
@@ -93,7 +104,8 @@ class Result:
         return f"{self.name}: {found} ({self.policy}, {self.seconds:.0f} s)"
 
     def _passes_in_words(self) -> str:
-        """pass@1 and its gain. Where all or none pass, the samples show no spread to make an interval of."""
+        """pass@1 and its gain. Where all or none pass, the samples show no spread to make an
+        interval of."""
         share = self.metrics["pass@1"]
         spread = self._interval("pass@1") if 0 < share < 1 else ""
         return f"pass@1 {share:.3f}{spread}{self._gain('gain')}"
@@ -111,7 +123,8 @@ class Result:
         return f", {self.metrics[name]:+.3f}{self._interval(name, '+')} since step 0"
 
     def _interval(self, name: str, sign: str = "") -> str:
-        """The 95 % interval of a metric, behind a space; empty if it has no width: all values are equal."""
+        """The 95 % interval of a metric, behind a space; empty if it has no width: all values are
+        equal."""
         low = self.metrics.get(f"{name}_low", 0.0)
         high = self.metrics.get(f"{name}_high", 0.0)
         return f" [{low:{sign}.3f}, {high:{sign}.3f}]" if low < high else ""
@@ -167,9 +180,10 @@ class _Process:
 
 
 class Evaluator:
-    """Makes the evaluations `specs` of a run, on rank 0. `command_of(spec, folder, key)` writes the configuration of
-    one and returns its command; `urls` are the servers that it samples from; none takes more than `timeout` seconds.
-    One that fails is warned about; the first, and all if they are `needed`, raise `EvaluationError`."""
+    """Makes the evaluations `specs` of a run, on rank 0. `command_of(spec, folder, key)` writes the
+    configuration of one and returns its command; `urls` are the servers that it samples from; none
+    takes more than `timeout` seconds. One that fails is warned about; the first, and all if they
+    are `needed`, raise `EvaluationError`."""
 
     def __init__(
         self,
@@ -184,7 +198,8 @@ class Evaluator:
         self.specs = specs
         self.results: list[Result] = []  # of this run, in the order in which they ended
         self._services, self._command_of = services, command_of
-        self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]  # the token must be known by now
+        # the token must be known by now
+        self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]
         self._folder, self._timeout, self._needed = Path(folder), timeout, needed
         self._processes: dict[str, _Process] = {}
         self._over = False  # no evaluation comes any more
@@ -195,7 +210,8 @@ class Evaluator:
             self._prepare(spec)
 
     def start(self, step: int) -> None:
-        """Training begins after `step` optimizer steps. What was found after more, or by another run, is removed."""
+        """Training begins after `step` optimizer steps. What was found after more, or by another
+        run, is removed."""
         self.results, self._over = [], False
         for spec in self.specs:
             for folder in sorted((self._folder / spec.name).glob("step-*")):
@@ -211,7 +227,8 @@ class Evaluator:
             self._processes[spec.name].began = time.monotonic()
 
     def _prepare(self, spec: EvaluationSpec) -> None:
-        """Starts the process of the next evaluation, which waits. Raises `EvaluationError` if the disk refuses."""
+        """Starts the process of the next evaluation, which waits. Raises `EvaluationError` if the
+        disk refuses."""
         folder = (self._folder / spec.name / NEXT).absolute()
         key = f"{EVALUATION_KEY}{uuid.uuid4().hex}"
         env = spec.variables(TRL_ATROPOS_GO=str(folder / GO))
@@ -219,16 +236,22 @@ class Evaluator:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             name, command = f"evaluation-{spec.name}", self._command_of(spec, folder, key)
-            service = self._services.start(name, command, env=env, cwd=spec.cwd, scratch=True, ends=True)
+            service = self._services.start(
+                name, command, env=env, cwd=spec.cwd, scratch=True, ends=True
+            )
         except OSError as error:
             what = f"The next evaluation {spec.name!r} cannot be prepared in {folder} ({error})"
-            fix = "Make room, or let this user write there; the run makes it again once it is resumed."
+            fix = (
+                "Make room, or let this user write there; the run makes it again once it is "
+                "resumed."
+            )
             raise EvaluationError(what, fix=fix) from error
         self._processes[spec.name] = _Process(spec, folder, key, service)
 
     def begin(self, step: int, first: bool, last: bool) -> list[Result]:
-        """Begins those that are due after `step` optimizer steps, all of them before the `first` and after the `last`.
-        Returns those of this step that a run which was resumed has already."""
+        """Begins those that are due after `step` optimizer steps, all of them before the `first`
+        and after the `last`. Returns those of this step that a run which was resumed has
+        already."""
         self._over = last
         for process in self._due(step, first, last):
             process.step, process.began, process.told = step, time.monotonic(), 0.0
@@ -239,9 +262,12 @@ class Evaluator:
         return [result for result in self.results if result.step == step]
 
     def ready(self, step: int, first: bool, last: bool, timeout: float = math.inf) -> bool:
-        """Waits `timeout` seconds at most until those that `begin` would begin can do so at once. Whether they can."""
+        """Waits `timeout` seconds at most until those that `begin` would begin can do so at once.
+        Whether they can."""
         deadline = time.monotonic() + timeout
-        while late := [process for process in self._due(step, first, last) if not self._is_ready(process)]:
+        while late := [
+            process for process in self._due(step, first, last) if not self._is_ready(process)
+        ]:
             for process in late:
                 self._tell(process, f"is starting for step {step}")
             if time.monotonic() >= deadline:
@@ -255,14 +281,20 @@ class Evaluator:
         return [self._processes[name] for name in due if name in self._processes.keys() - known]
 
     def _is_ready(self, process: _Process) -> bool:
-        """Whether a process waits for its step, or there is nothing to wait for: `poll` says why."""
-        late, awaited = time.monotonic() - process.began > READY_TIMEOUT, process.folder.joinpath(f"{GO}.awaited")
+        """Whether a process waits for its step, or there is nothing to wait for: `poll` says
+        why."""
+        late, awaited = (
+            time.monotonic() - process.began > READY_TIMEOUT,
+            process.folder.joinpath(f"{GO}.awaited"),
+        )
         return late or awaited.exists() or self._services.exit_code(process.service) is not None
 
     def poll(self) -> list[Result]:
         """Those that have ended since the last call."""
         ended = []
-        for process in [process for process in self._processes.values() if process.step is not None]:
+        for process in [
+            process for process in self._processes.values() if process.step is not None
+        ]:
             code = self._services.exit_code(process.service)
             if code is None and time.monotonic() - process.began < self._timeout:
                 continue
@@ -278,7 +310,8 @@ class Evaluator:
         return ended
 
     def _end(self, process: _Process, trouble: EvaluationError | None) -> None:
-        """Ends a process, and prepares the next one if there may be one. `trouble` is why its evaluation failed."""
+        """Ends a process, and prepares the next one if there may be one. `trouble` is why its
+        evaluation failed."""
         self._services.end(process.service)
         del self._processes[process.spec.name]
         if trouble is not None:
@@ -293,14 +326,15 @@ class Evaluator:
                 self._warn_or_raise(error)
 
     def _warn_or_raise(self, error: EvaluationError, is_first: bool = False) -> None:
-        """A mistake shows in the first evaluation. Later ones must not end a training, unless it depends on them."""
+        """A mistake shows in the first evaluation. Later ones must not end a training, unless it
+        depends on them."""
         if self._needed or is_first:
             raise error from None
         logger.warning("%s", error)
 
     def tell_progress(self, before: float = math.inf) -> None:
-        """Says what the evaluations of steps before `before` do, a minute after each began and every minute from then
-        on. Called again and again while something waits for them."""
+        """Says what the evaluations of steps before `before` do, a minute after each began and
+        every minute from then on. Called again and again while something waits for them."""
         for process in self._processes.values():
             if process.step is not None and process.step < before:
                 self._tell(process, f"at step {process.step}")
@@ -313,17 +347,25 @@ class Evaluator:
 
     def busy(self, before: float = math.inf) -> bool:
         """Whether an evaluation of a step before `before` is under way."""
-        return any(process.step is not None and process.step < before for process in self._processes.values())
+        return any(
+            process.step is not None and process.step < before
+            for process in self._processes.values()
+        )
 
     def _read(self, process: _Process, code: int | None) -> Result:
-        """Reads what the process left, and moves it to where it stays. `code`: its exit code, `None` if it is late."""
+        """Reads what the process left, and moves it to where it stays. `code`: its exit code,
+        `None` if it is late."""
         spec, seconds = process.spec, time.monotonic() - process.began
         if code is None:
             what = f"it did not end within {self._timeout:g} s (`eval_timeout`)"
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
         if code:
-            raise EvaluationError(f"it ended with exit code {code}", fix="Correct what the end of its log says.")
-        result = Result(spec.name, process.step, metrics={}, versions=None, seconds=round(seconds, 2))
+            raise EvaluationError(
+                f"it ended with exit code {code}", fix="Correct what the end of its log says."
+            )
+        result = Result(
+            spec.name, process.step, metrics={}, versions=None, seconds=round(seconds, 2)
+        )
         if spec.problems is None:
             result.metrics = _own_metrics(process.folder)
         else:
@@ -349,13 +391,16 @@ class Evaluator:
         result.graded = not values <= {0.0, 1.0} or any(one.graded for one in earlier)
 
     def _scores(self, process: _Process) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """The scores by problem, and what else is known of them. A problem on which the environment failed has not
-        been solved; one for which it returned nothing is left out, since nothing is known of it."""
+        """The scores by problem, and what else is known of them. A problem on which the environment
+        failed has not been solved; one for which it returned nothing is left out, since nothing is
+        known of it."""
         spec, path = process.spec, process.folder / GROUPS
         answers = read_answers(path)
         failed = [answer for answer in answers if answer.failure is not None]
         silent = sum(answer.failure is None and not answer.groups for answer in answers)
-        scores = {f"{answer.item}": [min(0.0, spec.passes_above)] * spec.samples for answer in failed}
+        scores = {
+            f"{answer.item}": [min(0.0, spec.passes_above)] * spec.samples for answer in failed
+        }
         lengths: list[int] = []
         for answer in answers:
             for number, group in enumerate(answer.groups):
@@ -368,15 +413,16 @@ class Evaluator:
             raise EvaluationError(what, fix="Correct it there." if failed else otherwise)
         if failed:
             logger.warning(
-                "Evaluation %r at step %d failed on %d of %d problems, which count as not solved: %s. The tracebacks "
-                "are in %s.",
+                "Evaluation %r at step %d failed on %d of %d problems, which count as not solved: "
+                "%s. The tracebacks are in %s.",
                 *(spec.name, process.step, len(failed), len(answers), failed[0].failure, path),
             )
         known = len(answers) - silent
         if known < spec.problems:
             logger.warning(
-                "Evaluation %r at step %d has %d of %d problems: the environment has no more, or returned nothing for "
-                "some (most return nothing where all scores of a group are alike).",
+                "Evaluation %r at step %d has %d of %d problems: the environment has no more, or "
+                "returned nothing for some (most return nothing where all scores of a group are "
+                "alike).",
                 *(spec.name, process.step, known, spec.problems),
             )
         return scores, {"problems": known, "failed": len(failed), "mean_length": fmean(lengths)}
@@ -388,7 +434,11 @@ class Evaluator:
             logger.warning("Which policy versions sampled an evaluation is unknown: %s", error)
             return None
         known = [(reply.oldest, reply.newest) for reply in replies if reply.oldest is not None]
-        return (min(oldest for oldest, _ in known), max(newest for _, newest in known)) if known else None
+        return (
+            (min(oldest for oldest, _ in known), max(newest for _, newest in known))
+            if known
+            else None
+        )
 
 
 def _parsed(content: bytes, kind: type[Kind]) -> Kind:
@@ -400,8 +450,8 @@ def _parsed(content: bytes, kind: type[Kind]) -> Kind:
 
 
 def read_result(folder: Path) -> Result | None:
-    """The result in the folder of an evaluation; `None` if it was not made, or, with a warning, if what is there
-    cannot be read."""
+    """The result in the folder of an evaluation; `None` if it was not made, or, with a warning, if
+    what is there cannot be read."""
     path = folder / RESULT
     try:
         return _parsed(path.read_bytes(), Result)
@@ -420,8 +470,8 @@ def results_of(folder: str | Path, step: int) -> list[Result]:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The lines of the file at `path`, one for each problem. Raises `EvaluationError` if one is torn, or is not what
-    `environment_site/groups.py` writes."""
+    """The lines of the file at `path`, one for each problem. Raises `EvaluationError` if one is
+    torn, or is not what `environment_site/groups.py` writes."""
     content = path.read_bytes() if path.exists() else b""
     answers: dict[int, Answer] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -431,7 +481,10 @@ def read_answers(path: Path) -> list[Answer]:
                 raise ValueError(f"problem {answer.item} is there twice")
         except ValueError as error:
             what = f"line {number} of {path.name} cannot be read: {error}"
-            fix = "Have the environment return groups that a run could train on (`trl-atropos try` checks one)."
+            fix = (
+                "Have the environment return groups that a run could train on (`trl-atropos try` "
+                "checks one)."
+            )
             raise EvaluationError(what, short(line), fix) from error
         answers[answer.item] = answer
     return list(answers.values())
@@ -452,7 +505,9 @@ def _prompt_digest(group: ScoredGroup) -> str:
     """Which problem a group is of: a hash of the tokens before the first that was sampled."""
     trained = group.trained[0]
     length = int(np.argmax(trained)) if trained.any() else len(trained)
-    return hashlib.blake2b(repr(group.tokens[0][:length].tolist()).encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b(
+        repr(group.tokens[0][:length].tolist()).encode(), digest_size=4
+    ).hexdigest()
 
 
 def _own_metrics(folder: Path) -> dict[str, float]:
@@ -463,9 +518,13 @@ def _own_metrics(folder: Path) -> dict[str, float]:
         raise EvaluationError(f"its own `evaluate` left no {METRICS}", fix=fix)
     try:
         logged = _parsed(path.read_bytes(), _OwnMetrics).results.all
-        metrics = {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
+        metrics = {
+            name: float(value) for name, value in logged.items() if isinstance(value, int | float)
+        }
     except (ValueError, OverflowError) as error:
-        raise EvaluationError(f"{METRICS} of its own `evaluate` cannot be read: {error}", fix=fix) from error
+        raise EvaluationError(
+            f"{METRICS} of its own `evaluate` cannot be read: {error}", fix=fix
+        ) from error
     if not metrics:
         raise EvaluationError(f"{METRICS} of its own `evaluate` has no number", fix=fix)
     return {name.removeprefix("eval/"): value for name, value in metrics.items()}
@@ -477,28 +536,35 @@ def _refused_by_disk(error: OSError) -> EvaluationError:
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
-    """The probability that at least one of `k` samples passes, unbiased (Chen et al. 2021, "Evaluating Large Language
-    Models Trained on Code", equation 1)."""
+    """The probability that at least one of `k` samples passes, unbiased (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", equation 1)."""
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def measures(scores: Scores, passes_above: float, first: Scores | None = None) -> dict[str, float]:
-    """The metrics of an evaluation by name. `first` are the scores of the run's first one, of the same problems."""
-    passed = {problem: sum(one > passes_above for one in given) for problem, given in scores.items()}
+    """The metrics of an evaluation by name. `first` are the scores of the run's first one, of the
+    same problems."""
+    passed = {
+        problem: sum(one > passes_above for one in given) for problem, given in scores.items()
+    }
     shares = {problem: count / len(scores[problem]) for problem, count in passed.items()}
     low, high = interval(list(shares.values()))
     found = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
     fewest = min(len(given) for given in scores.values())
     sizes = {2**power for power in range(1, fewest.bit_length())} | {fewest}
     for k in sorted(sizes - {1}):
-        found[f"pass@{k}"] = fmean(pass_at(k, len(scores[problem]), count) for problem, count in passed.items())
+        found[f"pass@{k}"] = fmean(
+            pass_at(k, len(scores[problem]), count) for problem, count in passed.items()
+        )
     means = {problem: fmean(given) for problem, given in scores.items()}
     found |= _with_interval(f"avg@{fewest}", list(means.values()))
     both = shares.keys() & (first or {}).keys()
     if both:
         before = {problem: fmean(one > passes_above for one in first[problem]) for problem in both}
         found |= _with_interval("gain", [shares[problem] - before[problem] for problem in both])
-        found |= _with_interval("mean_gain", [means[problem] - fmean(first[problem]) for problem in both])
+        found |= _with_interval(
+            "mean_gain", [means[problem] - fmean(first[problem]) for problem in both]
+        )
     return found
 
 
@@ -509,8 +575,9 @@ def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent trials as would have
-    the standard error that the problems have. So it has a width where all or none pass."""
+    """The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent
+    trials as would have the standard error that the problems have. So it has a width where all or
+    none pass."""
     mean, error = fmean(shares), _standard_error(shares)
     trials = mean * (1 - mean) / error**2 if error else len(shares)
     z = CONFIDENCE**2 / trials

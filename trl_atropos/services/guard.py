@@ -1,17 +1,19 @@
 """A guard: the small process between the trainer and one service, which leaves nothing behind.
 
-`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] -- command ...`. The
-guard starts the command, waits for it and passes its exit code on (128 + n for signal n). When it is asked to stop
-(SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone, or when the command ends while its children live on,
-the guard sends SIGTERM to every process of the service, SIGKILL `--grace` seconds later, and removes the files in
-/dev/shm that only they had mapped: a killed process unlinks neither its shared memory nor its semaphores.
+`trl_atropos.services.manager` runs this file by its path, once per service: `guard.py [options] --
+command ...`. The guard starts the command, waits for it and passes its exit code on (128 + n for
+signal n). When it is asked to stop (SIGTERM, SIGINT, SIGHUP), when the process `--parent` is gone,
+or when the command ends while its children live on, the guard sends SIGTERM to every process of the
+service, SIGKILL `--grace` seconds later, and removes the files in /dev/shm that only they had
+mapped: a killed process unlinks neither its shared memory nor its semaphores.
 
-With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up to N times within an
-hour, unless it lived less than `--settled` seconds. The guard writes to the file descriptor `--report` the line `ended
-CODE LIVED WAIT` before the wait, and `started` after it. The folder `--scratch` is removed at the end.
+With `--restarts N`, a command that ends by itself is started again, after 1, 2, 4 ... seconds, up
+to N times within an hour, unless it lived less than `--settled` seconds. The guard writes to the
+file descriptor `--report` the line `ended CODE LIVED WAIT` before the wait, and `started` after it.
+The folder `--scratch` is removed at the end.
 
-Linux reports the death of the *thread* that started a process: start guards from the main thread. This file imports
-the standard library only: a guard is up in some 20 ms.
+Linux reports the death of the *thread* that started a process: start guards from the main thread.
+This file imports the standard library only: a guard is up in some 20 ms.
 """
 
 import argparse
@@ -28,7 +30,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 SHM = "/dev/shm"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-WAITED_FOR = (*STOP_SIGNALS, signal.SIGCHLD)  # blocked, so that they wait until the guard asks for them
+# blocked, so that they wait until the guard asks for them
+WAITED_FOR = (*STOP_SIGNALS, signal.SIGCHLD)
 
 LOOK_EVERY = 2.0  # seconds between two looks at the parent and at the mapped files
 LOOK_SHARE = 0.01  # of one core, at most, on a machine with very many processes
@@ -49,11 +52,13 @@ def prctl(option: int, value: int) -> None:
 
 
 def members(guard: int) -> list[int]:
-    """Living processes of the service of a guard: those in the guard's session, and those that descend from it."""
+    """Living processes of the service of a guard: those in the guard's session, and those that
+    descend from it."""
     living, parents, found = set(), {}, {guard}
     for pid in _all_processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name, in parentheses, may hold anything: the fields begin after the last one.
+            # The command's name, in parentheses, may hold anything: the fields begin after the last
+            # one.
             state, parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
             parents[pid] = int(parent)
             if int(session) == guard:
@@ -77,16 +82,18 @@ def signal_all(pids: list[int], signum: int) -> None:
 
 
 class SharedFiles:
-    """The files in /dev/shm that a service mapped, and their removal once no process has them mapped. They are known
-    by inode: `sem_open` maps a semaphore under a temporary name. Files that existed before this object belong to
-    others, and so do files in folders of /dev/shm: people keep models there."""
+    """The files in /dev/shm that a service mapped, and their removal once no process has them
+    mapped. They are known by inode: `sem_open` maps a semaphore under a temporary name. Files that
+    existed before this object belong to others, and so do files in folders of /dev/shm: people keep
+    models there."""
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
         self._others = {inode for _path, inode in _shm_files()}
 
     def note(self, pids: list[int]) -> None:
-        """Remembers what these processes have mapped now: a process that crashed cannot be asked any more."""
+        """Remembers what these processes have mapped now: a process that crashed cannot be asked
+        any more."""
         self._noted |= set().union(*map(_mapped, pids)) - self._others
 
     def remove(self) -> None:
@@ -105,7 +112,10 @@ def _shm_files() -> list[tuple[str, int]]:
     with contextlib.suppress(FileNotFoundError), os.scandir(SHM) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                if (
+                    entry.is_file(follow_symlinks=False)
+                    and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                ):
                     files.append((entry.path, entry.inode()))
     return files
 
@@ -124,10 +134,14 @@ def _mapped(pid: int) -> set[int]:
 
 
 def end_service(
-    guard: int, grace: float, shared: SharedFiles, pause: Callable[[], object] = lambda: time.sleep(POLL)
+    guard: int,
+    grace: float,
+    shared: SharedFiles,
+    pause: Callable[[], object] = lambda: time.sleep(POLL),
 ) -> list[int]:
-    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds later SIGKILL, and
-    removes its files in /dev/shm. Returns the processes that are left. Calls `pause` between two looks."""
+    """Ends every process of a guard's service, but not the guard, with SIGTERM and `grace` seconds
+    later SIGKILL, and removes its files in /dev/shm. Returns the processes that are left. Calls
+    `pause` between two looks."""
     pids = members(guard)
     shared.note(pids)
     signal_all(pids, signal.SIGTERM)
@@ -155,15 +169,20 @@ class Guard:
         self._exit_code: int | None = None  # None while the service runs
         self._told_to_stop = False
         signal.pthread_sigmask(signal.SIG_SETMASK, WAITED_FOR)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, there are no exit codes
+        # where it is ignored, there are no exit codes
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def run(self) -> int:
         """Runs the service, again if it may be restarted. Returns the exit code to pass on."""
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if self._orphaned():
-            _say(f"the parent, process {self._options.parent}, is gone: {self._command[0]} is not started")
+            _say(
+                f"the parent, process {self._options.parent}, is gone: {self._command[0]} is not "
+                "started"
+            )
             return EXIT_PARENT_GONE
-        # Grandchildren whose parent ends become children of the guard, whatever session they are in.
+        # Grandchildren whose parent ends become children of the guard, whatever session they are
+        # in.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         restarted: list[float] = []  # when, within RESTART_WINDOW
         while True:
@@ -195,8 +214,8 @@ class Guard:
             os.write(self._options.report, f"{line}\n".encode())
 
     def _live(self) -> tuple[float, list[int]]:
-        """Runs the service once. Returns the seconds that it lived, and those of its processes that could not be
-        ended."""
+        """Runs the service once. Returns the seconds that it lived, and those of its processes that
+        could not be ended."""
         shared, self._exit_code = SharedFiles(), None
         self._service, started = _start(self._command), time.monotonic()
         while self._exit_code is None and not self._unwanted():
@@ -204,11 +223,17 @@ class Guard:
             shared.note(members(os.getpid()))
             next_look = time.monotonic() + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
             # Orphans that end wake the guard, too, but are no reason for a look.
-            while self._exit_code is None and not self._told_to_stop and (left := next_look - time.monotonic()) > 0:
+            while (
+                self._exit_code is None
+                and not self._told_to_stop
+                and (left := next_look - time.monotonic()) > 0
+            ):
                 self._wait(left)
         lived = time.monotonic() - started
         if self._orphaned():
-            _say(f"the parent, process {self._options.parent}, is gone: stopping {self._command[0]}")
+            _say(
+                f"the parent, process {self._options.parent}, is gone: stopping {self._command[0]}"
+            )
         left = end_service(os.getpid(), self._options.grace, shared, lambda: self._wait(POLL))
         if left:
             _say(f"processes {left} are still there {KILL_DEADLINE:.0f} s after SIGKILL")
@@ -227,12 +252,14 @@ class Guard:
 
 
 def _start(command: list[str]) -> int:
-    """Starts the service in a process group of its own, in the guard's session. Returns its process id."""
+    """Starts the service in a process group of its own, in the guard's session. Returns its process
+    id."""
     guard = os.getpid()
     if (pid := os.fork()) != 0:
         return pid
     try:
-        # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored signal stays so.
+        # A shell's `&` leaves SIGINT and SIGQUIT ignored, nohup SIGHUP, Python SIGPIPE: an ignored
+        # signal stays so.
         for signum in (*WAITED_FOR, signal.SIGQUIT, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -250,7 +277,9 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="guard.py", usage="guard.py --parent PID --grace SECONDS -- command ...")
+    parser = argparse.ArgumentParser(
+        prog="guard.py", usage="guard.py --parent PID --grace SECONDS -- command ..."
+    )
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--restarts", type=int, default=0)

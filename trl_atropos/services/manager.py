@@ -1,8 +1,11 @@
-"""The services of a run: the Atropos API, the inference server and the environments, started and stopped with the run.
+"""The services of a run: the Atropos API, the inference server and the environments, started and
+stopped with the run.
 
-`trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the environments in that order.
-Each runs under a guard (`guard.py`) and writes a log of its own, whose end an error quotes. Leaving the `with` block
-stops the services in reverse order; if the trainer is killed outright, the guards do.
+`trl_atropos.train` makes one `Services` on rank 0 and starts the API, the server and the
+environments in that order.
+Each runs under a guard (`guard.py`) and writes a log of its own, whose end an error quotes. Leaving
+the `with` block stops the services in reverse order; if the trainer is killed outright, the guards
+do.
 """
 
 import contextlib
@@ -40,36 +43,45 @@ ATROPOS = "atropos"  # name of the service that is the Atropos API
 ENVIRONMENT = "environment-"  # how the names of environments' services begin
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
-SETTLED = 30.0  # seconds; a service that lived less than that has a mistake that a restart would only repeat
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are promised
+# seconds; a service that lived less than that has a mistake that a restart would only repeat
+SETTLED = 30.0
+# seconds between SIGTERM and SIGKILL; with KILL_DEADLINE this stays below the 15 s that are
+# promised
+GRACE = 5.0
 POLL = 0.2  # seconds
 TOLD_EVERY = 15.0  # seconds; what a service does that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
-MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # variable that NVIDIA's Multi-Process Service and its processes read
+# variable that NVIDIA's Multi-Process Service and its processes read
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 FREE_PORTS = range(20_000, 30_000)
-SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36  # bytes: in that folder, vLLM gives a socket a UUID for its name
+# bytes: in that folder, vLLM gives a socket a UUID for its name
+SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36
 LONGEST_SOCKET_FOLDER = 107 - SOCKET_NAME  # bytes; the path of a Unix socket may have 107
-SHARED_BY_ONE, SHARED_BY_SEVERAL = 16 << 20, 256 << 20  # bytes: several workers have a queue between them
+# bytes: several workers have a queue between them
+SHARED_BY_ONE, SHARED_BY_SEVERAL = 16 << 20, 256 << 20
 VMSTAT = Path("/proc/vmstat")
 
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
 TAIL_WIDTH = 500  # characters
-# Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is above them.
+# Some fifty lines of triton's bindings at the end of a vLLM process; the reason for its end is
+# above them.
 NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 # What vLLM writes before each line of its processes, also of their tracebacks.
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
 ERROR_LINE = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception): \S")
-RELAYED = "Engine core initialization failed"  # by vLLM's API server: the engine's own error stands above
+# by vLLM's API server: the engine's own error stands above
+RELAYED = "Engine core initialization failed"
 
-# What `accelerate launch` sets for its workers. A server that inherited TORCHELASTIC_USE_AGENT_STORE would wait at
-# the launcher's store for its process group, for ever.
+# What `accelerate launch` sets for its workers. A server that inherited
+# TORCHELASTIC_USE_AGENT_STORE would wait at the launcher's store for its process group, for ever.
 LAUNCHER_VARIABLE = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|ROLE_NAME|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))$|TORCHELASTIC_|ACCELERATE_|FSDP_"
 )
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our 127.0.0.1
+# a proxy does not know our 127.0.0.1
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -85,7 +97,8 @@ class Service:
     reports: int  # file descriptor from which the guard's reports are read
     started: float = field(default_factory=time.monotonic)  # the last time
     killed_for_memory: int = field(default_factory=lambda: killed_for_memory())  # at the start
-    shared: SharedFiles = field(default_factory=SharedFiles)  # used if the guard is killed, which keeps its own
+    # used if the guard is killed, which keeps its own
+    shared: SharedFiles = field(default_factory=SharedFiles)
     restarts: int = 0
     down: bool = False  # it has ended and is about to be started again
     exit_code: int | None = None  # None while it runs
@@ -94,7 +107,8 @@ class Service:
 
 
 class Services(contextlib.AbstractContextManager):
-    """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the block stops them."""
+    """Starts, watches and stops services, each with a log `<name>.log` in `log_dir`. Leaving the
+    block stops them."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self.log_dir = Path(log_dir)
@@ -118,12 +132,15 @@ class Services(contextlib.AbstractContextManager):
         scratch: bool = False,
         ends: bool = False,
     ) -> Service:
-        """Starts a service under a guard, which ends with the thread that starts it: the main thread. `env` is added
-        to the trainer's variables without the launcher's. A service that lived for `settled` seconds is started again
-        when it ends, `restarts` times within an hour. With `scratch`, it gets a temporary folder, which is removed
-        with it: vLLM leaves sockets and files there. Compiled kernels are kept. One that `ends` by itself is asked for
-        its `exit_code`; the others are expected to live until they are stopped."""
-        assert threading.current_thread() is threading.main_thread(), "services are started from the main thread"
+        """Starts a service under a guard, which ends with the thread that starts it: the main
+        thread. `env` is added to the trainer's variables without the launcher's. A service that
+        lived for `settled` seconds is started again when it ends, `restarts` times within an hour.
+        With `scratch`, it gets a temporary folder, which is removed with it: vLLM leaves sockets
+        and files there. Compiled kernels are kept. One that `ends` by itself is asked for its
+        `exit_code`; the others are expected to live until they are stopped."""
+        assert threading.current_thread() is threading.main_thread(), (
+            "services are started from the main thread"
+        )
         assert name not in self._services, f"service {name!r} is already running"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.log_dir / f"{name}.log"
@@ -133,7 +150,9 @@ class Services(contextlib.AbstractContextManager):
         options += ["--settled", str(settled), "--report", str(report)]
         variables, folder = dict(env or {}), ""
         if scratch:
-            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+            kernels = os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+            )
             folder = tempfile.mkdtemp(prefix=SCRATCH)
             variables = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kernels} | variables
             options += ["--scratch", folder]
@@ -148,8 +167,10 @@ class Services(contextlib.AbstractContextManager):
                 stderr=log,
                 cwd=cwd,
                 pass_fds=(report,),
-                env={k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLE.match(k)} | variables,
-                start_new_session=True,  # a terminal's Ctrl-C must not reach it: we stop services in our own order
+                env={k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLE.match(k)}
+                | variables,
+                # a terminal's Ctrl-C must not reach it: we stop services in our own order
+                start_new_session=True,
             )
         os.close(report)
         service = Service(name, log_path, log_start, health_url, folder, guard, reports, ends=ends)
@@ -159,8 +180,8 @@ class Services(contextlib.AbstractContextManager):
         return service
 
     def wait_healthy(self, name: str, timeout: float) -> None:
-        """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError` when `timeout` seconds
-        are over, and at once if any service dies."""
+        """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError`
+        when `timeout` seconds are over, and at once if any service dies."""
         service = self._services[name]
         began, told = time.monotonic(), 0.0
         while not service.stopping:
@@ -172,7 +193,10 @@ class Services(contextlib.AbstractContextManager):
                 return
             if waited >= timeout:
                 what = f"{service.health_url} gave no 200 within {timeout:g} s (last: {trouble})"
-                fix = f"Give it longer if its log shows progress.\n{_cause_and_end_of(service.log_path)[1]}"
+                fix = (
+                    "Give it longer if its log shows "
+                    f"progress.\n{_cause_and_end_of(service.log_path)[1]}"
+                )
                 raise ServiceError(f"{name} did not become healthy: {what}", fix=fix)
             if waited - told >= TOLD_EVERY:
                 told = waited
@@ -190,42 +214,50 @@ class Services(contextlib.AbstractContextManager):
             memory, killed = "", killed_for_memory() - service.killed_for_memory
             if killed and code == 128 + signal.SIGKILL:
                 memory = (
-                    f"Since it was started, the kernel of this machine has killed {killed} processes because its "
-                    "memory or a container's was used up: add some, or use less (`trl-atropos check` estimates it). "
+                    f"Since it was started, the kernel of this machine has killed {killed} "
+                    "processes because its memory or a container's was used up: add some, or use "
+                    "less (`trl-atropos check` estimates it). "
                 )
             cause, end = _cause_and_end_of(service.log_path)
             cause = cause if code < 128 else ""  # a signal leaves no time for one
             error = ServiceError(
-                f"{service.name} ended with {_describe(code)}{again} while the run needs it{cause}. {memory}Fix what "
-                f"its log shows and start the run again.\n{end}"
+                f"{service.name} ended with {_describe(code)}{again} while the run needs "
+                f"it{cause}. {memory}Fix what its log shows and start the run again.\n{end}"
             )
             error.exit_code = code
             raise error
 
     def watch(
-        self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None] = lambda service: None
+        self,
+        on_death: Callable[[ServiceError], None],
+        on_end: Callable[[Service], None] = lambda service: None,
     ) -> None:
-        """Watches all services from a thread, also later ones. Calls `on_death` once, as soon as one dies for good
-        without `stop`, and `on_end` when one has ended and is about to be started again."""
-        threading.Thread(target=self._watch, args=(on_death, on_end), name="service-watch", daemon=True).start()
+        """Watches all services from a thread, also later ones. Calls `on_death` once, as soon as
+        one dies for good without `stop`, and `on_end` when one has ended and is about to be started
+        again."""
+        threading.Thread(
+            target=self._watch, args=(on_death, on_end), name="service-watch", daemon=True
+        ).start()
 
     @property
     def restarts(self) -> int:
         return sum(service.restarts for service in self.running())
 
     def running(self) -> list[Service]:
-        """The services that were started and not stopped, in that order. Their fields change as they are watched."""
+        """The services that were started and not stopped, in that order. Their fields change as
+        they are watched."""
         return list(self._services.values())
 
     def await_death(self, timeout: float) -> None:
-        """Gives a failing service `timeout` seconds to die: `watch` then reports the death, which says more."""
+        """Gives a failing service `timeout` seconds to die: `watch` then reports the death, which
+        says more."""
         deadline = time.monotonic() + timeout
         while self._services and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def stop(self) -> None:
-        """Stops the services in reverse order. Returns when nothing of them is left. May be called again, and after a
-        call that was interrupted."""
+        """Stops the services in reverse order. Returns when nothing of them is left. May be called
+        again, and after a call that was interrupted."""
         services = self.running()[::-1]
         for service in services:
             service.stopping = True
@@ -242,7 +274,9 @@ class Services(contextlib.AbstractContextManager):
             try:
                 service.guard.wait(GRACE + KILL_DEADLINE + 2.0)
             except subprocess.TimeoutExpired:
-                logger.warning("The guard of %s does not end; killing it and its service", service.name)
+                logger.warning(
+                    "The guard of %s does not end; killing it and its service", service.name
+                )
                 service.guard.kill()
                 service.guard.wait()
             self.exit_code(service)
@@ -262,7 +296,9 @@ class Services(contextlib.AbstractContextManager):
             service.exit_code = code
         return code
 
-    def _watch(self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None]) -> None:
+    def _watch(
+        self, on_death: Callable[[ServiceError], None], on_end: Callable[[Service], None]
+    ) -> None:
         while not self._nothing_left.wait(POLL):
             for service in self.running():
                 self._read_reports(service, on_end)
@@ -287,7 +323,10 @@ class Services(contextlib.AbstractContextManager):
                 service.restarts += 1
                 continue
             code, lived, wait = numbers
-            what = "%s ended with %s after %.0f s; it is started again in %s s. The end of its log:\n%s"
+            what = (
+                "%s ended with %s after %.0f s; it is started again in %s s. The end of its "
+                "log:\n%s"
+            )
             end = tail(service.log_path, 5)
             logger.warning(what, service.name, _describe(int(code)), float(lived), wait, end)
             service.down = True
@@ -308,71 +347,100 @@ def port_of(url: str) -> int:
     with contextlib.suppress(ValueError):  # no number, or above 65,535
         if port := urlsplit(url).port:
             return port
-    raise ServiceError(f"{url!r} names no port", url, "Write it like http://127.0.0.1:8000.", "port")
+    raise ServiceError(
+        f"{url!r} names no port", url, "Write it like http://127.0.0.1:8000.", "port"
+    )
 
 
 def mps_runs() -> bool:
-    """Whether NVIDIA's Multi-Process Service runs, by the pipe that its processes are reached through."""
+    """Whether NVIDIA's Multi-Process Service runs, by the pipe that its processes are reached
+    through."""
     return os.path.exists(os.path.join(os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps"), "control"))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port where nobody listens now. Hardly any other process takes it before it is bound: the kernel gives it to no
-    connection by itself, and each process tries ports in an order of its own."""
+    """A port where nobody listens now. Hardly any other process takes it before it is bound: the
+    kernel gives it to no connection by itself, and each process tries ports in an order of its
+    own."""
     for port in itertools.islice(_ports_of(os.getpid()), len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
-    raise ServiceError(f"all ports from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {host} are in use: end what uses them")
+    raise ServiceError(
+        f"all ports from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {host} are in use: end what uses "
+        "them"
+    )
 
 
 @functools.cache
 def _ports_of(process: int) -> Iterator[int]:
-    # By process, because a forked one must not go on where its parent is. Not from `random`, which trainers seed.
+    # By process, because a forked one must not go on where its parent is. Not from `random`, which
+    # trainers seed.
     return itertools.cycle(SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)))
 
 
 def require_free_port(url: str, what: str, fix: str) -> None:
-    """Raises `ServiceError`, with `fix`, if the service `what`, such as "the Atropos API", cannot listen at `url`."""
+    """Raises `ServiceError`, with `fix`, if the service `what`, such as "the Atropos API", cannot
+    listen at `url`."""
     host, port = urlsplit(url).hostname, port_of(url)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn: old connections do not count
+            # as uvicorn: old connections do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen()
     except OSError as error:
         used = error.errno == errno.EADDRINUSE
         problem = "is already in use" if used else f"cannot be listened on ({error.strerror})"
         seen = f"port {port} on {host} {problem}"
-        raise ServiceError(f"{seen}, {what} cannot be started there", seen, fix, "port-taken") from error
+        raise ServiceError(
+            f"{seen}, {what} cannot be started there", seen, fix, "port-taken"
+        ) from error
 
 
 def require_sockets() -> None:
-    """Raises `ServiceError` if the path of the sockets through which vLLM's processes talk would be too long."""
+    """Raises `ServiceError` if the path of the sockets through which vLLM's processes talk would be
+    too long."""
     variable = "VLLM_RPC_BASE_PATH" if os.environ.get("VLLM_RPC_BASE_PATH") else "TMPDIR"
     folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
     length = len(os.fsencode(folder))
     if length > LONGEST_SOCKET_FOLDER:
         what = f"vLLM makes Unix sockets in {folder} (`{variable}`), whose path has {length} bytes"
         fix = f"Set `{variable}` to a folder with a shorter path, such as /tmp."
-        raise ServiceError(f"{what}; at most {LONGEST_SOCKET_FOLDER} leave room for names", folder, fix, "sockets")
+        raise ServiceError(
+            f"{what}; at most {LONGEST_SOCKET_FOLDER} leave room for names", folder, fix, "sockets"
+        )
 
 
 def require_shared_memory(processes: int) -> None:
-    """Raises `ServiceError` if /dev/shm is too small for a vLLM server of that many worker processes."""
+    """Raises `ServiceError` if /dev/shm is too small for a vLLM server of that many worker
+    processes."""
     needed = SHARED_BY_ONE if processes == 1 else SHARED_BY_SEVERAL
     free = shutil.disk_usage(SHM).free
     if free < needed:
         wanted = f"a vLLM server of {processes} worker processes needs {needed >> 20}"
-        fix = "Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or make room there."
-        raise ServiceError(f"{SHM} has {free >> 20} MiB free, and {wanted}", f"{free >> 20} MiB", fix, "shared-memory")
+        fix = (
+            "Set docker's `--shm-size=2g` (Kubernetes: an `emptyDir` of `medium: Memory`), or "
+            "make room there."
+        )
+        raise ServiceError(
+            f"{SHM} has {free >> 20} MiB free, and {wanted}",
+            f"{free >> 20} MiB",
+            fix,
+            "shared-memory",
+        )
 
 
 def killed_for_memory() -> int:
-    """How many processes the kernel has killed on this machine, since its start, because memory was used up."""
+    """How many processes the kernel has killed on this machine, since its start, because memory was
+    used up."""
     with contextlib.suppress(FileNotFoundError):  # some containers hide it
-        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="ascii"), re.MULTILINE):
+        if found := re.search(
+            r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="ascii"), re.MULTILINE
+        ):
             return int(found[1])
     return 0
 
@@ -383,7 +451,8 @@ def _describe(code: int) -> str:
 
 
 def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
-    """The last lines of a log file from byte `start` on, without `NOISE`; empty if it does not exist."""
+    """The last lines of a log file from byte `start` on, without `NOISE`; empty if it does not
+    exist."""
     text = ""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -392,8 +461,8 @@ def tail(path: str | Path, lines: int = TAIL_LINES, start: int = 0) -> str:
 
 
 def tell_work(service: Service, doing: str) -> None:
-    """Says in one line of the terminal's width what a service is doing: `doing`, and the last line in words of its
-    log, of a progress bar where that stands."""
+    """Says in one line of the terminal's width what a service is doing: `doing`, and the last line
+    in words of its log, of a progress bar where that stands."""
     lines = tail(service.log_path, 10 * TAIL_LINES, service.log_start).splitlines()[1:]
     texts = (VLLM_PREFIX.sub("", line).strip() for line in lines[::-1])
     work = next((text for text in texts if re.search("[a-z]{3}", text)), "no output yet")
@@ -402,8 +471,8 @@ def tell_work(service: Service, doing: str) -> None:
 
 
 def _cause_and_end_of(log_path: Path) -> tuple[str, str]:
-    """Of a service's log, the error that ended the service (a colon and one sentence, or empty), and the last lines,
-    of tracebacks only the innermost frames."""
+    """Of a service's log, the error that ended the service (a colon and one sentence, or empty),
+    and the last lines, of tracebacks only the innermost frames."""
     cause, lines, frame, validation = "", [], [], False
     for line in tail(log_path, 10 * TAIL_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)

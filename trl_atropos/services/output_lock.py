@@ -1,12 +1,14 @@
-"""One run at a time in an `output_dir`: two would delete each other's checkpoints and write the same rollouts.
+"""One run at a time in an `output_dir`: two would delete each other's checkpoints and write the
+same rollouts.
 
-`trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for a trainer that is
-used by itself; both on rank 0.
+`trl_atropos.train` holds the folder from before it starts a service, `AtroposGRPOTrainer.train` for
+a trainer that is used by itself; both on rank 0.
 
-The kernel knows whether the process that locked a file still lives, but a network file system may not carry locks to
-other machines. So the holder also writes its name into the file, and refreshes the file's time every `BEAT` seconds.
-If the lock is refused, the folder is held. If it is granted and the last holder was on this machine, the folder is
-free. Else the time decides: a holder that has not refreshed it for `DEAD` seconds is dead.
+The kernel knows whether the process that locked a file still lives, but a network file system may
+not carry locks to other machines. So the holder also writes its name into the file, and refreshes
+the file's time every `BEAT` seconds. If the lock is refused, the folder is held. If it is granted
+and the last holder was on this machine, the folder is free. Else the time decides: a holder that
+has not refreshed it for `DEAD` seconds is dead.
 """
 
 import contextlib
@@ -30,14 +32,16 @@ NAME = ".run.lock"
 BEAT = 5.0  # seconds
 DEAD = 60.0  # seconds
 POLL = 0.5  # seconds between two looks at another machine's lock
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # the file system does not know any
+# the file system does not know any
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 _held: set[Path] = set()  # by this process
 
 
 @contextlib.contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
-    """Holds the folder, which may not exist yet. Raises `AtroposTrainingError` if a run that is alive holds it."""
+    """Holds the folder, which may not exist yet. Raises `AtroposTrainingError` if a run that is
+    alive holds it."""
     folder = Path(output_dir).resolve()
     if folder in _held:
         yield
@@ -49,7 +53,15 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
     try:
         _take(file, path)
-        _write(file, {"process": str(os.getpid()), "host": socket.gethostname(), "boot": _boot(), "since": since})
+        _write(
+            file,
+            {
+                "process": str(os.getpid()),
+                "host": socket.gethostname(),
+                "boot": _boot(),
+                "since": since,
+            },
+        )
         beat.start()
         _held.add(folder)
         try:
@@ -64,8 +76,9 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> int:
-    """Returns the descriptor of the lock's file, which is made if missing. Raises `AtroposTrainingError` if this is no
-    file that the run may write to: through a symbolic link, it would overwrite somebody's file elsewhere."""
+    """Returns the descriptor of the lock's file, which is made if missing. Raises
+    `AtroposTrainingError` if this is no file that the run may write to: through a symbolic link, it
+    would overwrite somebody's file elsewhere."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -92,7 +105,10 @@ def _take(file: int, path: Path) -> None:
         return
     last_beat, silent = _last_beat(path), _silence(path)
     if silent < DEAD:
-        message = "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that run is dead."
+        message = (
+            "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that "
+            "run is dead."
+        )
         logger.warning(message, path.parent, _named(holder), silent, DEAD - silent)
     while silent < DEAD:
         time.sleep(POLL)
@@ -135,7 +151,8 @@ def _write(file: int, holder: dict[str, str]) -> None:
 
 def _beat(file: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT):
-        with contextlib.suppress(OSError):  # where a file server is away, others cannot see the time either
+        # where a file server is away, others cannot see the time either
+        with contextlib.suppress(OSError):
             os.utime(file)
 
 

@@ -1,8 +1,10 @@
-"""How a run ends when it is asked to: by Ctrl-C, SIGTERM, a launcher that died, or a service that died.
+"""How a run ends when it is asked to: by Ctrl-C, SIGTERM, a launcher that died, or a service that
+died.
 
-`trl_atropos.train` calls `die_with_launcher` before anything else and `install_handlers` before it starts a service.
-From then on every request to end arrives as one exception in the main thread, once; `finally` blocks do the rest. This
-file imports the standard library only: a signal that comes while torch is being imported must find its handler.
+`trl_atropos.train` calls `die_with_launcher` before anything else and `install_handlers` before it
+starts a service. From then on every request to end arrives as one exception in the main thread,
+once; `finally` blocks do the rest. This file imports the standard library only: a signal that comes
+while torch is being imported must find its handler.
 """
 
 import os
@@ -21,8 +23,9 @@ LAUNCHER_SCRIPTS = ("accelerate", "accelerate-launch", "torchrun", "trl-atropos"
 LAUNCHER_MODULES = ("accelerate", "torch.distributed", "trl_atropos.cli")
 LAUNCHER_FOLDERS = ("/accelerate/commands/", "/torch/distributed/")
 
-# Signals within this time after the first count as part of it. One Ctrl-C sends several: the terminal's, the one that
-# torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1 s later).
+# Signals within this time after the first count as part of it. One Ctrl-C sends several: the
+# terminal's, the one that torchrun passes on, and SIGTERM when `accelerate launch` is gone (about 1
+# s later).
 ECHO_SECONDS = 5.0
 
 
@@ -48,11 +51,14 @@ _state = _State()  # one for the process, to which signal handlers belong
 
 
 def die_with_launcher() -> None:
-    """Has the kernel send SIGTERM to this process when the launcher that started it dies: `accelerate launch` passes
-    no signals on. Does nothing under another parent, such as `nohup ... &`. Call it first, from the main thread."""
+    """Has the kernel send SIGTERM to this process when the launcher that started it dies:
+    `accelerate launch` passes no signals on. Does nothing under another parent, such as `nohup ...
+    &`. Call it first, from the main thread."""
     parent = os.getppid()
     try:
-        command = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+        command = (
+            Path(f"/proc/{parent}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+        )
     except OSError:  # it is gone, or another user's
         return
     if _runs_launcher(command):
@@ -70,12 +76,15 @@ def _runs_launcher(argv: list[str]) -> bool:
     if len(argv) > 1 and argv[0] == "-m":
         return any(argv[1] == name or argv[1].startswith(f"{name}.") for name in LAUNCHER_MODULES)
     script = argv[0] if argv else ""
-    return os.path.basename(script) in LAUNCHER_SCRIPTS or any(folder in script for folder in LAUNCHER_FOLDERS)
+    return os.path.basename(script) in LAUNCHER_SCRIPTS or any(
+        folder in script for folder in LAUNCHER_FOLDERS
+    )
 
 
 def install_handlers() -> None:
-    """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a shell's `&` left SIGINT
-    ignored. Later signals are ignored, or that of `die_with_launcher` would break the clean-up after a Ctrl-C."""
+    """Makes the first SIGINT or SIGTERM raise `Interrupted` in the main thread, also where a
+    shell's `&` left SIGINT ignored. Later signals are ignored, or that of `die_with_launcher` would
+    break the clean-up after a Ctrl-C."""
     global _state
     _state = _State(installed=True)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -100,8 +109,8 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Keeps signals that arrive inside the block until it ends. A second signal, at least `ECHO_SECONDS` after the
-    first, raises at once: the way out of a block that hangs."""
+    """Keeps signals that arrive inside the block until it ends. A second signal, at least
+    `ECHO_SECONDS` after the first, raises at once: the way out of a block that hangs."""
     state = _state
     if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
@@ -122,7 +131,8 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def _ctrl_c_kept() -> Iterator[None]:
-    """`deferred` in a program without our handlers: keeps a first Ctrl-C. A second one reaches the program at once."""
+    """`deferred` in a program without our handlers: keeps a first Ctrl-C. A second one reaches the
+    program at once."""
     usual = signal.getsignal(signal.SIGINT)
     if not callable(usual):  # ignored, left to the system, or set from outside of Python
         yield
@@ -144,7 +154,8 @@ def _ctrl_c_kept() -> Iterator[None]:
 
 
 def interrupt_main_with(error: BaseException) -> None:
-    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during a clean-up."""
+    """Raises `error` in the main thread as a signal would: after a `deferred` block, and not during
+    a clean-up."""
     assert _state.installed, "call install_handlers() first: without it, SIGTERM ends the process"
     _state.from_thread = error
     # A signal to the main thread itself also ends the system call that it is blocked in.

@@ -1,11 +1,14 @@
 """All weights go to the servers, as all ranks gather them.
 
-`FullWeights` (`vllm_mode: server`, which `colocate` falls back to): rank 0 packs tensors into messages for vLLM's
-loader, and sends them through a channel. On one device, parameters that vLLM keeps as they are get written straight
-into the server's memory, and only the others go through its loader.
+`FullWeights` (`vllm_mode: server`, which `colocate` falls back to): rank 0 packs tensors into
+messages for vLLM's loader, and sends them through a channel. On one device, parameters that vLLM
+keeps as they are get written straight into the server's memory, and only the others go through its
+loader.
 
-`Restart` (`vllm_mode: restart`): the slowest way, and the one that needs the least of vLLM. Environments talk to a
-front (`trl_atropos.front.serve`), which holds their requests while its engine starts again on a checkpoint.
+`Restart` (`vllm_mode: restart`): the slowest way, and the one that needs the least of vLLM.
+Environments talk to a
+front (`trl_atropos.front.serve`), which holds their requests while its engine starts again on a
+    checkpoint.
 """
 
 import itertools
@@ -28,11 +31,18 @@ from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
 from trl_atropos.weights import gather
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
-from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, open_views, send_messages
+from trl_atropos.weights.transfer import (
+    Transfer,
+    choose_transport,
+    open_channel,
+    open_views,
+    send_messages,
+)
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one message: memory on both sides against calls to the server
+# of one message: memory on both sides against calls to the server
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 KEPT_CHECKPOINTS = 2  # the one that is served, and the one before, to go back to
 
 
@@ -57,9 +67,9 @@ class FixedMessage:
 
 
 class FullWeights(Transfer):
-    """In the first publish, the servers take one message after the other through vLLM's loader, and note what it
-    copies. In those that follow they make the same copies, and all messages flow in one call. Where nothing is
-    gathered, merged or computed, the trainer notes its copies, too."""
+    """In the first publish, the servers take one message after the other through vLLM's loader, and
+    note what it copies. In those that follow they make the same copies, and all messages flow in
+    one call. Where nothing is gathered, merged or computed, the trainer notes its copies, too."""
 
     def __init__(self, servers: Servers, transport: str):
         super().__init__(servers)
@@ -94,10 +104,15 @@ class FullWeights(Transfer):
     def _open_views(self, specs: list[ParameterSpec]) -> None:
         """Opens the parameters that the servers keep as they are, as views of their memory."""
         if not any(info.refusals for info in self.servers.infos):
-            self.views = [open_views(self._parameters(), client.attach(specs))[0] for client in self.servers.clients]
+            self.views = [
+                open_views(self._parameters(), client.attach(specs))[0]
+                for client in self.servers.clients
+            ]
 
     def _parameters(self) -> Iterator[gather.Named]:
-        return gather.iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
+        return gather.iter_full_parameters(
+            self._trainer.model, self._trainer.accelerator, self._dtype
+        )
 
     def _buffers(self) -> list[gather.Named]:
         """The checkpoint's buffers, for servers that take all of it through their loader."""
@@ -112,7 +127,8 @@ class FullWeights(Transfer):
             self._room = max((2 if self._plan.groups else 1) * max(sizes), min(chunk, sum(sizes)))
             self._channel = open_channel(transport, self.servers, device, self._room)
         logger.info(
-            "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others through %s",
+            "%d of %d parameters (%.1f MB) go straight into the servers' memory, the others "
+            "through %s",
             *(len(direct), len(self._specs), message_layout(self._specs)[1] / 1e6, transport),
         )
 
@@ -126,12 +142,15 @@ class FullWeights(Transfer):
         return written + together(lambda: self._send_messages(self._pack(tensors), tensors))
 
     def _copy_to_views(self) -> bool:
-        """Makes the copies that are noted, or notes them first. Returns whether that is possible. On a GPU, they are
-        made while it is asked whether all tensors are where they were: DeepSpeed moves parameters once, when training
-        begins, and then the copies are noted and made anew."""
+        """Makes the copies that are noted, or notes them first. Returns whether that is possible.
+        On a GPU, they are made while it is asked whether all tensors are where they were: DeepSpeed
+        moves parameters once, when training begins, and then the copies are noted and made anew."""
         if self._addresses:
             self._to_views()
-        if not self._addresses or [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
+        if (
+            not self._addresses
+            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
+        ):
             if not self._note_copies():
                 return False
             self._to_views()
@@ -141,7 +160,8 @@ class FullWeights(Transfer):
         """Notes what is copied where. Returns whether that is possible."""
         model = self._trainer.model
         self._tensors = [*model.parameters(), *model.buffers()]
-        parameters = gather.iter_full_parameters(model, self._trainer.accelerator)  # not converted: the memory itself
+        # not converted: the memory itself
+        parameters = gather.iter_full_parameters(model, self._trainer.accelerator)
         tensors = dict(itertools.chain(parameters, self._buffers()))
         if not all(tensor.is_contiguous() for tensor in tensors.values()):
             return False
@@ -202,8 +222,11 @@ class FullWeights(Transfer):
         if specs:
             yield Message(specs, buffer[:filled])
 
-    def _send_messages(self, messages: Iterator[Message], gathered: Iterable[gather.Named] = ()) -> int:
-        """Sends all messages, on ranks with a server; every rank gathers to the end, also after one failed to send."""
+    def _send_messages(
+        self, messages: Iterator[Message], gathered: Iterable[gather.Named] = ()
+    ) -> int:
+        """Sends all messages, on ranks with a server; every rank gathers to the end, also after one
+        failed to send."""
         try:
             if not self.servers.clients:
                 return 0
@@ -216,16 +239,21 @@ class FullWeights(Transfer):
         known, sent = [], 0
         for tensors, content in messages:
             send_messages(
-                self._channel, iter([content]), self.servers, lambda client, known=tensors: client.load_weights(known)
+                self._channel,
+                iter([content]),
+                self.servers,
+                lambda client, known=tensors: client.load_weights(known),
             )
             known.append(tensors)
             sent += content.numel()
         missing = self.servers.each_here(lambda client: client.finish_weights()) if known else []
-        if any(missing) and not self.views:  # without views, all of the server's parameters come this way
+        # without views, all of the server's parameters come this way
+        if any(missing) and not self.views:
             names = sorted(set().union(*missing))
             raise AttachError(
-                f"{len(names)} of the server's parameters got no value from the trainer (first: {names[:3]}): they "
-                f"are different models. The server has {self.servers.info.model}."
+                f"{len(names)} of the server's parameters got no value from the trainer (first: "
+                f"{names[:3]}): they are different models. The server has "
+                f"{self.servers.info.model}."
             )
         self._known = known
         return sent
@@ -237,14 +265,17 @@ class FullWeights(Transfer):
             for number, (tensors, content) in zip(numbers, messages):
                 if tensors != self._known[number]:
                     raise AttachError(
-                        "The model has other parameters than in the first publish: they cannot be added, resized or "
-                        "converted while a run goes on. Change the model first, then resume from a checkpoint."
+                        "The model has other parameters than in the first publish: they cannot be "
+                        "added, resized or converted while a run goes on. Change the model first, "
+                        "then resume from a checkpoint."
                     )
                 sent.append(content.numel())
                 yield content
 
         everything = range(len(self._known))
-        for numbers in [everything] if self._channel.streams else [range(n, n + 1) for n in everything]:
+        for numbers in (
+            [everything] if self._channel.streams else [range(n, n + 1) for n in everything]
+        ):
             send_messages(
                 *(self._channel, contents(numbers), self.servers),
                 lambda client, numbers=list(numbers): client.load_weights_again(numbers),
@@ -253,7 +284,8 @@ class FullWeights(Transfer):
 
 
 class Restart(Transfer):
-    """For servers that were started by `trl-atropos serve --vllm_mode restart`. Writes below `folder`."""
+    """For servers that were started by `trl-atropos serve --vllm_mode restart`. Writes below
+    `folder`."""
 
     def __init__(self, servers: Servers, folder: str):
         super().__init__(servers)
@@ -274,8 +306,11 @@ class Restart(Transfer):
     def send(self, policy_version: int) -> int:
         model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
-        named = itertools.chain(parameters, gather.buffers_of(model))  # gathered on every rank, kept on rank 0
-        state = {name: tensor.detach().cpu().clone() for name, tensor in named if self.servers.clients}
+        # gathered on every rank, kept on rank 0
+        named = itertools.chain(parameters, gather.buffers_of(model))
+        state = {
+            name: tensor.detach().cpu().clone() for name, tensor in named if self.servers.clients
+        }
         self.servers.on_connected_ranks(lambda: self._save_and_restart(state, policy_version))
         return sum(tensor.nbytes for tensor in state.values())
 

@@ -1,12 +1,14 @@
 """Whole parameters out of a trainer that may be sharded and may have adapters, one layer at a time.
 
-`iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped or not, and yield
-(name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2, with or without LoRA. `CheckpointPlan`
-makes of these what a checkpoint holds, which vLLM's `load_weights` reads.
+`iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped
+or not, and yield (name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2,
+with or without LoRA. `CheckpointPlan` makes of these what a checkpoint holds, which vLLM's
+`load_weights` reads.
 
-Gathering is a collective: every rank iterates to the end, also a rank whose server has died. Adapters are merged in
-copies: the model is never written to. A consumer that drops each tensor before it asks for the next has one layer in
-memory beyond the shards, or two while adapters are merged.
+Gathering is a collective: every rank iterates to the end, also a rank whose server has died.
+Adapters are merged in copies: the model is never written to. A consumer that drops each tensor
+before it asks for the next has one layer in memory beyond the shards, or two while adapters are
+merged.
 """
 
 import math
@@ -34,7 +36,8 @@ from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.weights.adapters import trained_adapter
 
 WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all parameters
-# Modules that activation checkpointing and torch.compile put around others: they are no part of a checkpoint's names.
+# Modules that activation checkpointing and torch.compile put around others: they are no part of a
+# checkpoint's names.
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
 Named = tuple[str, torch.Tensor]
@@ -59,8 +62,9 @@ def sharding_of(accelerator: Accelerator) -> str:
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise GatherError(
-            "The trainer is sharded with FSDP version 1, whose parameters have no names before the first forward. Use "
-            "FSDP2: `fsdp_version: 2` in the configuration of `accelerate launch`, or `version: 2` in `fsdp_config`."
+            "The trainer is sharded with FSDP version 1, whose parameters have no names before the "
+            "first forward. Use FSDP2: `fsdp_version: 2` in the configuration of `accelerate "
+            "launch`, or `version: 2` in `fsdp_config`."
         )
     if kind == DistributedType.DEEPSPEED:
         return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero1/2"
@@ -71,34 +75,47 @@ def iter_full_parameters(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> Iterator[Named]:
     """
-    Yields every parameter whole, with adapters merged, under its name in the plain model; tied parameters once.
+    Yields every parameter whole, with adapters merged, under its name in the plain model; tied
+    parameters once.
 
-    The tensors are on the training device and may be the model's own memory: read them before the next optimizer step.
-    Parameters of the model's own dtype, which most have, are converted to `dtype`; those that transformers keeps in
-    another (ERNIE's routers) stay. Raises `GatherError` for what cannot be gathered.
+    The tensors are on the training device and may be the model's own memory: read them before the
+    next optimizer step. Parameters of the model's own dtype, which most have, are converted to
+    `dtype`; those that transformers keeps in another (ERNIE's routers) stay. Raises `GatherError`
+    for what cannot be gathered.
     """
     return _stream(_full_units(model, accelerator, dtype), accelerator)
 
 
-def shapes_of(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None) -> Shapes:
-    """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers nothing."""
-    return {name: (shape_of(parameter), dtype) for name, parameter, dtype in entries_of(model, accelerator, dtype)}
+def shapes_of(
+    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
+) -> Shapes:
+    """Names, whole shapes and dtypes of what `iter_full_parameters` yields, in its order. Gathers
+    nothing."""
+    return {
+        name: (shape_of(parameter), dtype)
+        for name, parameter, dtype in entries_of(model, accelerator, dtype)
+    }
 
 
-def entries_of(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None) -> list[Entry]:
-    """The parameters of the plain model, without what an adapter adds to them, and the dtype of each in a publish."""
+def entries_of(
+    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
+) -> list[Entry]:
+    """The parameters of the plain model, without what an adapter adds to them, and the dtype of
+    each in a publish."""
     return [entry for unit in _full_units(model, accelerator, dtype) for entry in unit.entries]
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """Of the whole parameter. DeepSpeed leaves an empty tensor behind and keeps the shape in an attribute, once it has
-    met the parameter."""
+    """Of the whole parameter. DeepSpeed leaves an empty tensor behind and keeps the shape in an
+    attribute, once it has met the parameter."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def local_parts(parameter: torch.nn.Parameter, accelerator: Accelerator) -> Iterator[tuple[torch.Tensor, Part]]:
-    """Yields what this rank holds of a parameter, and where that stands in it. If they are sharded, the parts of all
-    ranks make up the parameter once."""
+def local_parts(
+    parameter: torch.nn.Parameter, accelerator: Accelerator
+) -> Iterator[tuple[torch.Tensor, Part]]:
+    """Yields what this rank holds of a parameter, and where that stands in it. If they are sharded,
+    the parts of all ranks make up the parameter once."""
     kind, whole = sharding_of(accelerator), Part.whole(shape_of(parameter))
     if kind == "zero3":
         shard = parameter.ds_tensor.detach().flatten()
@@ -106,10 +123,15 @@ def local_parts(parameter: torch.nn.Parameter, accelerator: Accelerator) -> Iter
         count = min(shard.numel(), parameter.ds_numel - begin)  # the last ones are padded
         if count > 0:
             yield shard[:count], Part(begin, [count], [1])
-    elif isinstance(parameter, DTensor) and all(one.is_replicate() or one.is_shard(0) for one in parameter.placements):
+    elif isinstance(parameter, DTensor) and all(
+        one.is_replicate() or one.is_shard(0) for one in parameter.placements
+    ):
         local, begin, first = parameter.detach().to_local(), 0, True
         for placement, size, rank in zip(
-            parameter.placements, parameter.device_mesh.shape, parameter.device_mesh.get_coordinate(), strict=True
+            parameter.placements,
+            parameter.device_mesh.shape,
+            parameter.device_mesh.get_coordinate(),
+            strict=True,
         ):
             if placement.is_replicate():
                 first &= rank == 0
@@ -124,10 +146,12 @@ def local_parts(parameter: torch.nn.Parameter, accelerator: Accelerator) -> Iter
 
 
 def iter_adapter_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[Named]:
-    """Yields the trained adapter's tensors whole, by PEFT's checkpoint names (`base_model.model.X.lora_A.weight`)."""
+    """Yields the trained adapter's tensors whole, by PEFT's checkpoint names
+    (`base_model.model.X.lora_A.weight`)."""
     model = unwrap(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are not the adapter.
+    # PEFT selects and renames; the values pass through untouched. Embeddings of the base model are
+    # not the adapter.
     name = trained_adapter(model)
     chosen = get_peft_model_state_dict(model, parameters, name, save_embedding_layers=False)
     units = [Unit([Entry(plain_name(name), p, p.dtype)], None) for name, p in chosen.items()]
@@ -142,7 +166,9 @@ def plain_name(name: str) -> str:
 def _stream(units: list[Unit], accelerator: Accelerator) -> Iterator[Named]:
     for unit in units:
         parameters = [entry.parameter for entry in unit.entries]
-        tensors = _gather(parameters, accelerator) if unit.layer is None else _merge(unit, accelerator)
+        tensors = (
+            _gather(parameters, accelerator) if unit.layer is None else _merge(unit, accelerator)
+        )
         for name, _, dtype in unit.entries:
             # No reference is kept here: the consumer decides when the tensor is freed.
             yield name, tensors.pop(0).to(dtype)
@@ -154,15 +180,20 @@ def _gather(parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> l
         import deepspeed  # installed only where it is used
 
         with deepspeed.zero.GatheredParameters(parameters):
-            return [parameter.data for parameter in parameters]  # keeps the storage that DeepSpeed would free
+            # keeps the storage that DeepSpeed would free
+            return [parameter.data for parameter in parameters]
     whole = [parameter.detach() for parameter in parameters]
-    return [part.to(accelerator.device).full_tensor() if isinstance(part, DTensor) else part for part in whole]
+    return [
+        part.to(accelerator.device).full_tensor() if isinstance(part, DTensor) else part
+        for part in whole
+    ]
 
 
 @torch.no_grad()
 def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
-    """Returns the unit's parameters with the active adapters merged into them. PEFT merges in place, and unmerging is
-    not exact: so whole copies stand in for the layer's parameters meanwhile."""
+    """Returns the unit's parameters with the active adapters merged into them. PEFT merges in
+    place, and unmerging is not exact: so whole copies stand in for the layer's parameters
+    meanwhile."""
     places = [
         (module, leaf, parameter)
         for module in unit.layer.modules()
@@ -188,7 +219,7 @@ def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     return [merged[entry.parameter] for entry in unit.entries]
 
 
-# --------------------------------------------------------------------------------------- parameters of the plain model
+# -------------------------------------------------------------------- parameters of the plain model
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -201,26 +232,35 @@ def _without_adapters(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The Hugging Face or PEFT model inside the wrappers of DDP, DeepSpeed and the compiler, sharded again."""
+    """The Hugging Face or PEFT model inside the wrappers of DDP, DeepSpeed and the compiler,
+    sharded again."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves the last modules whole, in the dtype of the compute
+            # a forward without a backward leaves the last modules whole, in the dtype of the
+            # compute
+            module.reshard()
     return model
 
 
-def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None) -> list[Unit]:
+def _full_units(
+    model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None
+) -> list[Unit]:
     """All parameters of the plain model, in its order, tied parameters once."""
     sharding_of(accelerator)  # refuses what cannot be gathered
     model = unwrap(model)
     for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
         if (kind := config.peft_type) != PeftType.LORA:
-            raise GatherError(f"An adapter of type {kind.value} cannot be merged for a server: use a `LoraConfig`.")
+            raise GatherError(
+                f"An adapter of type {kind.value} cannot be merged for a server: use a "
+                "`LoraConfig`."
+            )
     model = _without_adapters(model)
-    if getattr(model, "is_quantized", False):  # only models that went through a quantiser have the attribute
+    # only models that went through a quantiser have the attribute
+    if getattr(model, "is_quantized", False):
         raise GatherError(
-            "An adapter cannot be merged into quantised weights without rounding them. Load the model without "
-            "quantisation (`quantization_config`, `load_in_4bit`)."
+            "An adapter cannot be merged into quantised weights without rounding them. Load the "
+            "model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
     found = {
         prefix + leaf: (parameter, layer)
@@ -241,7 +281,8 @@ def _full_units(model: torch.nn.Module, accelerator: Accelerator, dtype: torch.d
 
 
 def buffers_of(model: torch.nn.Module) -> list[Named]:
-    """The buffers that a checkpoint of the plain model holds, such as the bias of DeepSeek's and GLM's routers."""
+    """The buffers that a checkpoint of the plain model holds, such as the bias of DeepSeek's and
+    GLM's routers."""
     return [
         (prefix + leaf, buffer)
         for prefix, module, _ in _walk(_without_adapters(unwrap(model)))
@@ -253,18 +294,24 @@ def buffers_of(model: torch.nn.Module) -> list[Named]:
 def _walk(
     module: torch.nn.Module, name: str = "", layer: LoraLayer | None = None
 ) -> Iterator[tuple[str, torch.nn.Module, LoraLayer | None]]:
-    """Yields every module in use, with the prefix of its names in the plain model and the outermost adapted layer."""
+    """Yields every module in use, with the prefix of its names in the plain model and the outermost
+    adapted layer."""
     if isinstance(module, LoraLayer):
         yield from _walk(module.base_layer, name, layer or module)
         return
     if isinstance(module, ModulesToSaveWrapper):
-        active = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
-        yield from _walk(module.modules_to_save[active[0]] if active else module.original_module, name, layer)
+        active = [
+            adapter for adapter in module.active_adapters if adapter in module.modules_to_save
+        ]
+        yield from _walk(
+            module.modules_to_save[active[0]] if active else module.original_module, name, layer
+        )
         return
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         raise GatherError(
-            f"{name!r} is trained by PEFT's {type(module).__name__}, which cannot be merged for a server. Use LoRA "
-            "with `target_modules` and `modules_to_save` only (no `trainable_token_indices`)."
+            f"{name!r} is trained by PEFT's {type(module).__name__}, which cannot be merged for a "
+            "server. Use LoRA with `target_modules` and `modules_to_save` only (no "
+            "`trainable_token_indices`)."
         )
     prefix = f"{name}." if name else ""
     yield prefix, module, layer
@@ -272,45 +319,65 @@ def _walk(
         yield from _walk(child, name if child_name in TRANSPARENT else prefix + child_name, layer)
 
 
-def _check_ties(model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter, LoraLayer | None]]) -> None:
+def _check_ties(
+    model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter, LoraLayer | None]]
+) -> None:
     """A server holds one tensor for a tied pair: an adapter on one side would make them two."""
     for target, source in model.all_tied_weights_keys.items():
-        if target in used and source in used and any(a is not b for a, b in zip(used[target], used[source])):
+        if (
+            target in used
+            and source in used
+            and any(a is not b for a, b in zip(used[target], used[source]))
+        ):
             raise GatherError(
-                f"{target!r} and {source!r} are one tensor in the checkpoint, but the adapter trains one of them "
-                f"alone. Remove {source.split('.')[-2]!r} from the adapter's modules, or train it whole and tied: "
+                f"{target!r} and {source!r} are one tensor in the checkpoint, but the adapter "
+                f"trains one of them alone. Remove {source.split('.')[-2]!r} from the adapter's "
+                "modules, or train it whole and tied: "
                 f"`modules_to_save=[{source.split('.')[-2]!r}]` with `ensure_weight_tying=True`."
             )
 
 
-# ------------------------------------------------------------------------------------ the tensors of the checkpoint
+# -------------------------------------------------------------------- the tensors of the checkpoint
 
 
 class CheckpointPlan:
     """
-    How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters' whole shapes and dtypes
-    by name, where the model itself is sharded or has others.
+    How a model's parameters become the tensors of its checkpoint. `shapes` are the parameters'
+    whole shapes and dtypes by name, where the model itself is sharded or has others.
 
-    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to one parameter. Its
-    own `revert_weight_conversion`, with which it saves, undoes that. Here it runs on the meta device first, to show
-    what every checkpoint tensor comes from. Most are views of one parameter, and cost nothing to make.
+    When transformers loads a checkpoint it renames some modules and joins the experts of a layer to
+    one parameter. Its own `revert_weight_conversion`, with which it saves, undoes that. Here it
+    runs on the meta device first, to show what every checkpoint tensor comes from. Most are views
+    of one parameter, and cost nothing to make.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
         self.model = model
-        self.shapes = shapes or {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
-        markers = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in self.shapes.items()}
+        self.shapes = shapes or {
+            name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()
+        }
+        markers = {
+            name: torch.empty(size, dtype=dtype, device="meta")
+            for name, (size, dtype) in self.shapes.items()
+        }
         owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
         found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
         for name, tensor in self._convert(markers).items():
             if (owner := owners.get(tensor.untyped_storage()._cdata)) is not None:
                 size, stride = list(tensor.shape), list(tensor.stride())
-                piece = CheckpointTensor(name=name, size=size, stride=stride, offset=tensor.storage_offset())
+                piece = CheckpointTensor(
+                    name=name, size=size, stride=stride, offset=tensor.storage_offset()
+                )
                 found[owner].append(piece)
-        covered = {name: sum(math.prod(piece.size) for piece in pieces) for name, pieces in found.items()}
-        # The views that make up a parameter; and for each other parameter, all that are converted together with it:
-        # two belong together if each of them alone would be converted to a tensor of the same name.
-        self.pieces = {name: found[name] for name, marker in markers.items() if covered[name] == marker.numel()}
+        covered = {
+            name: sum(math.prod(piece.size) for piece in pieces) for name, pieces in found.items()
+        }
+        # The views that make up a parameter; and for each other parameter, all that are converted
+        # together with it: two belong together if each of them alone would be converted to a tensor
+        # of the same name.
+        self.pieces = {
+            name: found[name] for name, marker in markers.items() if covered[name] == marker.numel()
+        }
         self.groups: dict[str, list[str]] = {}
         by_result: dict[str, list[str]] = {}
         for name in [name for name in markers if name not in self.pieces]:
@@ -327,31 +394,44 @@ class CheckpointPlan:
 
     def specs(self) -> list[ParameterSpec]:
         """The parameters, with the checkpoint tensors of each that consists of views."""
-        return [ParameterSpec.of(name, *shape, self.pieces.get(name, [])) for name, shape in self.shapes.items()]
+        return [
+            ParameterSpec.of(name, *shape, self.pieces.get(name, []))
+            for name, shape in self.shapes.items()
+        ]
 
     def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yields a checkpoint's tensors for parameters that come one at a time, and wait only for those they need."""
+        """Yields a checkpoint's tensors for parameters that come one at a time, and wait only for
+        those they need."""
         waiting: dict[str, torch.Tensor] = {}
         for name, tensor in named_tensors:
             if name in self.pieces:
                 whole = tensor.contiguous()
                 for piece in self.pieces[name]:
-                    yield piece.name, whole.as_strided(piece.size, piece.stride, whole.storage_offset() + piece.offset)
+                    yield (
+                        piece.name,
+                        whole.as_strided(
+                            piece.size, piece.stride, whole.storage_offset() + piece.offset
+                        ),
+                    )
                 continue
             waiting[name] = tensor
             if all(member in waiting for member in self.groups[name]):
                 group = {member: waiting.pop(member) for member in self.groups[name]}
                 yield from revert_weight_conversion(self.model, group).items()
         if waiting:
-            raise ValueError(f"parameters that the checkpoint stores together with {sorted(waiting)} never came")
+            raise ValueError(
+                f"parameters that the checkpoint stores together with {sorted(waiting)} never came"
+            )
 
 
 class _CopiesAreViews(TorchDispatchMode):
-    """Leaves out the copies that only make a tensor contiguous, so that the result still shows where it came from."""
+    """Leaves out the copies that only make a tensor contiguous, so that the result still shows
+    where it came from."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
-        if func is torch.ops.aten._unsafe_view.default:  # reshapes the clone of what has no view of that shape
+        # reshapes the clone of what has no view of that shape
+        if func is torch.ops.aten._unsafe_view.default:
             return args[0].new_empty(args[1])
         return func(*args, **(kwargs or {}))

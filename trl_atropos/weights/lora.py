@@ -1,10 +1,13 @@
-"""Only the LoRA adapter moves: `vllm_mode: nccl_lora` in one message through memory, `vllm_mode: lora` as files.
+"""Only the LoRA adapter moves: `vllm_mode: nccl_lora` in one message through memory, `vllm_mode:
+lora` as files.
 
-`MemoryLora`: the server has two places for the adapter, so that requests in flight finish on the version that they
-began with while new ones get the next. Also what `colocate` uses for an adapter, whose frozen base is then shared.
+`MemoryLora`: the server has two places for the adapter, so that requests in flight finish on the
+version that they began with while new ones get the next. Also what `colocate` uses for an adapter,
+whose frozen base is then shared.
 
-`FileLora`: the server loads each version, by vLLM's own HTTP routes, from a directory that it must see under the same
-path. It unloads the adapter first: vLLM's `load_inplace` would read the files at every step of the engine.
+`FileLora`: the server loads each version, by vLLM's own HTTP routes, from a directory that it must
+see under the same path. It unloads the adapter first: vLLM's `load_inplace` would read the files at
+every step of the engine.
 """
 
 import json
@@ -27,7 +30,14 @@ from trl_atropos.tensors.channel import message_layout, unpack
 from trl_atropos.tensors.fingerprint import Fingerprints, Part
 from trl_atropos.weights.adapters import tensors_of, trained_adapter
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_base, of_stream
-from trl_atropos.weights.gather import WHOLE, base_model, iter_adapter_parameters, plain_name, sharding_of, unwrap
+from trl_atropos.weights.gather import (
+    WHOLE,
+    base_model,
+    iter_adapter_parameters,
+    plain_name,
+    sharding_of,
+    unwrap,
+)
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
 
 logger = logging.getLogger(__name__)
@@ -37,10 +47,12 @@ MERGED = "`vllm_mode: server`, which sends merged weights"
 
 
 class MemoryLora(Transfer):
-    """For servers that were started with `--enable-lora`. `base`, if any, shares the frozen base with them."""
+    """For servers that were started with `--enable-lora`. `base`, if any, shares the frozen base
+    with them."""
 
     adapter_way = "alone"
-    clear_cache = False  # requests in flight keep their adapter, and new requests have prefixes of their own
+    # requests in flight keep their adapter, and new requests have prefixes of their own
+    clear_cache = False
 
     def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
         super().__init__(servers)
@@ -55,7 +67,8 @@ class MemoryLora(Transfer):
         self._tensors = _tensors_of(trainer, self.servers)
         self._scales = _scales_of(trainer.model, self._tensors)
         self._values: list[torch.Tensor] | None = None
-        self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None  # of the adapter as it is published
+        # of the adapter as it is published
+        self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None
         self._num_bytes = message_layout(self._tensors)[1]
         self.servers.on_connected_ranks(lambda: self._connect(trainer))
 
@@ -66,14 +79,24 @@ class MemoryLora(Transfer):
         self._message = self._channel.staging(num_bytes)
         self._slots = unpack(self._message, self._tensors)
         config = _config_of(trainer.model).to_dict()
-        plain = json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else None))
+        plain = json.loads(
+            json.dumps(
+                config, default=lambda value: sorted(value) if isinstance(value, set) else None
+            )
+        )
         replies = self.servers.each_here(lambda client: client.set_up_adapter(self._tensors, plain))
         for client, refused in zip(self.servers.clients, replies, strict=True):
             if refused is not None:
                 raise AttachError(
-                    f"The server at {client.url} cannot serve this adapter: {refused}. Change it, or use {MERGED}."
+                    f"The server at {client.url} cannot serve this adapter: {refused}. Change it, "
+                    f"or use {MERGED}."
                 )
-        logger.info("the adapter (%.2f MB) goes to %d server(s) through %s", num_bytes / 1e6, len(replies), transport)
+        logger.info(
+            "the adapter (%.2f MB) goes to %d server(s) through %s",
+            num_bytes / 1e6,
+            len(replies),
+            transport,
+        )
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
@@ -83,11 +106,15 @@ class MemoryLora(Transfer):
 
     def _push(self, values: list[torch.Tensor]) -> None:
         self._fill(self._slots, values)
-        send_messages(self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter())
+        send_messages(
+            self._channel, iter([self._message]), self.servers, lambda client: client.load_adapter()
+        )
 
     def _fill(self, slots: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
-            scaled = torch._foreach_mul([values[index] for index in self._scales], list(self._scales.values()))
+            scaled = torch._foreach_mul(
+                [values[index] for index in self._scales], list(self._scales.values())
+            )
             for index, product in zip(self._scales, scaled, strict=True):
                 values[index] = product
         torch._foreach_copy_(slots, values)
@@ -104,7 +131,10 @@ class MemoryLora(Transfer):
             return torch.zeros(0, 2, dtype=torch.int64)
         if self._copy is None:
             slots = unpack(torch.empty_like(self._message), self._tensors)
-            parts = [(slot, Part.whole(slot.shape), slot.shape, number) for number, slot in enumerate(slots)]
+            parts = [
+                (slot, Part.whole(slot.shape), slot.shape, number)
+                for number, slot in enumerate(slots)
+            ]
             self._copy = slots, Fingerprints(parts, len(slots))
         slots, fingerprints = self._copy
         self._fill(slots, values)
@@ -112,14 +142,17 @@ class MemoryLora(Transfer):
 
     def _gathered(self) -> list[torch.Tensor]:
         model, accelerator = self._trainer.model, self._trainer.accelerator
-        values = self._values or [tensor for _, tensor in iter_adapter_parameters(model, accelerator)]
+        values = self._values or [
+            tensor for _, tensor in iter_adapter_parameters(model, accelerator)
+        ]
         if sharding_of(accelerator) in WHOLE:  # then these are the parameters themselves
             self._values = values
         return list(values)
 
 
 class FileLora(Transfer):
-    """For servers that were also started with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Writes below `folder`."""
+    """For servers that were also started with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Writes below
+    `folder`."""
 
     adapter_way = "alone"
 
@@ -131,7 +164,8 @@ class FileLora(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         _require_servable(trainer.model, self.servers)
-        # vLLM before 0.32 tells cached prefixes apart by the adapter's name alone, which stays the same.
+        # vLLM before 0.32 tells cached prefixes apart by the adapter's name alone, which stays the
+        # same.
         self.clear_cache = any(not info.prefixes_by_path for info in self.servers.infos)
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier run
 
@@ -142,21 +176,33 @@ class FileLora(Transfer):
 
     @torch.no_grad()
     def _own_fingerprints(self, tensors: list[ParameterSpec]) -> torch.Tensor:
-        """Of the adapter as vLLM has it after reading the files: B is scaled in the server's dtype."""
+        """Of the adapter as vLLM has it after reading the files: B is scaled in the server's
+        dtype."""
         named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
-        scales, dtype = _scales_of(self._trainer.model, tensors), getattr(torch, self.servers.info.lora.dtype)
-        served = ((name, tensor.to(dtype) * scales.get(number, 1)) for number, (name, tensor) in enumerate(named))
+        scales, dtype = (
+            _scales_of(self._trainer.model, tensors),
+            getattr(torch, self.servers.info.lora.dtype),
+        )
+        served = (
+            (name, tensor.to(dtype) * scales.get(number, 1))
+            for number, (name, tensor) in enumerate(named)
+        )
         return of_stream(served, bool(self.servers.clients))
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
         named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named if self.servers.clients}
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in named
+            if self.servers.clients
+        }
         self.servers.on_connected_ranks(lambda: self._push(tensors, policy_version))
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
-        # vLLM tells cached prefixes apart by the path: a version of an earlier training must not have the same.
+        # vLLM tells cached prefixes apart by the path: a version of an earlier training must not
+        # have the same.
         path = self.folder / f"v{version}-{uuid.uuid4().hex[:8]}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
@@ -177,12 +223,16 @@ def _config_of(model: PeftModel) -> PeftConfig:
 
 def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     """Of the adapter, as the servers have them."""
-    whole, dtype = iter_adapter_parameters(trainer.model, trainer.accelerator), servers.info.lora.dtype
+    whole, dtype = (
+        iter_adapter_parameters(trainer.model, trainer.accelerator),
+        servers.info.lora.dtype,
+    )
     return [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
 
 
 def _scales_of(model: Any, tensors: list[ParameterSpec]) -> dict[int, float]:
-    """What each B is multiplied by, by its number: alpha over rank, or as rsLoRA and patterns say."""
+    """What each B is multiplied by, by its number: alpha over rank, or as rsLoRA and patterns
+    say."""
     adapter = trained_adapter(unwrap(model))
     scales = {
         f"{plain_name(name)}.{leaf}": float(module.scaling[adapter])
@@ -197,7 +247,11 @@ def _base_of(trainer: Any, servers: Servers) -> list[Fingerprinted]:
     """The frozen model below the adapter, which the server has loaded by itself."""
     if getattr(base_model(trainer.model), "is_quantized", False):
         reason = "the frozen base is quantised in the trainer"
-        return [Fingerprinted("weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64), left_out=reason)]
+        return [
+            Fingerprinted(
+                "weights", [], lambda: torch.zeros(0, 2, dtype=torch.int64), left_out=reason
+            )
+        ]
     return [fingerprinted_base(trainer, servers)]
 
 
@@ -206,28 +260,32 @@ def _require_servable(model: Any, servers: Servers) -> None:
     served = servers.info.lora
     if not isinstance(model, PeftModel):
         raise AttachError(
-            "This `vllm_mode` sends a LoRA adapter, but the run has none: set `use_peft: true` (or pass a "
-            "`peft_config`), or use `vllm_mode: colocate` or `server` to train all weights."
+            "This `vllm_mode` sends a LoRA adapter, but the run has none: set `use_peft: true` (or "
+            "pass a `peft_config`), or use `vllm_mode: colocate` or `server` to train all weights."
         )
     if served is None:
         raise AttachError(
-            "The server was started without adapters: add `--enable-lora --max-lora-rank R` (in a recipe, to "
-            "`vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
+            "The server was started without adapters: add `--enable-lora --max-lora-rank R` (in a "
+            "recipe, to `vllm_args`), or start it by `trl-atropos serve --vllm_mode nccl_lora`."
         )
     if served.max_loras < 2:
-        raise AttachError("The server has no place for the adapter's next version: start it with `--max-loras 2`.")
+        raise AttachError(
+            "The server has no place for the adapter's next version: start it with `--max-loras 2`."
+        )
     config = _config_of(model)
     adapter = {id(tensor) for tensor in tensors_of(model, trained_adapter(model)).values()}
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     others = [name for name, parameter in trained if id(parameter) not in adapter]
     if others:
         raise AttachError(
-            f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), which would never "
-            f"reach the server: use {MERGED}."
+            f"{len(others)} parameters outside of the adapter are trained (first: {others[0]!r}), "
+            f"which would never reach the server: use {MERGED}."
         )
     rank = max([config.r, *config.rank_pattern.values()])
     if rank > served.max_rank:
         raise AttachError(
-            f"The adapter's rank is {rank}, the server's largest {served.max_rank}: start the server with "
-            f"`--max-lora-rank {rank}` or more, or lower `lora_r`."
+            f"The adapter's rank is {rank}, the server's largest {served.max_rank}: start the "
+            f"server with `--max-lora-rank {rank}` or more, or lower `lora_r`."
         )

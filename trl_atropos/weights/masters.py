@@ -1,8 +1,10 @@
-"""fp32 master weights, for 16-bit parameters that are trained in place because they are the server's memory.
+"""fp32 master weights, for 16-bit parameters that are trained in place because they are the
+server's memory.
 
-At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight, and would be
-rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the masters), and after each step
-the parameters are set to the rounded masters, in their own memory. DeepSpeed and FSDP have masters of their own.
+At a learning rate of 1e-6 an update is smaller than the resolution of nearly every bfloat16 weight,
+and would be rounded away. So gradients accumulate in fp32, the optimizer works on fp32 copies (the
+masters), and after each step the parameters are set to the rounded masters, in their own memory.
+DeepSpeed and FSDP have masters of their own.
 """
 
 import logging
@@ -29,8 +31,18 @@ logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 PART = 1 << 28  # values that are stepped at a time where masters are offloaded, or one parameter's
 THREADS = 16  # for that, at most: it is memory that it waits for
-# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim; transformers.optimization).
-BUFFERS = {"ademamix": 3, "adam": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "lomo": 0, "adafactor": 0}
+# Tensors of the parameter's size that each family keeps (torch.optim; bitsandbytes.optim;
+# transformers.optimization).
+BUFFERS = {
+    "ademamix": 3,
+    "adam": 2,
+    "lion": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "sgd": 0,
+    "lomo": 0,
+    "adafactor": 0,
+}
 BLOCK = 256  # values that share one fp32 scale (bitsandbytes/optim/optimizer.py, `blocksize`)
 TORCHS_OWN = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_size`)
@@ -38,20 +50,22 @@ SMALLEST = 4096  # values below which bitsandbytes keeps fp32 (its `min_8bit_siz
 
 class MasterOptimizer(torch.optim.Optimizer):
     """
-    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the fp32 gradient 4 more.
-    A parameter that is fp32 already is its own master.
+    Any torch optimizer, made to work on fp32 masters. Per parameter these take 4 bytes, and the
+    fp32 gradient 4 more. A parameter that is fp32 already is its own master.
 
-    `param_groups` hold the parameters themselves, for clipping, schedulers and `zero_grad`. Hyperparameters that are
-    changed there reach the wrapped optimizer, `inner`, whose groups hold the masters.
+    `param_groups` hold the parameters themselves, for clipping, schedulers and `zero_grad`.
+    Hyperparameters that are changed there reach the wrapped optimizer, `inner`, whose groups hold
+    the masters.
 
     Args:
         groups (`list[dict]`): Parameter groups, in torch's format.
         optimizer_cls (`type[torch.optim.Optimizer]`): The optimizer to wrap.
-        offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA parameters) and step there.
-            fp32 parameters get masters, too. Torch's own optimizers step part by part, so that the gradients of one
-            part come while another one is stepped, and are not all in CPU memory.
-        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep in 32 bits.
-        optimizer_kwargs: Further arguments of `optimizer_cls`.
+        offload (`bool`): Keep masters and optimizer state in CPU memory (pinned for CUDA
+            parameters) and step there. fp32 parameters get masters, too. Torch's own optimizers
+            step part by part, so that the gradients of one part come while another one is stepped,
+            and are not all in CPU memory.
+        full_state (`Iterable`): Parameters whose state an 8-bit bitsandbytes optimizer shall keep
+        in 32 bits. optimizer_kwargs: Further arguments of `optimizer_cls`.
     """
 
     def __init__(
@@ -64,22 +78,41 @@ class MasterOptimizer(torch.optim.Optimizer):
     ):
         self.offload = offload
         groups = [{**group, "params": list(group["params"])} for group in groups]
-        self._masters = {parameter: self._master_of(parameter) for group in groups for parameter in group["params"]}
-        self._pairs = [(parameter, master) for parameter, master in self._masters.items() if master is not parameter]
-        inner_groups = [{**group, "params": [self._masters[one] for one in group["params"]]} for group in groups]
+        self._masters = {
+            parameter: self._master_of(parameter)
+            for group in groups
+            for parameter in group["params"]
+        }
+        self._pairs = [
+            (parameter, master)
+            for parameter, master in self._masters.items()
+            if master is not parameter
+        ]
+        inner_groups = [
+            {**group, "params": [self._masters[one] for one in group["params"]]} for group in groups
+        ]
         self.inner = optimizer_cls(inner_groups, **optimizer_kwargs)
-        if full_state := [self._masters[parameter] for parameter in full_state if parameter in self._masters]:
+        if full_state := [
+            self._masters[parameter] for parameter in full_state if parameter in self._masters
+        ]:
             from bitsandbytes.optim import GlobalOptimManager
 
             manager = GlobalOptimManager.get_instance()
             manager.override_config(full_state, "optim_bits", 32)
             manager.register_parameters(self.inner.param_groups)
         outer = zip(self.inner.param_groups, groups, strict=True)
-        super().__init__([{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults)
+        super().__init__(
+            [{**inner, "params": group["params"]} for inner, group in outer], self.inner.defaults
+        )
         in_parts = offload and type(self.inner).__module__.startswith("torch.optim.")
-        numbers = parts_of([master.numel() for _, master in self._pairs]) if in_parts else [range(len(self._pairs))]
+        numbers = (
+            parts_of([master.numel() for _, master in self._pairs])
+            if in_parts
+            else [range(len(self._pairs))]
+        )
         self._parts = [[self._pairs[number] for number in part] for part in numbers]
-        self._staging: dict[int, torch.Tensor] = {}  # where gradients come, for parts of even and of odd numbers
+        # where gradients come, for parts of even and of odd numbers
+        self._staging: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # on which they come
         self._note_versions()
 
@@ -111,7 +144,8 @@ class MasterOptimizer(torch.optim.Optimizer):
                 self.inner.step()
             for master in masters:
                 master.grad = None
-            # Non-blocking, so that offloaded masters come straight from pinned memory and are rounded on the device.
+            # Non-blocking, so that offloaded masters come straight from pinned memory and are
+            # rounded on the device.
             torch._foreach_copy_(params, masters, non_blocking=True)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # where some keep state
         if self.offload and torch.cuda.is_available():
@@ -119,9 +153,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._note_versions()
         return loss
 
-    def _gradients_of(self, number: int) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        """The fp32 gradients of a part, on the device of its masters and with their strides; and what to wait for, if
-        they are on their way."""
+    def _gradients_of(
+        self, number: int
+    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
+        """The fp32 gradients of a part, on the device of its masters and with their strides; and
+        what to wait for, if they are on their way."""
         part = self._parts[number]
         if not (self.offload and part[0][0].is_cuda):
             return [_gradient_for(master, parameter.grad) for parameter, master in part], None
@@ -138,7 +174,9 @@ class MasterOptimizer(torch.optim.Optimizer):
                 place = self._staging[number % 2][begin:].as_strided(master.size(), master.stride())
                 begin += master.numel()
                 gradient = parameter.grad
-                gradients.append(None if gradient is None else place.copy_(gradient, non_blocking=True))
+                gradients.append(
+                    None if gradient is None else place.copy_(gradient, non_blocking=True)
+                )
             arrived.record(self._stream)
         return gradients, arrived
 
@@ -146,22 +184,30 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._versions = [parameter._version for parameter, _ in self._pairs]
 
     def _take_over_writes(self) -> None:
-        """Takes over what something else has written to the parameters: a checkpoint, DDP's broadcast, a callback."""
+        """Takes over what something else has written to the parameters: a checkpoint, DDP's
+        broadcast, a callback."""
         for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
-            if parameter._version != version and not torch.equal(parameter, _rounded(master, parameter)):
+            if parameter._version != version and not torch.equal(
+                parameter, _rounded(master, parameter)
+            ):
                 master.copy_(parameter)
         self._note_versions()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Masters stand beside `inner`'s state: within it, loading would cast them to the parameters' dtype."""
+        """Masters stand beside `inner`'s state: within it, loading would cast them to the
+        parameters' dtype."""
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        return {"inner": self.inner.state_dict(), "masters": [one.detach() for one in self._masters.values()]}
+        return {
+            "inner": self.inner.state_dict(),
+            "masters": [one.detach() for one in self._masters.values()],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they stay the same."""
+        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they
+        stay the same."""
         self._take_over_writes()
         own = list(self._masters.values())
         saved = state_dict.get("masters", own)
@@ -169,12 +215,15 @@ class MasterOptimizer(torch.optim.Optimizer):
         if theirs != ours:
             there, here = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
             raise CheckpointError(
-                f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} are trained; the "
-                f"first that differs has the shape {there} there and {here} here. Resume with the model and the "
-                "trained parameters of the run that saved it."
+                f"The checkpoint has master weights of {len(theirs)} parameters, and {len(ours)} "
+                f"are trained; the first that differs has the shape {there} there and {here} here. "
+                "Resume with the model and the trained parameters of the run that saved it."
             )
         if saved is own:
-            logger.warning("The checkpoint was saved without fp32 master weights: training goes on from 16-bit ones.")
+            logger.warning(
+                "The checkpoint was saved without fp32 master weights: training goes on from "
+                "16-bit ones."
+            )
         self.inner.load_state_dict(state_dict.get("inner", state_dict))
         for (parameter, master), value in zip(self._masters.items(), saved, strict=True):
             master.copy_(value)
@@ -185,11 +234,16 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
-        """Averages the fp32 gradients over all processes. Where only some have a gradient, the others count as 0."""
+        """Averages the fp32 gradients over all processes. Where only some have a gradient, the
+        others count as 0."""
         params = list(self._masters)
-        used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+        used = torch.tensor(
+            [p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device
+        )
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        params = [parameter for parameter, is_used in zip(params, used.tolist(), strict=True) if is_used]
+        params = [
+            parameter for parameter, is_used in zip(params, used.tolist(), strict=True) if is_used
+        ]
         for parameter in params:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -205,38 +259,47 @@ def why_no_masters(trainer: Trainer) -> str | None:
     """Why the optimizer that `trainer` will have cannot work on masters, if it cannot."""
     if trainer.optimizer is not None:
         return (
-            "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a finished "
-            f"{type(trainer.optimizer).__name__}, which works on the 16-bit weights: name it with `optim` instead."
+            "16-bit weights that are trained in place need fp32 masters, but `optimizers` has a "
+            f"finished {type(trainer.optimizer).__name__}, which works on the 16-bit weights: name "
+            "it with `optim` instead."
         )
     cls, _ = _optimizer_of(trainer)
     is_plain = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    if not is_plain or steps_in_backward(trainer) or hasattr(cls, "eval"):  # schedule-free ones move weights in `eval`
+    # schedule-free ones move weights in `eval`
+    if not is_plain or steps_in_backward(trainer) or hasattr(cls, "eval"):
         return (
-            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of `step`, so it cannot "
-            "have fp32 masters of 16-bit weights: set `optim: adamw_torch_fused`, or serve with `--dtype float32`."
+            f"`optim: {trainer.args.optim}` chooses its parameters or changes them outside of "
+            "`step`, so it cannot have fp32 masters of 16-bit weights: set `optim: "
+            "adamw_torch_fused`, or serve with `--dtype float32`."
         )
     return None
 
 
 def steps_in_backward(trainer: Trainer) -> bool:
-    """Returns whether `optim` names a layer-wise optimizer or LOMO, which step within the backward pass."""
+    """Returns whether `optim` names a layer-wise optimizer or LOMO, which step within the backward
+    pass."""
     _, kwargs = _optimizer_of(trainer)
     return bool(kwargs.keys() & {"model", "optimizer_dict"})
 
 
 def _optimizer_of(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
-    return trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    return trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
+        trainer.args, trainer.model
+    )
 
 
 def can_round_adapter(trainer: Trainer) -> bool:
-    """Whether there is an adapter that `round_adapter` is for. Autocast computes it in 16 bits as it is."""
+    """Whether there is an adapter that `round_adapter` is for. Autocast computes it in 16 bits as
+    it is."""
     autocasts = trainer.accelerator.mixed_precision != "no"
-    return isinstance(trainer.model, PeftModel) and not autocasts and why_no_masters(trainer) is None
+    return (
+        isinstance(trainer.model, PeftModel) and not autocasts and why_no_masters(trainer) is None
+    )
 
 
 def round_adapter(model: PeftModel) -> None:
-    """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in fp32, in which each
-    of its layers is computed then. To be trained with masters."""
+    """Has an adapter computed in 16 bits where the base is, as the server does. PEFT keeps it in
+    fp32, in which each of its layers is computed then. To be trained with masters."""
     base = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
     if base not in HALF:
         return
@@ -246,8 +309,8 @@ def round_adapter(model: PeftModel) -> None:
 
 
 def parts_of(sizes: list[int]) -> list[list[int]]:
-    """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART` or of one each.
-    Returns their places in the list."""
+    """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART`
+    or of one each. Returns their places in the list."""
     parts, room = [], 0
     for number, size in enumerate(sizes):
         if not parts or size > room:
@@ -265,8 +328,8 @@ def values_on_their_way(sizes: list[int]) -> int:
 
 
 def use_masters(trainer: Trainer, offload: bool = False) -> None:
-    """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit parameters are trained.
-    See `MasterOptimizer`."""
+    """Makes `trainer` build the optimizer that its arguments name with fp32 masters, if 16-bit
+    parameters are trained. See `MasterOptimizer`."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     in_16_bits = [parameter for parameter in trained if parameter.dtype in HALF]
     if not in_16_bits:
@@ -277,20 +340,30 @@ def use_masters(trainer: Trainer, offload: bool = False) -> None:
         sum_in_float32()
     cls, kwargs = _optimizer_of(trainer)
     # As transformers does, which can no longer see that it is bitsandbytes.
-    embeddings = [module.weight for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)]
-    own = {"optimizer_cls": cls, "offload": offload, "full_state": embeddings if kwargs.get("optim_bits") == 8 else []}
+    embeddings = [
+        module.weight
+        for module in trainer.model.modules()
+        if isinstance(module, torch.nn.Embedding)
+    ]
+    own = {
+        "optimizer_cls": cls,
+        "offload": offload,
+        "full_state": embeddings if kwargs.get("optim_bits") == 8 else [],
+    }
     trainer.optimizer_cls_and_kwargs = (MasterOptimizer, {**kwargs, **own})
 
 
 @cache
 def sum_in_float32() -> torch.library.Library:
-    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the returned library
-    lives. In 16 bits, torch rounds the gradient of an embedding, of a layer norm's weights and of a table that is
-    indexed after each token that it adds: of thousands, the last ones are lost. Those kernels now add in float32 and
-    round once. Values that are not in 16 bits go through torch's own kernels as before."""
+    """Replaces three of torch's kernels for the CPU in this process, which stay replaced while the
+    returned library lives. In 16 bits, torch rounds the gradient of an embedding, of a layer norm's
+    weights and of a table that is indexed after each token that it adds: of thousands, the last
+    ones are lost. Those kernels now add in float32 and round once. Values that are not in 16 bits
+    go through torch's own kernels as before."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
+        # that a kernel is replaced
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name, compute in (
             ("embedding_dense_backward", _embedding_gradient),
             ("native_layer_norm_backward", _layer_norm_gradients),
@@ -314,16 +387,21 @@ def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, wei
     if not of_weights or weight is None or weight.dtype not in HALF:
         return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
     tensors = (gradient, x, mean, deviation, weight, bias)
-    gradient, x, mean, deviation, weight, bias = (None if one is None else one.float() for one in tensors)
+    gradient, x, mean, deviation, weight, bias = (
+        None if one is None else one.float() for one in tensors
+    )
     found = kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
     return tuple(None if one is None else one.to(tensors[0].dtype) for one in found)
 
 
 def _put_by_index(kernel, keys, table, indices, values, accumulate=False, unsafe=False):
-    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of zeros."""
+    """Changes and returns `table`. The gradient of `table[indices]` is made by adding to a table of
+    zeros."""
     if not accumulate or table.dtype not in HALF:
         return kernel.call_boxed(keys, table, indices, values, accumulate, unsafe)
-    return table.copy_(kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe))
+    return table.copy_(
+        kernel.call_boxed(keys, table.float(), indices, values.float(), accumulate, unsafe)
+    )
 
 
 @contextmanager
@@ -342,12 +420,19 @@ def exact_gradients(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Around the forward and backward pass of all but the last micro-batch of a training step. Yields what to call in
-    place of `accelerator.backward`: it only adds to the gradients. The `Trainer` calls the last backward pass, with
-    which they are averaged over processes, and DeepSpeed steps."""
+def accumulate_gradients(
+    accelerator: Accelerator, model: torch.nn.Module
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Around the forward and backward pass of all but the last micro-batch of a training step.
+    Yields what to call in place of `accelerator.backward`: it only adds to the gradients. The
+    `Trainer` calls the last backward pass, with which they are averaged over processes, and
+    DeepSpeed steps."""
     # The loss is scaled already, which the `Trainer`, too, tells DeepSpeed.
-    options = {"scale_wrt_gas": False} if accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+    options = (
+        {"scale_wrt_gas": False}
+        if accelerator.distributed_type == DistributedType.DEEPSPEED
+        else {}
+    )
     state = accelerator.gradient_state
     synchronizes = state.sync_gradients
     state._set_sync_gradients(False)  # as the `Trainer` does around each of its own micro-batches
@@ -358,9 +443,11 @@ def accumulate_gradients(accelerator: Accelerator, model: torch.nn.Module) -> It
         state._set_sync_gradients(synchronizes)
 
 
-def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]) -> int:
-    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies of 16-bit ones.
-    bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
+def state_bytes(
+    optim: str, parameters: Iterable[torch.Tensor], masters: bool, embeddings: set[int]
+) -> int:
+    """Bytes of the optimizer's state, by default AdamW's. With `masters`, it works on fp32 copies
+    of 16-bit ones. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits."""
     buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
     total = 0.0
     for parameter in parameters:
@@ -377,8 +464,12 @@ def state_bytes(optim: str, parameters: Iterable[torch.Tensor], masters: bool, e
 
 @contextmanager
 def _threads(most: int) -> Iterator[None]:
-    """As many threads as this process has cores: accelerate's launcher gives it one, unless told otherwise."""
-    usual, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+    """As many threads as this process has cores: accelerate's launcher gives it one, unless told
+    otherwise."""
+    usual, cores = (
+        torch.get_num_threads(),
+        len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1")),
+    )
     torch.set_num_threads(max(usual, min(most, cores)))
     try:
         yield

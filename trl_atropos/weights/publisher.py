@@ -1,10 +1,13 @@
-"""How a new policy reaches the servers that sample from it: the life of a publish, written once for every mode.
+"""How a new policy reaches the servers that sample from it: the life of a publish, written once for
+every mode.
 
-    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume -> (probe begins)]*
+    hold -> (a checkpoint may be loaded) -> begin -> [pause -> send -> version + n -> resume ->
+    (probe begins)]*
 
-The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built, `hold`, `begin` and
-`close` around training. `begin` wraps `optimizer.step` itself: callbacks and torch's step hooks are skipped when it
-raises. What moves between pause and resume is the business of a `Transfer`, one for each `vllm_mode`.
+The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built,
+`hold`, `begin` and `close` around training. `begin` wraps `optimizer.step` itself: callbacks and
+torch's step hooks are skipped when it raises. What moves between pause and resume is the business
+of a `Transfer`, one for each `vllm_mode`.
 """
 
 import functools
@@ -43,12 +46,14 @@ class PolicyPublisher:
     By itself, counts versions and publishes nothing.
 
     Attributes:
-        policy_version (`int`): Version of the weights that the server samples from: one per optimizer step.
-        probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that any probe has
-            seen, in nats (natural logarithm of a probability).
-        stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part `publish`.
-        on_pause (`Callable`): Called on every rank once in a publish, while the servers are paused: requests that come
-            now begin with the next version.
+        policy_version (`int`): Version of the weights that the server samples from: one per
+            optimizer step.
+        probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer that
+            any probe has seen, in nats (natural logarithm of a probability).
+        stopwatch (`Stopwatch`): The trainer's. All but the optimizer's step must be in its part
+            `publish`.
+        on_pause (`Callable`): Called on every rank once in a publish, while the servers are paused:
+            requests that come now begin with the next version.
     """
 
     def __init__(self):
@@ -66,21 +71,25 @@ class PolicyPublisher:
 
     @property
     def trainer_version(self) -> int:
-        """Version of the weights that the trainer has: a batch that it gets now is trained at this version."""
+        """Version of the weights that the trainer has: a batch that it gets now is trained at this
+        version."""
         return self.policy_version
 
     def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
-        """Called with the trainer's arguments before it is built. Returns the model that it shall use."""
+        """Called with the trainer's arguments before it is built. Returns the model that it shall
+        use."""
         return model
 
     def attach(self, trainer: Any) -> None:
         """Called once `trainer`, the `AtroposGRPOTrainer`, is built."""
 
     def hold(self) -> None:
-        """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the weights."""
+        """From here to `begin`, nothing may be sampled: a checkpoint may be loaded into the
+        weights."""
 
     def begin(self, optimizer: Any, policy_version: int) -> None:
-        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish all that follow."""
+        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish
+        all that follow."""
         self.policy_version = policy_version
         step = optimizer.step
 
@@ -99,7 +108,8 @@ class PolicyPublisher:
         """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
 
     def before_step(self) -> None:
-        """Called on every rank when all that comes before an optimizer step is queued on the device."""
+        """Called on every rank when all that comes before an optimizer step is queued on the
+        device."""
 
     def replace(self, load: Callable[[], None]) -> None:
         """Has `load` replace the trainer's weights after the last step."""
@@ -115,7 +125,8 @@ class PolicyPublisher:
         return None
 
     def why_silent(self) -> str:
-        """What is wrong with servers that sample nothing. Called on rank 0, from any thread, when no rollouts come."""
+        """What is wrong with servers that sample nothing. Called on rank 0, from any thread, when
+        no rollouts come."""
         return ""
 
     def pop_metrics(self) -> dict[str, float]:
@@ -133,7 +144,8 @@ class PolicyPublisher:
 
 
 class NullPublisher(PolicyPublisher):
-    """For a policy that nothing samples from (recorded rollouts, say): counts versions and publishes nothing."""
+    """For a policy that nothing samples from (recorded rollouts, say): counts versions and
+    publishes nothing."""
 
 
 def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
@@ -161,8 +173,8 @@ class ServerPublisher(PolicyPublisher):
     """
     Args:
         transfer (`Transfer`): How the mode moves the bytes.
-        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server and trainer; 0: no
-            probes. By default as many as take at most 2 % of the time.
+        probe_every_n_steps (`int`, *optional*): Publishes between two probes, which compare server
+            and trainer; 0: no probes. By default as many as take at most 2 % of the time.
         sync_every_n_steps (`int`): Optimizer steps between two publishes.
         sleep_level (`int`): vLLM's sleep level while the trainer computes; 0 for none.
     """
@@ -203,46 +215,62 @@ class ServerPublisher(PolicyPublisher):
         self.policy_version = info.policy_version
         if info.logprobs_mode != "processed_logprobs":
             raise AttachError(
-                f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. Start it with "
-                "`--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, which sets it."
+                f"The server returns {info.logprobs_mode}, which ignore the sampling temperature. "
+                "Start it with `--logprobs-mode processed_logprobs`, or by `trl-atropos serve`, "
+                "which sets it."
             )
         if info.numerics != args.numerics:
             raise AttachError(
-                f"The server computes with `--numerics {info.numerics}` and the trainer with `numerics: "
-                f"{args.numerics}`: start the server by `trl-atropos serve --numerics {args.numerics}`."
+                f"The server computes with `--numerics {info.numerics}` and the trainer with "
+                f"`numerics: {args.numerics}`: start the server by `trl-atropos serve --numerics "
+                f"{args.numerics}`."
             )
         if args.numerics == "bitwise" and info.num_workers > 1:
             raise AttachError(
-                f"`numerics: bitwise` needs a server with one worker, and this one has {info.num_workers}, which add "
-                "up sums in parts: start one without `--tensor-parallel-size` and `--data-parallel-size`."
+                "`numerics: bitwise` needs a server with one worker, and this one has "
+                f"{info.num_workers}, which add up sums in parts: start one without "
+                "`--tensor-parallel-size` and `--data-parallel-size`."
             )
         longest = args.max_sequence_length
         if longest is not None and longest > info.max_model_len:
             raise AttachError(
-                f"`max_sequence_length` is {longest}, but the server's max_model_len is {info.max_model_len}: lower "
-                f"it, or start the server with `--max-model-len {longest}`."
+                f"`max_sequence_length` is {longest}, but the server's max_model_len is "
+                f"{info.max_model_len}: lower it, or start the server with `--max-model-len "
+                f"{longest}`."
             )
         if self.sleep_level and not info.sleep:  # a server that sleeps never shares its memory
-            raise AttachError("`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`.")
+            raise AttachError(
+                "`vllm_enable_sleep_mode` is set: start the server with `--enable-sleep-mode`."
+            )
         return model
 
     def attach(self, trainer: Any) -> None:
         info, tokenizer = self.servers.info, trainer.processing_class
-        comparable = isinstance(tokenizer, PreTrainedTokenizerBase) and info.tokenizer_fingerprint is not None
-        if comparable and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint:
+        comparable = (
+            isinstance(tokenizer, PreTrainedTokenizerBase)
+            and info.tokenizer_fingerprint is not None
+        )
+        if (
+            comparable
+            and tokenizer_fingerprint(tokenizer.get_vocab()) != info.tokenizer_fingerprint
+        ):
             raise AttachError(
-                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server ({info.model}) have "
-                "different vocabularies, so the same ids mean different text. Give both the same tokenizer."
+                f"The trainer's tokenizer ({tokenizer.name_or_path}) and that of the server "
+                f"({info.model}) have different vocabularies, so the same ids mean different text. "
+                "Give both the same tokenizer."
             )
         self.servers.hold_leases()
-        if shares_gpu(self.servers, trainer.accelerator.device) and not self.sleep_level:  # what sleeps makes room
+        # what sleeps makes room
+        if shares_gpu(self.servers, trainer.accelerator.device) and not self.sleep_level:
             leave_room(trainer.accelerator.device)
         self.transfer.attach(trainer)
         self._trainer = trainer
         self._proof = Proof(self.servers, self.transfer.fingerprinted())
         if self.probe_every_n_steps != 0:
             one_memory = self.transfer.steps_in_place
-            self._probe = Probe(self.servers, trainer, self.probe_every_n_steps, one_memory, self._proof.again)
+            self._probe = Probe(
+                self.servers, trainer, self.probe_every_n_steps, one_memory, self._proof.again
+            )
         if self.transfer.steps_in_place and trainer.accelerator.device.type == "cuda":
             self._backward_ends = _end_of_backward(trainer.model)
 
@@ -310,7 +338,8 @@ class ServerPublisher(PolicyPublisher):
 
     def _publish(self, step: Callable[[], Any], optimizer: Any = None, due: bool = True) -> Any:
         self.before_backward()
-        # Ctrl-C must not leave weights half written, nor a server paused, which would take its weights for torn.
+        # Ctrl-C must not leave weights half written, nor a server paused, which would take its
+        # weights for torn.
         with deferred():
             if self.transfer.steps_in_place:
                 with self.stopwatch.part(PUBLISH):
@@ -320,7 +349,8 @@ class ServerPublisher(PolicyPublisher):
             # A gradient scaler that found no finite gradient skips the step: then nothing is new.
             if optimizer is not None and not optimizer.step_was_skipped:
                 self._steps += 1
-            _synchronize()  # the step is only queued on the device, and publishing must not overtake it
+            # the step is only queued on the device, and publishing must not overtake it
+            _synchronize()
             if due or self._paused:
                 with self.stopwatch.part(PUBLISH):
                     self._send()
@@ -337,7 +367,8 @@ class ServerPublisher(PolicyPublisher):
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
     def replace(self, load: Callable[[], None]) -> None:
-        """Other servers go on with the weights of the last step. Those that share the memory are paused."""
+        """Other servers go on with the weights of the last step. Those that share the memory are
+        paused."""
         self._publish(load) if self.transfer.steps_in_place else load()
 
     def _pause(self) -> None:
@@ -363,9 +394,15 @@ class ServerPublisher(PolicyPublisher):
         self.policy_version = self._steps
 
     def close(self) -> None:
-        """Releases the leases. A server that is paused then goes on with whole weights, and exits with torn ones."""
-        # Nothing was written if the optimizer's step has not begun, or since `hold`: the weights are whole.
-        held = self._paused and self.transfer.steps_in_place and self._writes() == self._writes_when_held
+        """Releases the leases. A server that is paused then goes on with whole weights, and exits
+        with torn ones."""
+        # Nothing was written if the optimizer's step has not begun, or since `hold`: the weights
+        # are whole.
+        held = (
+            self._paused
+            and self.transfer.steps_in_place
+            and self._writes() == self._writes_when_held
+        )
         if held or self._pausing is not None:
             self._resuming = self.transfer.resume(self.policy_version)
         if self._resuming is not None:
@@ -378,22 +415,29 @@ class ServerPublisher(PolicyPublisher):
         super().close()
 
     def _writes(self) -> int:
-        """Counts in-place writes to the parameters, to tell whether loading a checkpoint has written any."""
+        """Counts in-place writes to the parameters, to tell whether loading a checkpoint has
+        written any."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
 
     def probe(self) -> float:
-        """Largest difference between what the servers sample and what the trainer computes, in nats, on every rank."""
+        """Largest difference between what the servers sample and what the trainer computes, in
+        nats, on every rank."""
         self._probe.begin(self.policy_version)
         return self._judge_probe()
 
     def _run_probe(self) -> None:
-        """Begins a probe if one is due. It is judged before the next publish, and at once where none will come."""
+        """Begins a probe if one is due. It is judged before the next publish, and at once where
+        none will come."""
         if self._probe is None:
             return
         schedule, last = self._probe.schedule, self._is_last()
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
         due, at_once, long = on_main(
-            lambda: (schedule.due(time.perf_counter(), last), last or schedule.publishes == 1, schedule.long)
+            lambda: (
+                schedule.due(time.perf_counter(), last),
+                last or schedule.publishes == 1,
+                schedule.long,
+            )
         )
         if due:
             self._probe.begin(self.policy_version, long)
@@ -417,8 +461,12 @@ class ServerPublisher(PolicyPublisher):
 
 
 def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
-    """What the device comes to milliseconds before the end of a backward pass: the gradient of the third layer."""
-    event, layers = torch.cuda.Event(), [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    """What the device comes to milliseconds before the end of a backward pass: the gradient of the
+    third layer."""
+    event, layers = (
+        torch.cuda.Event(),
+        [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)],
+    )
     parameters = itertools.chain(*(layer.parameters() for layer in layers[2:3]), model.parameters())
     trained = next(parameter for parameter in parameters if parameter.requires_grad)
     trained.register_post_accumulate_grad_hook(lambda _: event.record())

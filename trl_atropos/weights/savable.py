@@ -1,8 +1,9 @@
 """Whatever the saving of a checkpoint would refuse is found before the first step.
 
-`trl_atropos.recipe.check_files` calls `require_writable` and `require_savable_generation` before a run starts its
-servers. `AtroposGRPOTrainer` calls `require_savable` when it is built: it saves all that is small into a folder that
-it removes again, and compares the tensors with the room on the disk.
+`trl_atropos.recipe.check_files` calls `require_writable` and `require_savable_generation` before a
+run starts its servers. `AtroposGRPOTrainer` calls `require_savable` when it is built: it saves all
+that is small into a folder that it removes again, and compares the tensors with the room on the
+disk.
 """
 
 import json
@@ -39,11 +40,14 @@ def require_writable(folder: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         what = f"`output_dir` is {folder!r}, where nothing can be written ({error.strerror})"
-        raise RecipeError(what, f"output_dir: {folder}", "Set it to another folder.", "output-dir") from error
+        raise RecipeError(
+            what, f"output_dir: {folder}", "Set it to another folder.", "output-dir"
+        ) from error
 
 
 def require_savable_generation(model: ModelConfig) -> None:
-    """Raises `RecipeError` if Transformers would not save the generation config that comes with the model."""
+    """Raises `RecipeError` if Transformers would not save the generation config that comes with the
+    model."""
     name = model.model_name_or_path
     try:
         generation = GenerationConfig.from_pretrained(name, revision=model.model_revision)
@@ -54,8 +58,9 @@ def require_savable_generation(model: ModelConfig) -> None:
 
 
 def require_savable(trainer: Any) -> None:
-    """Saves what is small of a checkpoint, and looks whether the rest has room. Called on every rank. Raises
-    `RecipeError` if some part refuses to be saved, or if there is too little room on the disk."""
+    """Saves what is small of a checkpoint, and looks whether the rest has room. Called on every
+    rank. Raises `RecipeError` if some part refuses to be saved, or if there is too little room on
+    the disk."""
     together(lambda: _try_to_save(trainer) if trainer.args.should_save else None)
 
 
@@ -68,13 +73,21 @@ def _try_to_save(trainer: Any) -> None:
 
 
 def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], Any], str]]:
-    """Yields each small part of a checkpoint: what it is called, how it is saved, and what to do if it refuses."""
+    """Yields each small part of a checkpoint: what it is called, how it is saved, and what to do if
+    it refuses."""
     model, policy = trainer.model, base_model(trainer.model)
     if isinstance(model, PeftModel):
         for name, config in model.peft_config.items():
-            fix = "Give the adapter a configuration whose values are plain numbers, texts and lists."
-            yield f"The configuration of the adapter {name!r}", lambda one=config: one.save_pretrained(folder), fix
-    whole = not isinstance(model, PeftModel) or trainer.args.vllm_mode == "restart"  # which merges the adapter
+            fix = (
+                "Give the adapter a configuration whose values are plain numbers, texts and lists."
+            )
+            yield (
+                f"The configuration of the adapter {name!r}",
+                lambda one=config: one.save_pretrained(folder),
+                fix,
+            )
+    # which merges the adapter
+    whole = not isinstance(model, PeftModel) or trainer.args.vllm_mode == "restart"
     if whole and isinstance(policy, PreTrainedModel):
         fix = f"Correct the model's config.json, or {PYTHON.format('model.config')}."
         yield "The model's config", lambda: policy.config.save_pretrained(folder), fix
@@ -82,14 +95,23 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
             name = policy.config.name_or_path
             yield "", lambda: save_generation(policy.generation_config, folder, name), ""
         if not trainer.is_sharded:
-            fix = "Give each parameter memory of its own, or name those that are one in `model._tied_weights_keys`."
+            fix = (
+                "Give each parameter memory of its own, or name those that are one in "
+                "`model._tied_weights_keys`."
+            )
             check = remove_tied_weights_from_state_dict
             yield "Weights that share memory", lambda: check(policy.state_dict(), policy), fix
     if trainer.processing_class is not None:
-        fix = "Take a tokenizer that `save_pretrained` can write, or pass one as `processing_class`."
+        fix = (
+            "Take a tokenizer that `save_pretrained` can write, or pass one as `processing_class`."
+        )
         yield "The tokenizer", lambda: trainer.processing_class.save_pretrained(folder), fix
     fix = "Leave out settings that are functions or open files, such as in `model_init_kwargs`."
-    yield "The settings of the run", lambda: torch.save(trainer.args, Path(folder, "training_args.bin")), fix
+    yield (
+        "The settings of the run",
+        lambda: torch.save(trainer.args, Path(folder, "training_args.bin")),
+        fix,
+    )
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):
             fix = "Have its `state()` return what JSON can hold, or leave the callback out."
@@ -98,16 +120,21 @@ def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], 
 
 
 def save_generation(generation: GenerationConfig, folder: str, name: str) -> None:
-    """Raises `RecipeError` if Transformers refuses to save the generation config of the model `name`."""
+    """Raises `RecipeError` if Transformers refuses to save the generation config of the model
+    `name`."""
     sampling = '`"do_sample": true`, or remove the entries that it names'
     place = str(Path(name, GENERATION_CONFIG_NAME))
     if Path(name).is_dir():
         fix = f"In {place}, set {sampling}"
     else:
-        fix = f"Download the model (`hf download {name} --local-dir FOLDER`), set {sampling} in its "
+        fix = (
+            f"Download the model (`hf download {name} --local-dir FOLDER`), set {sampling} in its "
+        )
         fix += f"{GENERATION_CONFIG_NAME}, and set `model_name_or_path: FOLDER`"
     fix += f"; {PYTHON.format('model.generation_config')}. Training does not use it."
-    _refuse_unsavable(f"The generation config {place}", lambda: generation.save_pretrained(folder), fix)
+    _refuse_unsavable(
+        f"The generation config {place}", lambda: generation.save_pretrained(folder), fix
+    )
 
 
 def _refuse_unsavable(what: str, save: Callable[[], Any], fix: str) -> None:
@@ -115,18 +142,24 @@ def _refuse_unsavable(what: str, save: Callable[[], Any], fix: str) -> None:
         save()
     except RecipeError:
         raise
-    except Exception as error:  # a tokenizer or a callback may bring its own code, which raises anything
+    # a tokenizer or a callback may bring its own code, which raises anything
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"{what} cannot be saved: {reason}", reason, fix, "unsavable") from error
 
 
 def _require_room(trainer: Any, folder: Path) -> None:
-    """Raises `RecipeError` if there is no room for one checkpoint, or for the model if no checkpoint is saved."""
+    """Raises `RecipeError` if there is no room for one checkpoint, or for the model if no
+    checkpoint is saved."""
     weights, rest = checkpoint_bytes(trainer)
     saves = trainer.args.save_strategy != "no"
     needed = weights + (rest if saves else 0)
     # Those that are there may be replaced one by one.
-    there = sum(file.stat().st_size for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/**/*") if file.is_file())
+    there = sum(
+        file.stat().st_size
+        for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/**/*")
+        if file.is_file()
+    )
     free = shutil.disk_usage(folder).free + there
     if needed <= free:
         return
@@ -138,7 +171,8 @@ def _require_room(trainer: Any, folder: Path) -> None:
 
 
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
-    """Returns the bytes of a checkpoint's weights, and of its masters and optimizer's state, if they are known."""
+    """Returns the bytes of a checkpoint's weights, and of its masters and optimizer's state, if
+    they are known."""
     args, model = trainer.args, trainer.model
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
