@@ -31,10 +31,8 @@ from trl_atropos.services.manager import tail
 from trl_atropos.services.signals import install_handlers
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE, ENVIRONMENT = (
-    ROOT / "recipes/gsm8k/colocate.yaml",
-    ROOT / "recipes/quickstart/environment.py",
-)
+RECIPE = ROOT / "recipes/gsm8k/colocate.yaml"
+ENVIRONMENT = ROOT / "recipes/quickstart/environment.py"
 ONE_AHEAD = {"max_batches_offpolicy": 1}
 TWO_SERVERS = {
     "vllm_mode": "server",
@@ -127,7 +125,8 @@ def _measure(
             "--config",
             str(folder / "recipe.yaml"),
         ]
-    log, peak = folder / "log.txt", Peak()
+    log = folder / "log.txt"
+    peak = Peak()
     began = time.monotonic()
     with log.open("w") as file, peak:
         process = subprocess.Popen(
@@ -291,7 +290,8 @@ def train_by_trl(folder: Path) -> None:
     from environment import LETTERS, score
 
     settings = json.loads((folder / "settings.json").read_text())
-    cuda, rollouts = torch.cuda.is_available(), settings["rollouts"]
+    cuda = torch.cuda.is_available()
+    rollouts = settings["rollouts"]
     rng = random.Random(settings["seed"])
     number = (settings["steps"] + 1) * rollouts // settings["group_size"]
     prompts = ["".join(rng.choice(LETTERS) for _ in range(3)) + "=" for _ in range(number)]
@@ -308,7 +308,8 @@ def train_by_trl(folder: Path) -> None:
             if cuda:
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            self.seconds, self.began = now - self.began, now
+            self.seconds = now - self.began
+            self.began = now
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if "reward" in logs:

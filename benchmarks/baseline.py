@@ -102,7 +102,8 @@ def main() -> None:
     for name, ratio in RATIOS.items():
         if ratio.benchmark not in chosen:
             continue
-        now, before = ratio.read(results[ratio.benchmark]), baseline.get(name)
+        now = ratio.read(results[ratio.benchmark])
+        before = baseline.get(name)
         change = 1.0 if before is None else (before / now if ratio.more_is_better else now / before)
         print(
             f"{name:<55} {'-' if before is None else f'{before:.3f}':>8} "

@@ -76,7 +76,8 @@ class Floors:
             target = torch.empty_like(source)
             return lambda: target.copy_(source)
         if link == "file":
-            path, content = self.folder / "floor", source.cpu().numpy()
+            path = self.folder / "floor"
+            content = source.cpu().numpy()
             return lambda: (path.write_bytes(content), path.read_bytes(), path.unlink())
         if link not in self._receivers:
             self._receivers[link] = _Receiver(link, self.device, self.environment)

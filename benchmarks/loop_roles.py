@@ -53,7 +53,8 @@ def read_settings(folder: Path) -> Settings:
 def run_environment(folder: Path, url: str) -> None:
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
-    settings, sampler = read_settings(folder), Sampler(folder / "sampler.bin")
+    settings = read_settings(folder)
+    sampler = Sampler(folder / "sampler.bin")
 
     class Simulated(BaseEnv):
         """Atropos' own loop, which asks the API how much is queued; sampling is a sleep."""
@@ -129,7 +130,8 @@ def run_trainer(folder: Path, url: str) -> None:
     from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
     from trl_atropos.rollouts.source import AtroposSource
 
-    settings, sampler = read_settings(folder), Sampler(folder / "sampler.bin")
+    settings = read_settings(folder)
+    sampler = Sampler(folder / "sampler.bin")
     schedule = Schedule(settings, sampler)
 
     class Scheduled(TrainerCallback):

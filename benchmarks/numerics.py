@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> dict:
     install_handlers()
     options.dtype = options.dtype or dtype()
     with tempfile.TemporaryDirectory(prefix="trl_atropos_bench_") as name:
-        folder, model = Path(name), options.model
+        folder = Path(name)
+        model = options.model
         if model is None:
             model = folder / "model"
             make_model(model, options.params, options.dtype)
@@ -137,7 +138,8 @@ def _measure(
     from benchmarks.publish import make_trainer, running_server
     from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
-    mode, cuda = "server" if numerics == "float16" else "colocate", torch.cuda.is_available()
+    mode = "server" if numerics == "float16" else "colocate"
+    cuda = torch.cuda.is_available()
     flags = ["--numerics", numerics, "--max-model-len", str(LONGEST_PROMPT + options.tokens)]
     flags += ["--kv-cache-memory-bytes", str(KV_CACHE)] if cuda else []
     served, trained = (
@@ -191,7 +193,9 @@ class _Clients:
     """Threads that ask for completions, each for one after the other, while in the context."""
 
     def __init__(self, servers: Any, vocabulary: int, options: argparse.Namespace):
-        self.url, self.vocabulary, self.options = servers.clients[0].url, vocabulary, options
+        self.url = servers.clients[0].url
+        self.vocabulary = vocabulary
+        self.options = options
         self.samples: queue.Queue[Sample | Exception] = queue.Queue()
         self._over = threading.Event()
         self._threads = [
@@ -262,7 +266,9 @@ class _Scores:
     """What the trainer makes of samples."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.gaps_of_tokens, self.last = trainer, [], []
+        self.trainer = trainer
+        self.gaps_of_tokens = []
+        self.last = []
 
     def _score(self, samples: list[Sample]) -> Any:
         """Log-probabilities (samples, most tokens), and which of them are of tokens."""

@@ -89,7 +89,8 @@ class PackedLoop:
             "longest": row.longest,
         }
         hidden = self.model.model(input_ids=row.ids, **options).last_hidden_state[0, :-1]
-        tokens, head = row.ids[0, 1:], self.model.lm_head.weight
+        tokens = row.ids[0, 1:]
+        head = self.model.lm_head.weight
         chunks = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
         return torch.cat(
             [checkpoint(_logprobs, *chunk, head, use_reentrant=False) for chunk in chunks]

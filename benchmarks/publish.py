@@ -61,7 +61,8 @@ def running_server(
     flags: Sequence[str] = ("--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
 ) -> Iterator[Servers]:
     """A server for a mode of the benchmark, in processes of its own."""
-    port, token = free_port(), uuid.uuid4().hex
+    port = free_port()
+    token = uuid.uuid4().hex
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable,
@@ -124,14 +125,16 @@ def measure(
         publisher.begin(wrapped, 0)
         publishes = [dict(phases.ms)]
         if mode == "restart":
-            warm_up, repeats = 1, min(repeats, RESTARTS)
+            warm_up = 1
+            repeats = min(repeats, RESTARTS)
         else:
             warm_up = WARM_UP
         for _ in range(warm_up - 1 + repeats):
             wrapped.step()
             publishes.append(dict(phases.ms))
         publisher.probe()
-        link, num_bytes = _link_of(publisher, trainer), phases.num_bytes
+        link = _link_of(publisher, trainer)
+        num_bytes = phases.num_bytes
     finally:
         publisher.close()
         del trainer

@@ -122,7 +122,8 @@ def lengths_of(
 def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     """A batch as it comes from the API, with scores that differ within each group."""
     generator = np.random.default_rng(0)
-    prompt, lengths = options.prompt, lengths_of(generator, shape, options.rows, options)
+    prompt = options.prompt
+    lengths = lengths_of(generator, shape, options.rows, options)
     groups = []
     for completions in lengths.reshape(-1, options.group_size):
         start = generator.integers(0, VOCABULARY, prompt).tolist()
@@ -172,9 +173,11 @@ class OneBatch:
 def _settings(
     folder: Path, name: str, rows: list[Rollout], options: argparse.Namespace
 ) -> dict[str, Any]:
-    micro_batch, accumulate = options.micro_batch, options.rows // options.micro_batch
+    micro_batch = options.micro_batch
+    accumulate = options.rows // options.micro_batch
     if name == "tokens":
-        micro_batch, accumulate = options.rows, 1
+        micro_batch = options.rows
+        accumulate = 1
     cuda = torch.cuda.is_available()
     return {
         "output_dir": str(folder / name),
@@ -231,7 +234,8 @@ def measure_shape(shape: str, folder: Path, options: argparse.Namespace) -> list
     disable_progress_bar()  # of the weights that are loaded
     rows = make_rows(shape, options)
     clocks: dict[str, list[StepTime]] = {name: [] for name in options.trainers}
-    loss, size = {}, 0
+    loss = {}
+    size = 0
     for _ in range(options.rounds):
         for name in options.trainers:
             train = _run_loop if name == PACKED_LOOP else _run_trainer
@@ -248,7 +252,8 @@ def _run_trainer(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, float, int]:
     """The times of the second step, the loss of the first, and the number of parameters."""
-    trainer, clock = _make_trainer(name, model, folder, rows, options), StepTime()
+    trainer = _make_trainer(name, model, folder, rows, options)
+    clock = StepTime()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
     clock.watch(trainer.model)
@@ -261,10 +266,8 @@ def _run_loop(
     name: str, model: Path, folder: Path, rows: list[Rollout], options: argparse.Namespace
 ) -> tuple[StepTime, None, int]:
     """As `_run_trainer`. The loop has no loss to compare."""
-    loop, clock = (
-        PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing),
-        StepTime(),
-    )
+    loop = PackedLoop(model, rows, _budget(rows, options), options.gradient_checkpointing)
+    clock = StepTime()
     for _ in range(STEPS):
         began = _now()
         loop.train()
@@ -312,7 +315,8 @@ def _lengths(rows: list[Rollout]) -> list[int]:
 def measure_balance(options: argparse.Namespace) -> list[dict[str, Any]]:
     """By how much the rank with the most tokens has more than the mean, in our order and in that of
     arrival."""
-    generator, excess = np.random.default_rng(1), {"ours": [], "trl": []}
+    generator = np.random.default_rng(1)
+    excess = {"ours": [], "trl": []}
     steps = options.rows // options.micro_batch
     for _ in range(BATCHES):
         lengths = options.prompt + lengths_of(

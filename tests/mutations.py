@@ -57,8 +57,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "device=self._device)).min()),",
-        "device=self._device)).max()),",
+        "device=self._device)).min())",
+        "device=self._device)).max())",
         "tests/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
     ),
     Mutation(
@@ -326,8 +326,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/server/sampling.py",
-        "params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True",
-        "params.output_kind, params.flat_logprobs = RequestOutputKind.CUMULATIVE, True",
+        "params.output_kind = RequestOutputKind.FINAL_ONLY",
+        "params.output_kind = RequestOutputKind.CUMULATIVE",
         "tests/server/test_sampling.py::test_a_body_becomes_a_prompt_and_parameters_that_the_engine_answers_once",
     ),
     Mutation(
@@ -387,8 +387,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/source.py",
-        "self._puller.api_restarts - self._restarts,",
-        "self._puller.api_restarts,",
+        "restarts = self._puller.api_restarts - self._restarts",
+        "restarts = self._puller.api_restarts",
         "tests/rollouts/test_atropos_source.py::test_after_an_api_restart_the_trainer_registers_again_and_says_what_was_lost",
     ),
     Mutation(

@@ -53,7 +53,8 @@ def _run(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         sys.exit(0 if words else 2)
-    command, arguments = words[0], words[1:]
+    command = words[0]
+    arguments = words[1:]
     if command == "--version":
         sys.stdout.write(f"trl_atropos {__version__}\n")
         return

@@ -354,7 +354,8 @@ class AtroposGRPOConfig(GRPOConfig):
         # TRL groups by a fixed `num_generations`. Atropos groups have sizes of their own, so that
         # only TRL's smallest value passes its checks for every batch.
         asked = self.num_generations, self.num_generations_eval
-        self.num_generations, self.num_generations_eval = 2, 1
+        self.num_generations = 2
+        self.num_generations_eval = 1
         super().__post_init__()
         self.num_generations, self.num_generations_eval = asked
         # What follows reads what TRL has filled in: the steps of a generation batch, settings
@@ -430,7 +431,8 @@ class AtroposGRPOConfig(GRPOConfig):
                 raise self._wrong(
                     what, "Set `vllm_mode: server`, which copies them in the device's memory."
                 )
-            self.fp16, self.bf16 = True, False
+            self.fp16 = True
+            self.bf16 = False
         elif self.numerics == "bitwise":
             needed = {
                 "padding_free": True,

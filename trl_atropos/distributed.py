@@ -12,7 +12,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 def together(call: Callable[[], Any]) -> Any:
     """Calls `call` on every rank and returns this rank's result. If any rank fails, all raise the
     first error."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = call()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank

@@ -1,7 +1,8 @@
 """The errors that a user meets. `trl_atropos.train` prints one without a traceback, `trl-atropos
 check` lists them as its findings. Anything else that is raised is a bug and keeps its traceback."""
 
-ERROR, WARNING = "error", "warning"
+ERROR = "error"
+WARNING = "warning"
 
 
 class AtroposTrainingError(RuntimeError):
@@ -16,13 +17,11 @@ class AtroposTrainingError(RuntimeError):
     def __init__(
         self, what: str, seen: str = "", fix: str = "", code: str = "", level: str = ERROR
     ) -> None:
-        self.what, self.seen, self.fix, self.code, self.level = (
-            what,
-            seen,
-            fix,
-            code or self.usual_code,
-            level,
-        )
+        self.what = what
+        self.seen = seen
+        self.fix = fix
+        self.code = code or self.usual_code
+        self.level = level
         addition = f" (seen: {seen})" if not (self.what_has_seen or seen in what) else ""
         super().__init__(f"{what.rstrip('.')}{addition}. {fix}" if fix else what)
 

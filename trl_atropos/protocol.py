@@ -226,7 +226,8 @@ class VersionsReply(Strict):
     @classmethod
     def of(cls, notes: Iterable[Note | None]) -> "VersionsReply":
         settings: dict[SamplingSettings, int] = {}
-        versions, sampled_with = [], []
+        versions = []
+        sampled_with = []
         for note in notes:
             versions.append(note and note.span)
             sampled_with.append(note and settings.setdefault(note.settings, len(settings)))
@@ -340,7 +341,9 @@ PARALLEL = {
 def stated_flags(argv: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
     """The flags of a command line with their last values, in either spelling (`--a v`, `--a=v`), or
     an empty text."""
-    aliases, stated, flag = aliases or {}, {}, None
+    aliases = aliases or {}
+    stated = {}
+    flag = None
     for word in argv:
         name, equals, value = word.partition("=")
         if name.startswith("--") or name in aliases:
@@ -360,7 +363,9 @@ def server_flags(argv: Iterable[str]) -> dict[str, str]:
 
 def values_of(flag: str, argv: Iterable[str]) -> tuple[list[str], list[str]]:
     """All values of a flag that may be given several times, and the command line without it."""
-    values, rest, words = [], [], iter(argv)
+    values = []
+    rest = []
+    words = iter(argv)
     for word in words:
         if word.startswith(f"{flag}="):
             values.append(word.removeprefix(f"{flag}="))

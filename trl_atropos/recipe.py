@@ -187,7 +187,8 @@ class Recipe:
         servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
         if spec.path is None:
             return {"openai": servers}
-        training, ahead = self.training, spec.config.get("max_batches_offpolicy", 1)
+        training = self.training
+        ahead = spec.config.get("max_batches_offpolicy", 1)
         known = {
             "rollout_server_url": training.atropos_url,
             "tokenizer_name": str(self.model.model_name_or_path),
@@ -219,9 +220,11 @@ class Recipe:
         content = self.environment_file(spec)
         for server in content["openai"]:
             server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
-        kind, fixed = "evaluate", {"data_dir_to_save_evals": str(folder)}
+        kind = "evaluate"
+        fixed = {"data_dir_to_save_evals": str(folder)}
         if spec.problems is not None:
-            kind, fixed = "process", {"total_steps": spec.problems, "group_size": spec.samples}
+            kind = "process"
+            fixed = {"total_steps": spec.problems, "group_size": spec.samples}
             fixed |= {
                 "temperature": self.training.temperature
                 if spec.temperature is None
@@ -238,7 +241,8 @@ class Recipe:
         """A new run, unlike one that is resumed, begins without the environment's `state_file`."""
         if self.training.resume_from_checkpoint is None:
             self._file_of(spec, "state").unlink(missing_ok=True)
-        content, path = self.environment_file(spec), self._file_of(spec)
+        content = self.environment_file(spec)
+        path = self._file_of(spec)
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, yaml.safe_dump(content, sort_keys=False).encode(), sync=False)
@@ -368,7 +372,8 @@ def read_yaml(path: str) -> Any:
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
     """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are
     wrong."""
-    kind, fix = flag.removeprefix("--").replace("config", "recipe"), f"Check `{flag}`."
+    kind = flag.removeprefix("--").replace("config", "recipe")
+    fix = f"Check `{flag}`."
     if not os.path.isfile(path):
         raise RecipeError(
             f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe"
@@ -433,12 +438,12 @@ def _suggest(key: str, known: set[str]) -> str:
 
 def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
     """The entries of `environments` or `evaluations`."""
-    entries, parsed, code = entries or [], [], f"{setting.removesuffix('s')}-entry"
+    entries = entries or []
+    parsed = []
+    code = f"{setting.removesuffix('s')}-entry"
     if isinstance(entries, dict):
-        what, fix = (
-            f"`{setting}` is one mapping, not a list",
-            "Begin each entry with `- path: ...`.",
-        )
+        what = f"`{setting}` is one mapping, not a list"
+        fix = "Begin each entry with `- path: ...`."
         raise RecipeError(what, str(entries), fix, code)
     for number, entry in enumerate(entries, start=1):
         try:
@@ -464,11 +469,9 @@ def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
 
 def _check(recipe: Recipe) -> None:
     """Checks that need more than one of the three parts."""
-    training, model, mode = (
-        recipe.training,
-        recipe.model.model_name_or_path,
-        recipe.training.vllm_mode,
-    )
+    training = recipe.training
+    model = recipe.model.model_name_or_path
+    mode = recipe.training.vllm_mode
     if not model:
         fix = "Set `model_name_or_path` to a Hub name or a folder."
         raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
@@ -490,7 +493,8 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
     _check_adapter(recipe)
     if (again := recipe.services.restart_environments) < 0:
-        what, seen = f"`restart_environments` is {again}", f"restart_environments: {again}"
+        what = f"`restart_environments` is {again}"
+        seen = f"restart_environments: {again}"
         raise RecipeError(what, seen, "Set it to 0 (never) or more.")
     _check_patience(recipe.services, training)
     for spec in recipe.environments:
@@ -514,7 +518,8 @@ def _check_adapter(recipe: Recipe) -> None:
 
 def _schedule(recipe: Recipe) -> None:
     """Sets when Transformers asks for evaluations: as often as any of them is due."""
-    training, specs = recipe.training, recipe.evaluations
+    training = recipe.training
+    specs = recipe.evaluations
     asked = training.eval_strategy == "steps"
     if not specs:
         if asked or training.eval_on_start or training.metric_for_best_model is not None:
@@ -533,16 +538,15 @@ def _schedule(recipe: Recipe) -> None:
         usual = math.ceil(usual * training.max_steps if usual < 1 else usual)
     for spec in specs:
         spec.every = spec.every or usual
-    training.eval_strategy, training.eval_on_start = IntervalStrategy.STEPS, True
+    training.eval_strategy = IntervalStrategy.STEPS
+    training.eval_on_start = True
     training.eval_steps = (
         math.gcd(*(spec.every for spec in specs if spec.every)) or training.max_steps
     )
     best = training.metric_for_best_model
     if best is not None and best.removeprefix("eval_").removesuffix("loss") == "":
-        what, names = (
-            f"`metric_for_best_model` is {best!r}",
-            ", ".join(f"eval_{spec.name}_pass@1" for spec in specs),
-        )
+        what = f"`metric_for_best_model` is {best!r}"
+        names = ", ".join(f"eval_{spec.name}_pass@1" for spec in specs)
         raise RecipeError(
             what, f"metric_for_best_model: {best}", f"Name one of an evaluation, such as {names}."
         )
@@ -568,7 +572,8 @@ def _schedule(recipe: Recipe) -> None:
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
     """The first process waits for one service after the other, and the others wait for it."""
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
-    seconds, patience = services.service_timeout, training.ddp_timeout
+    seconds = services.service_timeout
+    patience = training.ddp_timeout
     if training.world_size > 1 and waits * seconds >= patience:
         what = (
             f"{waits} services may take {seconds:g} s each to become healthy "
@@ -581,14 +586,16 @@ def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> No
 
 def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
     """Whether what starts an environment is there."""
-    command, name = recipe.environment_command(spec), f"Environment {spec.name!r}"
+    command = recipe.environment_command(spec)
+    name = f"Environment {spec.name!r}"
     program = command[0] if command else ""
     place = os.path.join(spec.cwd or "", program) if "/" in program else program
     given = [
         flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))
     ]
     if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        what, seen = f"{name}: its `cwd`, {spec.cwd!r}, is no folder", f"cwd: {spec.cwd}"
+        what = f"{name}: its `cwd`, {spec.cwd!r}, is no folder"
+        seen = f"cwd: {spec.cwd}"
         raise RecipeError(what, seen, "Correct it.", "environment-program")
     if not shutil.which(place, path=spec.env.get("PATH")):
         wrong = (
@@ -597,7 +604,8 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
         what = f"{name}: there is no program {program!r} to run"
         raise RecipeError(what, program, f"Correct its `{wrong}`.", "environment-program")
     if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
-        what, fix = f"{name}: there is no script {spec.path!r}", "Correct its `path` or `cwd`."
+        what = f"{name}: there is no script {spec.path!r}"
+        fix = "Correct its `path` or `cwd`."
         raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
     if spec.path is None and spec.servers is not None and given:
         what = (
@@ -610,7 +618,9 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
     """Whether the settings of an environment that the recipe states go with those of the run."""
-    training, stated, name = recipe.training, recipe.stated(spec), f"Environment {spec.name!r}"
+    training = recipe.training
+    stated = recipe.stated(spec)
+    name = f"Environment {spec.name!r}"
     for setting, value in stated.items():
         if setting.endswith("temperature") and number_of(value) not in (None, training.temperature):
             written = (
@@ -629,7 +639,8 @@ def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
                 "Make the two equal.",
                 "temperature",
             )
-    size, batch = number_of(stated.get("group_size")), training.generation_batch_size
+    size = number_of(stated.get("group_size"))
+    batch = training.generation_batch_size
     if size and batch % size:
         what = f"but a generation batch has only {batch} rollouts"
         fix = (
@@ -686,7 +697,8 @@ def check_files(recipe: Recipe) -> None:
     from trl_atropos.weights.run_path import starting_checkpoint
     from trl_atropos.weights.savable import require_savable_generation, require_writable
 
-    training, model = recipe.training, recipe.model
+    training = recipe.training
+    model = recipe.model
     environment_token()  # raises if no header can carry it
     together(lambda: require_writable(training.output_dir))
     together(lambda: checkpoints.require_trainable(model, training.trust_remote_code))
@@ -712,5 +724,6 @@ def check_reports(training: AtroposGRPOConfig) -> None:
             callback()
     except (ImportError, RuntimeError, ValueError) as error:
         seen = f"report_to: {', '.join(training.report_to)}"
-        what, fix = f"`report_to` is {training.report_to}: {error}", "Or set `report_to: none`."
+        what = f"`report_to` is {training.report_to}: {error}"
+        fix = "Or set `report_to: none`."
         raise RecipeError(what, seen, fix, "report-to") from error

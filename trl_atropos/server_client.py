@@ -272,10 +272,8 @@ class ServerClient:
     ) -> dict:
         """The JSON that the server answers to a POST of `body`, or to a GET. `phase` says in
         messages what is done."""
-        method, path = (
-            "GET" if body is None else "POST",
-            route if route == "/generate" else ROUTE_PREFIX + route,
-        )
+        method = "GET" if body is None else "POST"
+        path = route if route == "/generate" else ROUTE_PREFIX + route
         response = self._send(method, path, phase, body, timeout)
         if response.status_code != 200:
             raise self._refused(phase, response)

@@ -136,11 +136,9 @@ def start_mps(log_dir: str) -> None:
 
     if mps_runs():
         return
-    services, before, deadline = (
-        Services(log_dir),
-        os.environ.copy(),
-        time.monotonic() + MPS_TIMEOUT,
-    )
+    services = Services(log_dir)
+    before = os.environ.copy()
+    deadline = time.monotonic() + MPS_TIMEOUT
     # In a folder of its own, where no other program gets to it.
     command = f"{MPS_FOLDER}=$TMPDIR CUDA_MPS_LOG_DIRECTORY=$TMPDIR exec nvidia-cuda-mps-control -f"
     try:
@@ -321,11 +319,9 @@ def start_services(
     from trl_atropos.rollouts.api import AtroposClient
     from trl_atropos.services.manager import ATROPOS, ENVIRONMENT
 
-    config, atropos, again = (
-        recipe.services,
-        recipe.training.atropos_url,
-        recipe.services.restart_environments,
-    )
+    config = recipe.services
+    atropos = recipe.training.atropos_url
+    again = recipe.services.restart_environments
     require_room(recipe)
     if config.start_atropos:
         command = _module("trl_atropos.rollouts.api", atropos)
@@ -369,13 +365,15 @@ def start_servers(recipe: "Recipe", services: "Services", mode: str, model: str)
 
     if not recipe.services.start_vllm:
         return []
-    training, urls = recipe.training, recipe.training.vllm_server_urls
+    training = recipe.training
+    urls = recipe.training.vllm_server_urls
     names = ["vllm"] if len(urls) == 1 else [f"vllm-{index}" for index in range(len(urls))]
     os.environ[TOKEN_VARIABLE] = control_token()
     flags = ["--vllm_mode", mode, "--seed", str(training.seed), *recipe.vllm_flags()]
     for index, (name, url) in enumerate(zip(names, urls, strict=True)):
         command = [*_module("trl_atropos.server.launch", url, model), *flags]
-        env, visible = {}, os.environ.get("CUDA_VISIBLE_DEVICES")
+        env = {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         # each process trains where its server is
         if training.vllm_mode == "colocate" and len(urls) > 1:
             env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
@@ -440,7 +438,8 @@ def train(recipe: "Recipe", services: "Services", evaluator: "Evaluator | None")
     from trl_atropos.services.environments import Supervisor
     from trl_atropos.weights.checkpoint import disk_errors
 
-    training, model = recipe.training, recipe.model
+    training = recipe.training
+    model = recipe.model
     stated = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -481,7 +480,8 @@ def evaluator_of(
     are `needed`, one that fails is an error."""
     from trl_atropos.services.evaluations import FOLDER, Evaluator
 
-    training, folder = recipe.training, os.path.join(output_dir, FOLDER)
+    training = recipe.training
+    folder = os.path.join(output_dir, FOLDER)
     needed = needed or training.metric_for_best_model is not None
     how = (
         recipe.evaluation_command,
@@ -499,14 +499,18 @@ def _summarise(trainer: Any) -> None:
 
     if not trainer.accelerator.is_main_process:
         return
-    folder, log, evaluations = trainer.args.output_dir, trainer.run_log, trainer.evaluations
-    seconds, probed = time.monotonic() - STARTED, trainer.policy_publisher.probe_max_abs_diff
+    folder = trainer.args.output_dir
+    log = trainer.run_log
+    evaluations = trainer.evaluations
+    seconds = time.monotonic() - STARTED
+    probed = trainer.policy_publisher.probe_max_abs_diff
     summary = write_summary(folder, log, trainer.state.global_step, probed, seconds, evaluations)
     if log.rewards:
         # of which the card draws none
         if sum("reward" in entry for entry in trainer.state.log_history) < 2:
             draw_reward_curve(folder, log.rewards)
-        replayed, curve = trainer.args.replay_paths is not None, os.path.join(folder, CURVE)
+        replayed = trainer.args.replay_paths is not None
+        curve = os.path.join(folder, CURVE)
         lines = closing_lines(
             summary, log, trainer.processing_class.decode, curve, replayed, evaluations
         )

@@ -382,10 +382,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._set_up_layers()  # before the probe, which scores as training does
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._movement = Movement()
-        device, trained = (
-            self.accelerator.device,
-            [p for p in self.model.parameters() if p.requires_grad],
-        )
+        device = self.accelerator.device
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
             # with masters, they are float32
             gradients = sum(4 * parameter.numel() for parameter in trained)
@@ -395,7 +393,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 "`sync_ref_model`: checkpoints lack the reference model, which begins as the base "
                 "model again."
             )
-        peak, flops = peak_flops(self.accelerator.device), flops_per_token(self.model)
+        peak = peak_flops(self.accelerator.device)
+        flops = flops_per_token(self.model)
         if peak is not None and flops is not None:
             self._times.most_tokens_per_second = peak * self.accelerator.num_processes / flops
         source, unfinished_rows = source_state(self.state.stateful_callbacks)
@@ -468,7 +467,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _set_up_layers(self) -> None:
         """Finds out whether rollouts are packed, and compiles the layers if that is to be."""
-        args, policy = self.args, base_model(self.model)
+        args = self.args
+        policy = base_model(self.model)
         computed = [base_model(model) for model in self._models()]
         if args.padding_free:
             for model in computed:
@@ -484,7 +484,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def _how_packed(self) -> packing.How | None:
         """How rollouts are packed; `None` if this model must be padded."""
-        args, policy = self.args, base_model(self.model)
+        args = self.args
+        policy = base_model(self.model)
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
             self.accelerator.mixed_precision
         )
@@ -577,7 +578,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if not taken or self._said_what_is_lost or not self.accelerator.is_main_process:
             return
         self._said_what_is_lost = True
-        rollouts, size = self._unfinished(), self.args.generation_batch_size
+        rollouts = self._unfinished()
+        size = self.args.generation_batch_size
         lost = [f"{rollouts} of its {size} rollouts"] if rollouts else []
         if self.args.num_iterations > 1:
             passes = (self._steps_per_batch - taken) / self.args.steps_per_generation
@@ -743,7 +745,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         here = slice(
             self.accelerator.process_index * local, (self.accelerator.process_index + 1) * local
         )
-        self._batch, self._rollouts = rollouts, rollouts[here]
+        self._batch = rollouts
+        self._rollouts = rollouts[here]
         self._alike = None if alike is None else alike[here]
         # Once there, the column stays: TRL would show the messages of the batch before in place of
         # none.
@@ -759,7 +762,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # batch; what it derives from them is replaced below. And it scores wherever it corrects for
         # a vLLM.
         asked = self.num_generations, self.use_vllm
-        self.num_generations, self.use_vllm = len(rollouts), self.use_vllm and self._scores_first
+        self.num_generations = len(rollouts)
+        self.use_vllm = self.use_vllm and self._scores_first
         try:
             output = super()._generate_and_score_completions(
                 [{"prompt": prompt} for prompt in prompts]
@@ -802,7 +806,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return [self._trimmed(batch, lengths_of(batch)) for batch in batches]
         batch = join(batches)
         batch = take(batch, batch["row_index"].argsort())
-        lengths, steps = lengths_of(batch), self._plan.micro_batches()
+        lengths = lengths_of(batch)
+        steps = self._plan.micro_batches()
         divided = [
             [self._trimmed(take(batch, part), lengths[part], part) for part in step]
             for step in steps
@@ -826,19 +831,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
     ):
         """As in TRL, in the micro-batches that are trained, and without their padding."""
         forward = partial(super()._get_per_token_logps_and_entropies, **kwargs)
-        size, trained, packs = batch_size or len(input_ids), self._trained, self._packs
-        parts, alike = (
-            [slice(start, start + size) for start in range(0, len(input_ids), size)],
-            None,
-        )
+        size = batch_size or len(input_ids)
+        trained = self._trained
+        packs = self._packs
+        parts = [slice(start, start + size) for start in range(0, len(input_ids), size)]
+        alike = None
         if batch_size is not None and self._plan is not None:
-            parts, alike = (
-                [micro_batch for step in self._plan.micro_batches() for micro_batch in step],
-                self._alike,
-            )
+            parts = [micro_batch for step in self._plan.micro_batches() for micro_batch in step]
+            alike = self._alike
         with self.stopwatch.part(COMPUTE):
             if packs is None:
-                score, multiple = partial(forward, model), self.pad_to_multiple_of or 1
+                score = partial(forward, model)
+                multiple = self.pad_to_multiple_of or 1
                 scored = without_padding(
                     score, input_ids, attention_mask, logits_to_keep, parts, multiple
                 )
@@ -859,7 +863,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self._trained is not None:
             self._gradients.note_logprobs(self._trained, scored[0])
         if self._trained is not None and self._found is not None:
-            logprobs, rows = scored[0].detach().float(), self._trained["row_index"]
+            logprobs = scored[0].detach().float()
+            rows = self._trained["row_index"]
             self._found["old_per_token_logps"][rows, : logprobs.size(1)] = logprobs
             ratio = batch_inputs.importance_ratio(logprobs, self._trained, self.args)
             self._trained["importance_sampling_ratio"] = ratio
@@ -1012,7 +1017,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             raise ValueError("GRPO's loss has no outputs to return")
         self.policy_publisher.before_backward()
         *others, last = inputs.get("micro_batches", [inputs])
-        losses, divergences = [], []
+        losses = []
+        divergences = []
 
         def train_on(micro_batch: Batch) -> None:
             with masters.accumulate_gradients(self.accelerator, model) as backward:
@@ -1090,7 +1096,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
                 "the servers have the policy only within `train`: use `trl-atropos eval` elsewhere"
             )
         step = self.state.global_step
-        first, last = step == 0, step >= self.state.max_steps or self.control.should_training_stop
+        first = step == 0
+        last = step >= self.state.max_steps or self.control.should_training_stop
         self._await_evaluations()
         with self.stopwatch.part(EVALUATE):
             while not ranks.on_main(lambda: self.evaluator.ready(step, first, last, POLL_SECONDS)):
@@ -1134,7 +1141,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         before `before` goes on. Waits for it, `timeout` seconds at most."""
         if self.evaluator is None:
             return [], False
-        deadline, ended = time.monotonic() + timeout, self.evaluator.poll()
+        deadline = time.monotonic() + timeout
+        ended = self.evaluator.poll()
         while self.evaluator.busy(before) and time.monotonic() < deadline:
             self.evaluator.tell_progress(before)
             time.sleep(EVALUATION_POLL)
@@ -1147,7 +1155,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         """Logs what was found at the step of the weights, which may be a while ago."""
         logger.info("Evaluated %s", result.line())
         self.run_log.evaluation(result)
-        now, self.state.global_step = self.state.global_step, result.step
+        now = self.state.global_step
+        self.state.global_step = result.step
         try:
             # GRPO's own would log the metrics of half a step with it
             super(GRPOTrainer, self).log(result.logs())

@@ -48,7 +48,9 @@ def train_with_trl(folder: str, recipe: dict) -> None:
 
     from trl_atropos.report.run_log import RunLog
 
-    model, task, cuda = recipe["model_name_or_path"], task_of(recipe), torch.cuda.is_available()
+    model = recipe["model_name_or_path"]
+    task = task_of(recipe)
+    cuda = torch.cuda.is_available()
     own = {"vllm_mode", "vllm_server_base_url", "output_dir", "report_to"}
     shared = {field.name for field in fields(GRPOConfig)} - own
     settings = {name: setting for name, setting in recipe.items() if name in shared}
@@ -101,15 +103,14 @@ def measure(folder: Path, first: Path, recipe: dict) -> list[dict[str, float]]:
     at = {record["step"]: record["at"] for record in reversed(log) if "logs" in record} | {
         0: begin["at"]
     }
-    rollouts, task = recipe["per_device_train_batch_size"], task_of(recipe)
+    rollouts = recipe["per_device_train_batch_size"]
+    task = task_of(recipe)
     asked = list(islice(problems("test", task.terms, task.digits), ASKED))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     curve = []
     for step, path in sorted(saved.items()):
-        model, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(path),
-            AutoTokenizer.from_pretrained(path),
-        )
+        model = AutoModelForCausalLM.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         right = mean(solve(model.to(device), tokenizer, asked, task.max_new_tokens))
         # not every step is logged
         seconds = float(numpy.interp(step, sorted(at), sorted(at.values()))) - at[0]

@@ -20,7 +20,8 @@ from typing import Literal
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-PRODUCT, FIRST_SUM = re.compile(r"(\d+)\*(\d+)"), re.compile(r"^(\d+)\+(\d+)")
+PRODUCT = re.compile(r"(\d+)\*(\d+)")
+FIRST_SUM = re.compile(r"^(\d+)\+(\d+)")
 TEST_SIZE = 1000
 NUMBER = re.compile(r"[1-9]\d*")
 

@@ -30,8 +30,11 @@ from transformers import (
 
 CHARACTERS = "0123456789+*="
 # shares of the class that guesses, and of the others' steps that are wrong
-GUESSES, SLIPS = 0.4, 0.03
-CLASS_STEPS, CLASS_LEARNING_RATE = 100, 0.1  # the latter in parts of the textbook's
+GUESSES = 0.4
+SLIPS = 0.03
+# the latter in parts of the textbook's
+CLASS_STEPS = 100
+CLASS_LEARNING_RATE = 0.1
 EVALUATIONS = 10  # of the model while it learns from the textbook
 TESTED = 200  # problems
 
@@ -169,7 +172,8 @@ def solve(model, tokenizer, asked: list[str], max_new_tokens: int, **sampling) -
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
         model.device
     )
-    was_training, _ = model.training, model.eval()
+    was_training = model.training
+    _ = model.eval()
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
     ids = model.generate(**batch, max_new_tokens=max_new_tokens, **sampling)[
         :, batch["input_ids"].shape[1] :

@@ -75,13 +75,15 @@ class GSM8KEnv(BaseEnv):
 
     async def setup(self):
         self.questions = questions(self.config.dataset, self.config.split)
-        self.asked, self.order = 0, []
+        self.asked = 0
+        self.order = []
 
     async def get_next_item(self):
         if self.config.split == "test":  # in fixed order, each once
             self.asked += 1
             return self.questions[self.asked - 1] if self.asked <= len(self.questions) else None
-        first, self.asked = not self.order, self.asked if self.order else self.asked_before()
+        first = not self.order
+        self.asked = self.asked if self.order else self.asked_before()
         number, place = divmod(self.asked, len(self.questions))
         if first or place == 0:  # every pass through the questions has an order of its own
             self.order = list(range(len(self.questions)))
@@ -141,7 +143,8 @@ def score(completion: str, answer: str) -> float:
 
 def boxed(completion: str) -> str:
     """What the last `\\boxed{}` has in its braces; nothing where there is none that is closed."""
-    text, depth = completion.rpartition("\\boxed")[2].lstrip(), 0
+    text = completion.rpartition("\\boxed")[2].lstrip()
+    depth = 0
     for end, letter in enumerate(text if "\\boxed" in completion else ""):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:

@@ -91,14 +91,18 @@ class ToolUseEnv(BaseEnv):
         would make of that text.
         """
         tokens = self.render([{"role": "user", "content": question(item)}])
-        masks, logprobs, calls = [-100] * len(tokens), [1.0] * len(tokens), []
+        masks = [-100] * len(tokens)
+        logprobs = [1.0] * len(tokens)
+        calls = []
         for turn in range(self.config.max_turns):
             _, (sampled,), (told,), (reason,) = await self.server.tokens_and_logprobs_completion(
                 input_ids=tokens,
                 max_tokens=self.config.max_new_tokens,
                 temperature=self.config.temperature,
             )
-            tokens, masks, logprobs = tokens + sampled, masks + sampled, logprobs + told
+            tokens = tokens + sampled
+            masks = masks + sampled
+            logprobs = logprobs + told
             message = self.tokenizer.decode(sampled, skip_special_tokens=True)
             call = CALL.search(message)
             if call is None or reason == "length" or turn == self.config.max_turns - 1:
@@ -107,11 +111,9 @@ class ToolUseEnv(BaseEnv):
             reply = self.reply(answer(call, item["prices"]), sampled[-1])
             # The tool's answer is read, not learned: -100 where nothing was sampled, with 1.0 in
             # place of a logarithm.
-            tokens, masks, logprobs = (
-                tokens + reply,
-                masks + [-100] * len(reply),
-                logprobs + [1.0] * len(reply),
-            )
+            tokens = tokens + reply
+            masks = masks + [-100] * len(reply)
+            logprobs = logprobs + [1.0] * len(reply)
         return tokens, masks, logprobs, score(message, calls, item)
 
     def render(self, messages: list[dict]) -> list[int]:
@@ -176,7 +178,8 @@ def _value(node: ast.expr) -> int:
 def score(message: str, calls: list[tuple[str, str]], item: dict) -> float:
     """0.8 for the right total in the last message, and 0.2 for the share of prices that were looked
     up."""
-    amounts, prices = item["amounts"], item["prices"]
+    amounts = item["amounts"]
+    prices = item["prices"]
     looked_up = {argument for tool, argument in calls if tool == "price"} & set(amounts)
     boxed = BOXED.findall(message)
     right = bool(boxed) and int(boxed[-1]) == sum(

@@ -103,8 +103,10 @@ def importance_ratio(
     log_ratio = ((logprobs - batch["sampling_per_token_logps"]) * mask).nan_to_num(nan=0.0)
     if args.vllm_importance_sampling_mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)
-    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    low = args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
     ratio = log_ratio.exp()
     if args.vllm_importance_sampling_mode.endswith("truncate"):
         return ratio.clamp(low, high)
@@ -130,7 +132,8 @@ def distillation_inputs(
     if not width:
         return {}
     shape = (*output["completion_mask"].shape, width)
-    ids, logprobs = torch.full(shape, -1), torch.full(shape, torch.nan)
+    ids = torch.full(shape, -1)
+    logprobs = torch.full(shape, torch.nan)
     for i, rollout in enumerate(rollouts[local_slice]):
         if rollout.distill_ids is not None:
             length, k = rollout.distill_ids.shape

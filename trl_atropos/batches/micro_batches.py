@@ -30,7 +30,9 @@ MICRO_BATCH_OVERHEAD = 1 / 16
 # step, and from then on as many as fit into `SHARE` of the free memory, up to `MOST`, above which
 # nothing is won. The rest is for gaps among blocks of many sizes: on an H100, torch held a fifth on
 # top of what was allocated, and could use none of it.
-FIRST, MOST, SHARE = 4096, 16384, 0.6
+FIRST = 4096
+MOST = 16384
+SHARE = 0.6
 
 
 class TokenBudget:
@@ -45,7 +47,8 @@ class TokenBudget:
     def __init__(self, device: torch.device, gradients: int):
         self.measures = False  # now: in the first generation batch
         self._tokens: int | None = None
-        self._device, self._gradients = device, gradients
+        self._device = device
+        self._gradients = gradients
         self._per_token = 0.0  # bytes
 
     def measure(self, tokens: int, forward_and_backward: Callable[[], None]) -> None:
@@ -66,18 +69,14 @@ class TokenBudget:
             # blocks of the first step's sizes would be in the way of larger ones
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
-            held, allocated = (
-                torch.cuda.memory_reserved(self._device),
-                torch.cuda.memory_allocated(self._device),
-            )
+            held = torch.cuda.memory_reserved(self._device)
+            allocated = torch.cuda.memory_allocated(self._device)
             # see `leave_room`
             may_hold = torch.cuda.get_per_process_memory_fraction(self._device.index) * total
             usable = min(free, int(may_hold) - held) + held - allocated
             tokens = tokens_that_fit(usable - self._gradients, self._per_token)
-            self._tokens, self.measures = (
-                int(gather(torch.tensor([tokens], device=self._device)).min()),
-                False,
-            )
+            self._tokens = int(gather(torch.tensor([tokens], device=self._device)).min())
+            self.measures = False
         return self._tokens
 
 
@@ -197,7 +196,9 @@ def _deal(blocks: np.ndarray, lengths: np.ndarray, ranks: int) -> Iterator[list[
 def _cut(lengths: np.ndarray, max_tokens: int, packed: bool) -> list[int]:
     """Cuts rollouts, longest first, into micro-batches of at most `max_tokens` tokens, at the least
     total cost: the tokens, padding included, and the overhead of every micro-batch."""
-    cost, sizes = np.zeros(len(lengths) + 1), [[]]  # of the rollouts up to each
+    # of the rollouts up to each
+    cost = np.zeros(len(lengths) + 1)
+    sizes = [[]]
     for end in range(1, len(lengths) + 1):
         # Of the micro-batch from each earlier rollout to `end`.
         tokens = (
@@ -247,7 +248,8 @@ def trim(batch: Batch, lengths: np.ndarray, multiple: int = 1) -> Batch:
     """A micro-batch without the columns that are padding in all of its rollouts, whose `lengths_of`
     are given. Widths stay multiples of `multiple`. Tensors have shapes (B,), (B, 1), (B, C), (B, C,
     ...), or, if their name begins with `prompt_`, (B, P)."""
-    P, C = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
+    P = batch["prompt_mask"].size(1)
+    C = batch["completion_mask"].size(1)
     prompt, completion = (
         min(width, max(1, -(-int(length) // multiple) * multiple))
         for width, length in zip((P, C), lengths.max(0))

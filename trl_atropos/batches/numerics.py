@@ -61,18 +61,16 @@ class Kernels:
             )
             from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
         except ImportError as error:
-            what, fix = (
-                f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer",
-                "Install it.",
-            )
+            what = f"`numerics: bitwise` needs vLLM {VLLM_VERSION} for GPUs beside the trainer"
+            fix = "Install it."
             raise RecipeError(what, f"numerics: bitwise ({error})", fix) from error
 
-        self.ops, self.attention = _custom_ops, flash_attn_varlen_func
-        self.linear, self.norm = (
-            batch_invariant.linear_batch_invariant,
-            batch_invariant.rms_norm_batch_invariant,
-        )
-        self.version, self._logprobs = get_flash_attn_version(), compute_token_logprobs
+        self.ops = _custom_ops
+        self.attention = flash_attn_varlen_func
+        self.linear = batch_invariant.linear_batch_invariant
+        self.norm = batch_invariant.rms_norm_batch_invariant
+        self.version = get_flash_attn_version()
+        self._logprobs = compute_token_logprobs
         self.head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
@@ -84,7 +82,8 @@ class Kernels:
     def rotate(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        query, key = query.flatten(1).clone(), key.flatten(1).clone()
+        query = query.flatten(1).clone()
+        key = key.flatten(1).clone()
         self.ops.rotary_embedding(positions, query, key, self.head_dim, self.angles, True)
         return query.unflatten(1, (-1, self.head_dim)), key.unflatten(1, (-1, self.head_dim))
 
@@ -135,7 +134,8 @@ class Pages:
             self.longest = int(self.lengths.max())
             self.borders = pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         else:
-            self.borders, self.longest = rollouts["cu_seq_lens_q"], rollouts["max_length_q"]
+            self.borders = rollouts["cu_seq_lens_q"]
+            self.longest = rollouts["max_length_q"]
             self.lengths = self.borders.diff()
         counts = (self.lengths + PAGE - 1) // PAGE
         first = (counts.cumsum(0) - counts).to(torch.int32)
@@ -190,14 +190,18 @@ class Exact:
     """The forward pass of a model, computed by `kernels`."""
 
     def __init__(self, model: PreTrainedModel, how: How, kernels: Any):
-        self.model, self.how, self.kernels = model, how, kernels
-        self.backbone, self._fused = model.base_model, model.forward
+        self.model = model
+        self.how = how
+        self.kernels = kernels
+        self.backbone = model.base_model
+        self._fused = model.forward
         self._hidden: torch.Tensor | None = None  # the last output of the backbone
 
     def install(self) -> None:
         """Takes the place of the forward pass of the backbone, and of the head that TRL has fused
         with its loss."""
-        self.backbone.forward, self.model.forward = self._backbone, self._scored
+        self.backbone.forward = self._backbone
+        self.model.forward = self._scored
 
     def _scored(
         self,
@@ -238,7 +242,8 @@ class Exact:
             rollouts = self.how.inputs(positions, np.full(count, length))
             position_ids = rollouts.pop("position_ids")
             rollouts.pop("attention_mask")
-        positions, pages = position_ids[0], Pages(position_ids[0], rollouts)
+        positions = position_ids[0]
+        pages = Pages(position_ids[0], rollouts)
         state = self.backbone.embed_tokens(input_ids.flatten())
         for layer in self.backbone.layers:
             if (
@@ -257,7 +262,8 @@ class Exact:
         self, layer: Any, state: torch.Tensor, positions: torch.Tensor, pages: Pages
     ) -> torch.Tensor:
         """Of a layer's input, (T, hidden size)."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         x = self._norm(layer.input_layernorm, state)
         heads = (-1, attention.head_dim)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -265,7 +271,8 @@ class Exact:
             self._linear(projection, x).unflatten(1, heads) for projection in projections
         )
         if hasattr(attention, "q_norm"):
-            query, key = self._norm(attention.q_norm, query), self._norm(attention.k_norm, key)
+            query = self._norm(attention.q_norm, query)
+            key = self._norm(attention.k_norm, key)
         query, key = self._rotate(positions, query, key)
         exact = self.kernels.attend(query.detach(), key.detach(), value.detach(), pages)
         batch = (states.transpose(0, 1)[None] for states in (query, key, value))
@@ -273,7 +280,8 @@ class Exact:
         x = replaced(ordinary[0], exact)
         state = state + self._linear(attention.o_proj, x.flatten(1))
         x = self._norm(layer.post_attention_layernorm, state)
-        gate, up = self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)
+        gate = self._linear(mlp.gate_proj, x)
+        up = self._linear(mlp.up_proj, x)
         x = replaced(silu(gate) * up, self.kernels.gate(gate.detach(), up.detach()))
         return state + self._linear(mlp.down_proj, x)
 
@@ -331,10 +339,8 @@ def use(args: Any, model: torch.nn.Module, device: torch.device, sharded: bool) 
             model, How.of(model, device, None, 1), Kernels(model.config, device, model.dtype)
         ).install()
     if reason:
-        what, seen = (
-            f"`numerics: {args.numerics}` is not there {reason}",
-            f"numerics: {args.numerics}",
-        )
+        what = f"`numerics: {args.numerics}` is not there {reason}"
+        seen = f"numerics: {args.numerics}"
         raise RecipeError(what, seen, "Set what it is there for, or leave `numerics` out.")
 
 
@@ -345,7 +351,8 @@ def use_float32_head(model: torch.nn.Module, temperature: float) -> None:
     head = policy.get_output_embeddings
 
     def in_float32() -> SimpleNamespace:
-        weight, bias = head().weight, head().bias
+        weight = head().weight
+        bias = head().bias
         return SimpleNamespace(weight=weight.float(), bias=None if bias is None else bias.float())
 
     add_fused_lm_head(
@@ -395,7 +402,9 @@ class Row:
         length = int(min(ROW, longest))
         vocabulary = config.get_text_config().vocab_size
         self.ids = (torch.arange(length, device=device) * 7919 % (vocabulary - 1))[None]
-        self.autocast, self.dtype, self.temperature = autocast, dtype, temperature
+        self.autocast = autocast
+        self.dtype = dtype
+        self.temperature = temperature
 
     @torch.no_grad()
     def outputs(self, model: torch.nn.Module, training: bool = False, **inputs: Any) -> Any:

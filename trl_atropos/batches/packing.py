@@ -80,11 +80,13 @@ class Layout(NamedTuple):
         order = np.lexsort((whole, shared))
         # Parts of the row: shared prompts without their last token, then what else there is of each
         # rollout.
-        rollouts, shared = np.append(givers, order), np.append(0 * givers, shared[order])
+        rollouts = np.append(givers, order)
+        shared = np.append(0 * givers, shared[order])
         lengths = np.append(prompts[givers] - 1, whole[order] - shared[len(givers) :])
         begins = lengths.cumsum() - lengths
         part = np.repeat(np.arange(len(lengths)), lengths)
-        rollout, position = rollouts[part], np.arange(len(part)) - (begins - shared)[part]
+        rollout = rollouts[part]
+        position = np.arange(len(part)) - (begins - shared)[part]
         column = position - prompts[rollout]  # of the completion; below 0 in the prompt
         tokens = rollout * (prompt_width + width) + prompt_width + column
         scored = np.flatnonzero(column >= 0)
@@ -92,11 +94,9 @@ class Layout(NamedTuple):
         tail = -len(tokens) % how.multiple  # tokens of no rollout, which fill the row
         if tail:
             tokens, position = (np.append(array, np.arange(tail)) for array in (tokens, position))
-            begins, lengths, shared = (
-                np.append(begins, len(part)),
-                np.append(lengths, tail),
-                np.append(shared, 0),
-            )
+            begins = np.append(begins, len(part))
+            lengths = np.append(lengths, tail)
+            shared = np.append(shared, 0)
         row = np.zeros(len(tokens), dtype=np.int64)
         row[scored] = 1
         keys = np.zeros(0, dtype=np.int64)

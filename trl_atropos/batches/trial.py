@@ -151,7 +151,8 @@ def watched_attention(name: str) -> Iterator[list[Call]]:
     calls: list[Call] = []
     # by address; kept, so that no other one gets the address
     masks: dict[int, tuple[torch.Tensor, int | None]] = {}
-    make_mask, attend = ALL_MASK_ATTENTION_FUNCTIONS[name], ALL_ATTENTION_FUNCTIONS[name]
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def watched_mask(
         *args: Any, local_size: int | None = None, **options: Any
@@ -222,7 +223,8 @@ def _why_not_alike(
     """Tries the first half of the sequences as rollouts with prompts of so many tokens. One by one,
     those of the second half, which are as long, take their places."""
     number = len(sequences) // 2
-    rollouts, others = sequences[:number], sequences[number:]
+    rollouts = sequences[:number]
+    others = sequences[number:]
     with own_attention(policy, how):
         alone = [_own_logprobs(model, rollout, prompt) for rollout in rollouts]
     together = _packed_logprobs(model, how, rollouts, prompt)

@@ -44,7 +44,10 @@ Errors would end the run, or train on something else than is meant; with
 warnings it goes on, and loses something. Exit code: 0 without errors, 1 with
 some, 2 for a command line that is wrong."""
 
-RED, YELLOW, GREEN, PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
+RED = "\033[31m"
+YELLOW = "\033[33m"
+GREEN = "\033[32m"
+PLAIN = "\033[0m"
 WIDTH = 110  # columns at most
 WRONG_USE = {"no-recipe", "unknown-flag"}  # codes of findings about the command line itself
 ELSEWHERE = 80 << 30  # bytes of a GPU of which nothing is known, where its size does not matter
@@ -62,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: ok, findings, memory, versions"
     )
-    add, given = parser.add_argument, "as `accelerate launch` will be given it"
+    add = parser.add_argument
+    given = "as `accelerate launch` will be given it"
     text = "plan for a GPU of N GiB (or, with `use_cpu`, a machine) that is not this one"
     add("--device_memory_gb", type=float, metavar="N", help=text)
     add(
@@ -128,7 +132,9 @@ def examine(argv: list[str]) -> Report:
 
     options, argv = build_parser().parse_known_args(argv)
     del options.json
-    launch, recipe, memory = Launch(**vars(options)), None, {"table": []}
+    launch = Launch(**vars(options))
+    recipe = None
+    memory = {"table": []}
     found = list(refused(lambda: launch.content))
     if found:
         launch = replace(launch, config_file=None)
@@ -152,7 +158,8 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     from trl_atropos.recipe import check_files, check_reports
 
     memory = {"table": ["Memory: no GPU is here. `--device_memory_gb N` plans for one of N GiB."]}
-    folder, was_there = recipe.training.output_dir, os.path.isdir(recipe.training.output_dir)
+    folder = recipe.training.output_dir
+    was_there = os.path.isdir(recipe.training.output_dir)
     found = [
         *refused(lambda: check_files(recipe)),
         *refused(lambda: check_reports(recipe.training)),
@@ -184,10 +191,8 @@ def _of_recipe(recipe, launch, stated: dict[str, Any]) -> tuple[list[Finding], d
     except Exception as error:  # noqa: BLE001 - any model's own code may fail on tensors without data
         reason = " ".join(str(error).split())[:200]
         if recipe.model.use_peft and "arget modules" in reason:  # peft's own words
-            what, seen = (
-                "peft cannot put the adapter into the model",
-                f"{recipe.model.lora_target_modules}",
-            )
+            what = "peft cannot put the adapter into the model"
+            seen = f"{recipe.model.lora_target_modules}"
             fix = "Correct `lora_target_modules`, or set it to `all-linear`."
             found.append(Finding(what, f"lora_target_modules: {seen}", fix, "adapter"))
         memory = {

@@ -39,7 +39,8 @@ class Estimate:
     def total(self) -> int:
         """Bytes that the trainer's device needs; on the CPU, the machine."""
         # where all processes share one memory
-        plan, on_cpu = self.case.plan, self.case.plan.device == "cpu"
+        plan = self.case.plan
+        on_cpu = self.case.plan.device == "cpu"
         total = self.trainer.total * (plan.processes if on_cpu else 1)
         if self.server is None:
             return total
@@ -80,7 +81,8 @@ class Estimate:
         return not self.shortage()
 
     def table(self) -> list[str]:
-        case, plan = self.case, self.case.plan
+        case = self.case
+        plan = self.case.plan
         where, name = (
             ("device", "the device") if plan.device == "cuda" else ("process", "the machine")
         )
@@ -126,7 +128,9 @@ def estimate(case: Case) -> Estimate:
 def findings(found: Estimate) -> Iterator[Finding]:
     """One if the server has no room for its KV cache, and one if the run does not fit, with that
     room."""
-    case, plan, run = found.case, found.case.plan, "The run"
+    case = found.case
+    plan = found.case.plan
+    run = "The run"
     here = f"{plan.total / GIB:.2f}"
     if found.server is not None and found.cache < smallest_cache(case):
         what = (
@@ -134,7 +138,8 @@ def findings(found: Estimate) -> Iterator[Finding]:
             f"`--max-model-len` ({case.max_model_len}) tokens takes "
             f"{smallest_cache(case) / GIB:.2f}"
         )
-        own, [(flag, value)] = found.server.total, _with_cache(found, smallest_cache(case)).items()
+        own = found.server.total
+        [(flag, value)] = _with_cache(found, smallest_cache(case)).items()
         fix = f"Raise `{flag}` in `vllm_args` to at least {value}, or lower `--max-model-len`."
         if flag == "--gpu-memory-utilization" and float(value) >= 1:
             fix = (
@@ -142,22 +147,23 @@ def findings(found: Estimate) -> Iterator[Finding]:
                 "take a smaller model."
             )
         else:
-            found, run = estimate(_changed(case, {flag: value})), "With that, the run"
+            found = estimate(_changed(case, {flag: value}))
+            run = "With that, the run"
         yield Finding(what, f"{own / GIB:.2f} of {here} GiB for the server", fix, "kv-cache")
     if not found.fits:
-        missing, seen = [], []
+        missing = []
+        seen = []
         if found.total > plan.total:
-            total, parts = (
-                f"{found.total / GIB:.2f}",
-                (f"the {p.name} {p.total / GIB:.2f}" for p in found.processes),
-            )
+            total = f"{found.total / GIB:.2f}"
+            parts = (f"the {p.name} {p.total / GIB:.2f}" for p in found.processes)
             device = "device" if plan.device == "cuda" else "machine"
             missing.append(
                 f"takes {total} GiB of memory ({', '.join(parts)}), but the {device} has {here}"
             )
             seen.append(f"{total} of {here} GiB")
         if plan.host is not None and found.host > plan.host:
-            takes, has = f"{found.host / GIB:.2f}", f"{plan.host / GIB:.2f}"
+            takes = f"{found.host / GIB:.2f}"
+            has = f"{plan.host / GIB:.2f}"
             missing.append(f"takes {takes} GiB of host memory, but the machine has {has}")
             seen.append(f"{takes} of {has} GiB of host memory")
         yield Finding(f"{run} {', and '.join(missing)}", ", ".join(seen), _way_out(found), "memory")
@@ -171,7 +177,8 @@ ADAPTER = {"use_peft": True, "lora_target_modules": "all-linear"}
 
 def _way_out(found: Estimate) -> str:
     """The changes with which the run fits; and an adapter, with the changes that it still needs."""
-    case, ways = found.case, []
+    case = found.case
+    ways = []
     if (
         found.server is None
         and case.flags is not None
@@ -192,7 +199,8 @@ def _way_out(found: Estimate) -> str:
         if then.fits:
             texts += [f"Or train {offer}"] if less.fits else []
         elif less.shortage() < then.shortage() - SPARE * case.plan.total:
-            texts, then = [f"Train {offer}"], less
+            texts = [f"Train {offer}"]
+            then = less
     if not then.fits:
         texts.append(
             "Take a smaller model, or shard the trainer over more devices (ZeRO-3, FSDP2)."
@@ -206,14 +214,16 @@ def _enough(
     """As many of the changes as it takes until the run fits with room to spare, without those that
     later ones make needless; and what the run takes with them. All that help, where it does not
     fit."""
-    taken, now = [], found
+    taken = []
+    now = found
     for settings in changes:
         if not now.shortage(SPARE):
             break
         tried = estimate(_changed(now.case, settings))
         saved = now.shortage(SPARE) - tried.shortage(SPARE)
         if saved > WORTH * found.case.plan.total or not tried.shortage(SPARE):
-            taken, now = [*taken, settings], tried
+            taken = [*taken, settings]
+            now = tried
     for settings in reversed([] if now.shortage(SPARE) else taken[:-1]):
         fewer = [one for one in taken if one is not settings and not one.keys() <= CACHE_FLAGS]
         tried = estimate(reduce(_changed, fewer, found.case))
@@ -221,14 +231,16 @@ def _enough(
             fewer = [less, *fewer]  # as much less as these leave to do
             tried = estimate(reduce(_changed, fewer, found.case))
         if not tried.shortage(SPARE):
-            taken, now = fewer, tried
+            taken = fewer
+            now = tried
     # of those to the same settings, the last
     return list({tuple(one): one for one in taken}.values()), now
 
 
 def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
     """The changes as text, and what each saves on top of those before it."""
-    texts, now = [], found
+    texts = []
+    now = found
     for settings in changes:
         then = estimate(_changed(now.case, settings))
         # which would come first
@@ -244,7 +256,8 @@ def _listed(found: Estimate, changes: list[dict[str, Any]]) -> str:
             f"`{name}: {str(getattr(value, 'value', value)).lower()}`"
             for name, value in different.items()
         ]
-        saved, more = now.total - then.total, then.host - now.host
+        saved = now.total - then.total
+        more = then.host - now.host
         effects = [f"saves {saved / GIB:.2f}"] if saved > 0 else []
         verb = "takes" if more > 0 else "and" if effects else "saves"
         effects += [f"{verb} {abs(more) / GIB:.2f} of host memory"] if more else []
@@ -262,15 +275,14 @@ def _takes(found: Estimate) -> str:
 
 def _changes(found: Estimate) -> Iterator[dict[str, Any]]:
     """Settings, or a flag of the server; the cheapest change first."""
-    case, args = found.case, found.case.training
+    case = found.case
+    args = found.case.training
     if found.server is not None and (smaller := _smaller_cache(found)):
         yield smaller
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    by_tokens, rollouts = (
-        args.max_tokens_per_micro_batch is not None or case.chooses_token_budget,
-        case.rollouts,
-    )
+    by_tokens = args.max_tokens_per_micro_batch is not None or case.chooses_token_budget
+    rollouts = case.rollouts
     while rollouts > 1:
         rollouts //= 2
         if by_tokens:
@@ -304,7 +316,9 @@ def _with_cache(found: Estimate, size: int) -> dict[str, str]:
 
 
 def _changed(case: Case, settings: dict[str, Any]) -> Case:
-    training, model, flags = copy.copy(case.training), copy.copy(case.recipe.model), case.flags
+    training = copy.copy(case.training)
+    model = copy.copy(case.recipe.model)
+    flags = case.flags
     for name, value in settings.items():
         if name.startswith("--"):
             flags = flags | {name: value}

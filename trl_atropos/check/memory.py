@@ -144,7 +144,8 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._alive:
             return
         self._alive.add(key)
@@ -165,11 +166,9 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
     """Bytes at the peak of a micro-batch's forward and backward, besides the parameters, by kind.
     With `exact_gradients`, they are in float32 whatever the parameters are
     (`weights/masters.py`)."""
-    args, plain, live = (
-        case.training,
-        base_model(model),
-        LiveBytes([*model.parameters(), *model.buffers()]),
-    )
+    args = case.training
+    plain = base_model(model)
+    live = LiveBytes([*model.parameters(), *model.buffers()])
     # Is there a gradient already, of the micro-batches before?
     accumulates = (
         args.gradient_accumulation_steps > 1 or case.rollouts < args.per_device_train_batch_size
@@ -200,10 +199,8 @@ def _score(model: Any, case: Case) -> torch.Tensor:
     mask, unless attention takes more without."""
     ids = torch.ones(case.rollouts, case.length, dtype=torch.long)
     mask = {} if case.plain_attention else {"attention_mask": torch.ones_like(ids)}
-    hidden, weight = (
-        model.base_model(input_ids=ids, **mask, use_cache=False)[0],
-        model.get_output_embeddings().weight,
-    )
+    hidden = model.base_model(input_ids=ids, **mask, use_cache=False)[0]
+    weight = model.get_output_embeddings().weight
     loss = hidden.sum() + weight.sum()
     # is gone before the body's backward
     torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)
@@ -222,8 +219,10 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     it where there is no Triton (7.25 tiles in float32), and float32 gradients, which are then
     rounded."""
     # there, TRL's Triton kernel folds
-    dtype, on_gpu = case.autocast or hidden.dtype, case.plan.device == "cuda"
-    tokens, width = hidden.shape[0] * (hidden.shape[1] - 1), min(weight.shape[0], TILE[1])
+    dtype = case.autocast or hidden.dtype
+    on_gpu = case.plan.device == "cuda"
+    tokens = hidden.shape[0] * (hidden.shape[1] - 1)
+    width = min(weight.shape[0], TILE[1])
     # Of a tile that is wider than the vocabulary, host memory has what is written to.
     tile = min(tokens, TILE[0]) * (TILE[1] if on_gpu else width)
     folded = int(4 * 7.25 * tile)
@@ -241,7 +240,8 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
 
 
 def trainer_memory(case: Case) -> Process:
-    args, plan = case.training, case.plan
+    args = case.training
+    plan = case.plan
     exact = case.dtype in HALF and case.trains_with_masters
     size = case.rollouts, args.per_device_train_batch_size, args.gradient_accumulation_steps
     key = (size, args.gradient_checkpointing, repr(case.peft_config))
@@ -273,7 +273,9 @@ def trainer_memory(case: Case) -> Process:
 
 def _state(case: Case, sizes: Sizes, exact: bool) -> tuple[dict[str, int], dict[str, int]]:
     """What is there from step to step, on the device and in host memory."""
-    args, plan, adapts = case.training, case.plan, case.peft_config is not None
+    args = case.training
+    plan = case.plan
+    adapts = case.peft_config is not None
     sharded = plan.sharding in ("zero3", "fsdp")
     weights = sizes.weights // (plan.processes if sharded else 1)
     items = {"runtime": TRAINER_RUNTIME[plan.device], "weights": weights}
@@ -330,15 +332,15 @@ def _step_bytes(optim: str, parameters: list[torch.Tensor], masters: bool, devic
 
 def server_memory(case: Case) -> Process:
     """With `gpu_memory_utilization`, the KV cache gets what is left of that share of the device."""
-    plan, text, size = case.plan, case.config.get_text_config(), case.served_dtype.itemsize
+    plan = case.plan
+    text = case.config.get_text_config()
+    size = case.served_dtype.itemsize
     on_gpu = next(
         (tokens, sequences) for memory, tokens, sequences in BATCH_DEFAULTS if plan.total >= memory
     )
     tokens, sequences = on_gpu if plan.device == "cuda" else CPU_BATCH
-    tokens, sequences = (
-        case.whole("max-num-batched-tokens", tokens),
-        case.whole("max-num-seqs", sequences),
-    )
+    tokens = case.whole("max-num-batched-tokens", tokens)
+    sequences = case.whole("max-num-seqs", sequences)
     if "server" not in case.traces:
         case.traces["server"] = _served_sizes(case)
     weights, adapter = case.traces["server"]
@@ -407,7 +409,8 @@ RESTART_COPIES = 3  # the version that is served, the one before, and the one th
 def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     """Whether what the run saves fits on the disk. If the run will be `elsewhere`, this machine's
     is a hint only."""
-    args, sizes = case.training, Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
+    args = case.training
+    sizes = Sizes.of(shadow_model(case, case.dtype, case.peft_config)[0])
     final = sizes.own if case.peft_config is not None else sizes.weights
     whole = case.peft_config is None and (
         args.master_weights or case.plan.sharding.startswith("zero")

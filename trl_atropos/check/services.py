@@ -37,7 +37,8 @@ CONNECT = 1.0  # seconds; nobody there is no finding: services may be started la
 
 
 def services(recipe: Recipe, launch: Launch) -> Iterator[Finding]:
-    config, training = recipe.services, recipe.training
+    config = recipe.services
+    training = recipe.training
     if training.replay_paths is not None:
         return
     for service, setting, urls, start in (
@@ -74,16 +75,12 @@ def _answers(url: str) -> bool:
 
 
 def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
-    starts, longest = (
-        recipe.services.start_vllm and case.flags is not None,
-        recipe.training.max_sequence_length,
-    )
+    starts = recipe.services.start_vllm and case.flags is not None
+    longest = recipe.training.max_sequence_length
     limit = min(case.max_model_len if starts else math.inf, longest or math.inf)
     if longest and longest > limit:
-        what, seen = (
-            "The server samples shorter rollouts than the trainer is to take",
-            f"--max-model-len {limit}",
-        )
+        what = "The server samples shorter rollouts than the trainer is to take"
+        seen = f"--max-model-len {limit}"
         fix = f"Lower `max_sequence_length`, or start the server with `--max-model-len {longest}`."
         yield Finding(what, f"max_sequence_length: {longest}, {seen}", fix, "sequence-length")
     positions = num_positions(case.config)
@@ -95,10 +92,8 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
         seen = f"--max-model-len {case.max_model_len}, max_position_embeddings: {positions:.0f}"
         fix = f"Lower `--max-model-len` in `vllm_args` to {positions:.0f} or less."
         yield Finding(what, seen, fix, "model-length")
-    completion, default = (
-        recipe.training.max_completion_length,
-        type(recipe.training).max_completion_length,
-    )
+    completion = recipe.training.max_completion_length
+    default = type(recipe.training).max_completion_length
     found = list(_divisor(recipe))
     yield from found
     if not found and completion is not None and limit <= completion != default:
@@ -137,7 +132,8 @@ def lengths(recipe: Recipe, case: Case) -> Iterator[Finding]:
 def _divisor(recipe: Recipe) -> Iterator[Finding]:
     """Whether the loss divides by more tokens than a completion has, as far as the environments'
     settings tell."""
-    divisor, longest = recipe.training.max_completion_length, {}
+    divisor = recipe.training.max_completion_length
+    longest = {}
     for spec in recipe.environments if recipe.training.loss_type == "dr_grpo" and divisor else []:
         longest[spec.name] = _longest_completion(recipe, spec) or math.inf
     if longest and divisor > max(longest.values()):
@@ -225,10 +221,8 @@ def _of(
 
 def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
     """What is installed for a Python, and whether the script or module that it runs is there."""
-    python, env = (
-        command[0],
-        {**os.environ, **{name: str(value) for name, value in spec.env.items()}},
-    )
+    python = command[0]
+    env = {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
     ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     script = next((word for word in command[1:] if word.endswith(".py") and word != RUNNER), "")
@@ -242,7 +236,8 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
         seen = f"{python}: {str(getattr(error, 'stderr', '') or error).strip().splitlines()[-1]}"
         yield _of(spec, what, seen, "Correct its `python`.", "environment-python")
         return
-    version, transformers = installed.get("atroposlib"), installed.get("transformers", "0")
+    version = installed.get("atroposlib")
+    transformers = installed.get("transformers", "0")
     wanted = next(one.specifier for one in requirements("trl_atropos") if one.name == "atroposlib")
     if version is None or not wanted.contains(version, prereleases=True):
         seen = f"atroposlib {version}" if version else f"atroposlib is not installed for {python}"
@@ -285,7 +280,8 @@ def _servers(recipe: Recipe, spec: EnvironmentSpec, command: list[str]) -> Itera
     if {**os.environ, **spec.env}.get(DUMMY) not in (None, "", "0"):
         what = "it may send made-up tokens in place of those that were sampled"
         yield _of(spec, what, DUMMY, f"Take {DUMMY} out of its variables.", "dummy-tokens")
-    flags, content = stated_flags(command).items(), recipe.environment_file(spec)
+    flags = stated_flags(command).items()
+    content = recipe.environment_file(spec)
     flags = {
         flag.removeprefix("--openai."): value
         for flag, value in flags
@@ -332,14 +328,14 @@ def _tokenizer(recipe: Recipe, who: str, name: Any, setting: str, place: str) ->
     model = str(recipe.model.model_name_or_path)
     if name is None or os.path.realpath(str(name)) == os.path.realpath(model):
         return
-    ours, theirs = _vocabulary(model), _vocabulary(str(name))
+    ours = _vocabulary(model)
+    theirs = _vocabulary(str(name))
     if ours is None or theirs is None:
-        what, level = f"{who} tokenizes by another name than the run's model", WARNING
+        what = f"{who} tokenizes by another name than the run's model"
+        level = WARNING
     else:
-        what, level = (
-            f"{who} has another vocabulary, so that the same ids mean different text",
-            ERROR,
-        )
+        what = f"{who} has another vocabulary, so that the same ids mean different text"
+        level = ERROR
     if ours is None or ours != theirs:
         fix = f"Leave `{setting}` out of {place}, or name the model."
         yield Finding(what, f"{setting}: {name}, the run's model: {model}", fix, "tokenizer", level)
@@ -347,7 +343,8 @@ def _tokenizer(recipe: Recipe, who: str, name: Any, setting: str, place: str) ->
 
 def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
     """Settings of an environment that the recipe states, and that do not fit the run's."""
-    stated, training = recipe.stated(spec), recipe.training
+    stated = recipe.stated(spec)
+    training = recipe.training
     url = stated.get("rollout_server_url", training.atropos_url)
     # a host has several names
     if _place(url).rpartition(":")[2] != _place(training.atropos_url).rpartition(":")[2]:
@@ -364,7 +361,8 @@ def _settings(recipe: Recipe, spec: EnvironmentSpec) -> Iterator[Finding]:
             "Leave `total_steps` out.",
             "environment-steps",
         )
-    ahead, oldest = number_of(stated.get("max_batches_offpolicy")), training.max_staleness
+    ahead = number_of(stated.get("max_batches_offpolicy"))
+    oldest = training.max_staleness
     if ahead is not None and oldest is not None and ahead > max(1, oldest):
         what = (
             "it samples so far ahead that its last rollouts are too old to be trained on, and "

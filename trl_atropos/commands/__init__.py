@@ -86,7 +86,9 @@ def divide(words: list[str]) -> tuple[list[str], list[str]]:
 
     known = {flag: one for one in launch_command_parser()._actions for flag in one.option_strings}
     known = {flag: one for flag, one in known.items() if one.dest not in OF_BOTH}
-    launcher, settings, rest = [], [], iter(words)
+    launcher = []
+    settings = []
+    rest = iter(words)
     for word in rest:
         flag, is_whole, _ = word.partition("=")
         if flag not in known:
@@ -165,7 +167,8 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     from trl_atropos.train import evaluator_of, require_room, set_up_logging, start_servers
     from trl_atropos.weights.checkpoint import merged_model, step_of
 
-    training, config = recipe.training, recipe.services
+    training = recipe.training
+    config = recipe.services
     set_up_logging(training)
     if not recipe.evaluations:
         raise EvaluationError(
@@ -179,7 +182,8 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
         raise EvaluationError(
             what, f"checkpoint: {checkpoint}", "Start a server on it, and leave `--checkpoint` out."
         )
-    model, step = checkpoint or recipe.model.model_name_or_path, step_of(checkpoint)
+    model = checkpoint or recipe.model.model_name_or_path
+    step = step_of(checkpoint)
     name = os.path.basename(os.path.abspath(model))  # also of "." or ".."
     folder = os.path.join(training.output_dir, "eval", name)
     config.start_atropos = False
@@ -264,7 +268,8 @@ def init(words: list[str]) -> None:
     if len(words) != 1 or words[0].startswith("-"):
         (sys.stdout if {"-h", "--help"} & set(words) else sys.stderr).write(INIT)
         sys.exit(0 if {"-h", "--help"} & set(words) else 2)
-    name, folder = words[0].rstrip("/"), Path(words[0])
+    name = words[0].rstrip("/")
+    folder = Path(words[0])
     if not NAME.fullmatch(name) or folder.name in ("", ".."):
         sys.exit(
             f"trl-atropos init: {name!r} is no name for a folder here. Use letters, digits and any "
@@ -337,7 +342,8 @@ def slurm_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "trl-atropos slurm", usage, SLURM, formatter_class=formatter, allow_abbrev=False
     )
-    add, head = parser.add_argument, "default: what the recipe's first lines launch with"
+    add = parser.add_argument
+    head = "default: what the recipe's first lines launch with"
     add("--nodes", type=int, required=True, metavar="N", help="of the job, at least 2")
     add("--trainer_nodes", type=int, metavar="N", help=f"of these, nodes that train; {head}, or 1")
     add("--gpus_per_node", type=int, default=8, metavar="N", help="default: %(default)s")
@@ -389,15 +395,15 @@ def render(options: argparse.Namespace, words: list[str], made_by: str) -> str:
             f"The recipe {recipe!r} does not exist (looked in {os.getcwd()})", recipe, "Correct it."
         )
     quoted, words = values_of("--vllm_args", words)  # which are for the servers alone
-    settings, head = (
-        stated_settings(words) | ({"vllm_args": quoted[-1]} if quoted else {}),
-        _commands(recipe),
-    )
+    settings = stated_settings(words) | ({"vllm_args": quoted[-1]} if quoted else {})
+    head = _commands(recipe)
     launched = next((line for line in head if "launch" in line), [])
     trainers = options.trainer_nodes or int(next(iter(values_of("--num_machines", launched)[0]), 1))
-    mode, model = settings.get("vllm_mode", "colocate"), str(settings.get("model_name_or_path"))
+    mode = settings.get("vllm_mode", "colocate")
+    model = str(settings.get("model_name_or_path"))
     flags = _server_flags(settings, next((line for line in head if "serve" in line), []))
-    each, gpus = parallel(flags)[0], options.gpus_per_node
+    each = parallel(flags)[0]
+    gpus = options.gpus_per_node
     if mode == "colocate":
         fix = "Set `vllm_mode: server`, or with an adapter `vllm_mode: nccl_lora`."
         raise RecipeError(
@@ -460,7 +466,8 @@ def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:
     flags = shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
     for name in OWN:
         flags = values_of(name, flags)[1]
-    stated, longest = server_flags(flags), settings.get("max_sequence_length")
+    stated = server_flags(flags)
+    longest = settings.get("max_sequence_length")
     if longest and "--max-model-len" not in stated:
         flags += ["--max-model-len", str(longest)]
     if settings.get("vllm_mode") in ADAPTER_MODES and "--max-lora-rank" not in stated:

@@ -50,7 +50,9 @@ def main(launcher: list[str], settings: list[str]) -> None:
             config_file=flags.get("config_file"), num_processes=int(flags.get("num_processes") or 0)
         )
         recipe = read(settings, stated_settings(settings), launch)
-        specs, recipe.environments, recipe.services.start_atropos = recipe.environments, [], False
+        specs = recipe.environments
+        recipe.environments = []
+        recipe.services.start_atropos = False
         if not specs:
             raise AtroposTrainingError(
                 "The recipe names no environment", fix="Put its path under `environments`."
@@ -92,7 +94,8 @@ def _require_servers(recipe: Recipe) -> None:
     """Raises `ServiceError` if a server that this did not start is not there."""
     for url in recipe.training.vllm_server_urls:
         if trouble := trouble_at(f"{url}/health"):
-            model, mode = recipe.model.model_name_or_path, recipe.training.vllm_mode
+            model = recipe.model.model_name_or_path
+            mode = recipe.training.vllm_mode
             fix = (
                 f"Start it with `trl-atropos serve {model} --vllm_mode {mode}`, or set "
                 "`start_vllm: true`."
@@ -113,10 +116,8 @@ def _files(recipe: Recipe, spec: EnvironmentSpec) -> tuple[Path, Path]:
 
 def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service:
     if spec.path is None:
-        what, fix = (
-            "is started by a `command`, which `try` cannot run",
-            "Name its script as `path`, with a `config`.",
-        )
+        what = "is started by a `command`, which `try` cannot run"
+        fix = "Name its script as `path`, with a `config`."
         raise AtroposTrainingError(f"Environment {spec.name!r} {what}", str(spec.command), fix)
     name, (go, found) = f"{ENVIRONMENT}{spec.name}", _files(recipe, spec)
     for file in (go, found, services.log_dir / f"{name}.log"):
@@ -187,7 +188,8 @@ def _shown(
 def _of_group(
     recipe: Recipe, spec: EnvironmentSpec, sent: dict[str, Any], seconds: float
 ) -> Iterator[str]:
-    training, model = recipe.training, recipe.model.model_name_or_path
+    training = recipe.training
+    model = recipe.model.model_name_or_path
     longest = training.max_sequence_length or _longest(recipe) or math.inf
     config = AutoConfig.from_pretrained(model, trust_remote_code=training.trust_remote_code)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
@@ -235,7 +237,8 @@ def _generation_config(model: str, config: Any) -> GenerationConfig:
 
 def _ends_twice(rollout: Rollout, ends: list[int]) -> bool:
     """Returns whether a sampled end token is followed by itself where nothing was sampled."""
-    ids, sampled = rollout.completion_ids, rollout.mask
+    ids = rollout.completion_ids
+    sampled = rollout.mask
     repeated = np.isin(ids[:-1], ends) & (ids[1:] == ids[:-1])
     return bool((repeated & sampled[:-1] & ~sampled[1:]).any())
 
@@ -251,7 +254,8 @@ def _judged(
     recipe: Recipe, name: str, group: ScoredGroup, rollouts: list[Rollout], longest: float
 ) -> Iterator[str]:
     """What a run would make of the group: raises `RolloutError` where nothing can be trained."""
-    size, batch = group.size, recipe.training.generation_batch_size
+    size = group.size
+    batch = recipe.training.generation_batch_size
     scores = np.array(group.scores)
     yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
     if batch % size:

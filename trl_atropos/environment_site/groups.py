@@ -68,7 +68,8 @@ async def run_evaluate(env):
 
 async def process_manager(env):
     """Takes the place of `BaseEnv.process_manager`."""
-    limit, seconds = asyncio.Semaphore(max(1, env.max_num_workers)), env.config.worker_timeout
+    limit = asyncio.Semaphore(max(1, env.max_num_workers))
+    seconds = env.config.worker_timeout
 
     async def take(index, item):
         async with limit:
@@ -105,7 +106,8 @@ def main():
 
     carry_fields(BaseEnv)
     refuse_unknown_settings(BaseEnv)
-    BaseEnv.process_manager, BaseEnv._run_evaluate = process_manager, run_evaluate
+    BaseEnv.process_manager = process_manager
+    BaseEnv._run_evaluate = run_evaluate
     run_script(sys.argv[1])
 
 

@@ -25,12 +25,18 @@ LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 LONGEST = 200  # characters of an exception's text
-FIRST, LOOK_EVERY = 1.5, 0.1  # seconds
-SOON, QUICK_LOOKS = 0.02, 4  # seconds between the first looks after the last group was sent
+# seconds
+FIRST = 1.5
+LOOK_EVERY = 0.1
+# seconds between the first looks after the last group was sent
+SOON = 0.02
+QUICK_LOOKS = 4
 
-_make_record, _sleep = logging.getLogRecordFactory(), asyncio.sleep
+_make_record = logging.getLogRecordFactory()
+_sleep = asyncio.sleep
 _known_places = set()
-_succeeded, _idle_looks = False, 0
+_succeeded = False
+_idle_looks = 0
 
 
 def _explained(*args, **kwargs):
@@ -39,11 +45,13 @@ def _explained(*args, **kwargs):
     record = _make_record(*args, **kwargs)
     if not record.pathname.endswith(ATROPOS):
         return record
-    text, error = str(record.msg), sys.exc_info()[1]
+    text = str(record.msg)
+    error = sys.exc_info()[1]
     if text.startswith(SUCCESS):
         _succeeded = True
     elif text.startswith(ALWAYS_SHOWN):  # Atropos logs them at levels that may be hidden
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.levelno = logging.WARNING
+        record.levelname = "WARNING"
     elif record.levelno >= logging.ERROR and error is not None:
         place = place_of(error)
         sees_successes = logging.getLogger("atroposlib.envs.base").isEnabledFor(logging.DEBUG)

@@ -124,10 +124,8 @@ class Engine:
     ) -> dict:
         """The answer of one of the engine's control routes. Raises `aiohttp.ClientError` or
         `TimeoutError`."""
-        url, headers = (
-            f"{self.url}{protocol.ROUTE_PREFIX}{route}",
-            {"authorization": f"Bearer {self._token}"},
-        )
+        url = f"{self.url}{protocol.ROUTE_PREFIX}{route}"
+        headers = {"authorization": f"Bearer {self._token}"}
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self.session.request(
             method, url, json=body, headers=headers, timeout=limit
@@ -290,7 +288,8 @@ class Front(ControlPlane):
 
     def _release(self, policy_version: int) -> None:
         assert self.engine.model is not None, "requests would go to an engine that is away"
-        self.model, self.policy_version = self.engine.model, policy_version
+        self.model = self.engine.model
+        self.policy_version = policy_version
         self.open.set()
 
     async def trainer_left(self) -> None:
@@ -325,7 +324,8 @@ class Front(ControlPlane):
     async def versions(self, body: dict) -> dict:
         """At any time, also while the engine is away. The engine knows which completions it has
         sampled, the front of which version: no version changes while a request is in flight."""
-        keys, version = protocol.VersionsQuery.model_validate(body).keys, self.policy_version
+        keys = protocol.VersionsQuery.model_validate(body).keys
+        version = self.policy_version
         new: list[protocol.Note | None] = [None] * len(keys)
         if self.engine.model is not None:
             # It may be going away just now; then what it knew is in the ledger.

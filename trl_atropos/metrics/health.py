@@ -139,10 +139,8 @@ def check_names(field: str, names: Sequence[str]) -> None:
     from."""
     for name in names:
         if name not in SIGNALS:
-            what, fix = (
-                f"`{field}` names {name!r}, which is no warning",
-                f"Known are: {', '.join(SIGNALS)}.",
-            )
+            what = f"`{field}` names {name!r}, which is no warning"
+            fix = f"Known are: {', '.join(SIGNALS)}."
             raise RecipeError(what, f"{field}: {name}", fix)
 
 
@@ -165,7 +163,8 @@ class Health:
         stays as it was. Raises `AtroposTrainingError` if one of `stop_on` warns."""
         stopping = None
         for name, value in measures.items():
-            threshold, patience = self._thresholds[name], SIGNALS[name].patience
+            threshold = self._thresholds[name]
+            patience = SIGNALS[name].patience
             before = self._streak[name]
             self._streak[name] = max(before, 0) + 1 if value > threshold else min(before, 0) - 1
             if self._streak[name] <= -FINE_AGAIN:
@@ -275,9 +274,11 @@ class History:
         self._recent.append(fmean(rollout.score for rollout in rollouts))
         if len(self._recent) == WINDOW:
             self._since_best += 1
-            mean, noise = fmean(self._recent), stdev(self._recent) / WINDOW**0.5
+            mean = fmean(self._recent)
+            noise = stdev(self._recent) / WINDOW**0.5
             if mean > self._best + 2 * noise:
-                self._best, self._since_best = mean, 0
+                self._best = mean
+                self._since_best = 0
         measures = {
             "constant_rewards": float(self._constant),
             "reward_stalled": float(self._since_best),
@@ -345,7 +346,8 @@ def trl_metrics(
     the ranks' means."""
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
     gaps = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
-    gaps, ratios = gaps[trained & ~gaps.isnan()], batch["importance_sampling_ratio"]
+    gaps = gaps[trained & ~gaps.isnan()]
+    ratios = batch["importance_sampling_ratio"]
     ratios = ratios.flatten() if sequence_level else ratios[trained]
     gaps, ratios = (values if values.numel() else values.new_zeros(1) for values in (gaps, ratios))
     own = torch.stack([gaps.mean(), gaps.max(), ratios.min(), ratios.mean(), ratios.max()])
@@ -388,7 +390,8 @@ def sampling_measures(
     log_ratio = gap.where(known, 0.0)
     if sequence_level:
         log_ratio = log_ratio.sum(-1, keepdim=True)
-    before, after = log_ratio.exp(), output["importance_sampling_ratio"]
+    before = log_ratio.exp()
+    after = output["importance_sampling_ratio"]
     changed = (before != after).expand_as(known) & known
     ratios = log_ratio.double().clamp(max=80.0).exp()  # above, the mean would be infinite
     ratios = ratios if sequence_level else ratios[known]

@@ -63,9 +63,11 @@ class Stopwatch:
         """Ends a step and begins the next. Returns the seconds of `step`, its `PARTS`, `save` and
         `evaluate`."""
         self._attribute()
-        spent, step = self._spent, self._since - self._began
+        spent = self._spent
+        step = self._since - self._began
         self._spent = dict.fromkeys(spent, 0.0)
-        self.rest, self._began = OTHER, self._since
+        self.rest = OTHER
+        self._began = self._since
         return spent | {OTHER: spent[OTHER] + spent[SAVE] + spent[EVALUATE], "step": step}
 
     def _attribute(self) -> None:

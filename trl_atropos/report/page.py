@@ -180,7 +180,8 @@ def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.nda
     limits."""
     group, names = rollouts["group"].factorize()  # numbered as they arrived
     lengths = rollouts["prompt_tokens"] + rollouts["completion_tokens"]
-    sizes, tokens = np.bincount(group), np.bincount(group, lengths)
+    sizes = np.bincount(group)
+    tokens = np.bincount(group, lengths)
     count = len(names) if max_rollouts > 0 else 0
     while count:
         chosen = np.unique(np.linspace(0, len(names) - 1, count).round().astype(int))
@@ -250,11 +251,9 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         if filled >= CHUNK_TOKENS:
             packed.chunks.append({"prompts": [], "rows": []})
             filled = 0
-        chunk, prompt, completion = (
-            packed.chunks[-1],
-            rollout.prompt_ids.tolist(),
-            rollout.completion_ids.tolist(),
-        )
+        chunk = packed.chunks[-1]
+        prompt = rollout.prompt_ids.tolist()
+        completion = rollout.completion_ids.tolist()
         if prompt not in chunk["prompts"]:
             chunk["prompts"].append(prompt)
             filled += len(prompt)

@@ -124,7 +124,8 @@ def _begin(run: Run, record: dict[str, Any]) -> None:
     if step:
         run.resumed.append(step)
     run.began_at = run.began_at or record["at"]
-    run.began, run.ended = record, None
+    run.began = record
+    run.ended = None
     run.logs = {at: values for at, values in run.logs.items() if at <= step}
     run.evaluations = [found for found in run.evaluations if found["step"] <= step]
     run.warnings = [warning for warning in run.warnings if warning["step"] <= step]
@@ -190,7 +191,9 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     `batch`, if all of that is there. Or `UNKNOWN`.
     """
     folder = run.folder / "rollouts"
-    tables, parts, unreadable = [], {}, []
+    tables = []
+    parts = {}
+    unreadable = []
     # the file below knows it before the first batch, too
     spool = run.batches[-1].spool if run.batches else ""
     try:
@@ -201,7 +204,8 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
         unreadable.append(f"{META}: it is not what a run wrote ({error!r})")
     for path in sorted(folder.glob("rows-*.arrow")):
         try:
-            part, rollouts = read_part(path, spool), read_rollouts(path)
+            part = read_part(path, spool)
+            rollouts = read_rollouts(path)
         except RolloutError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # the run has just removed it
                 unreadable.append(f"{path.name}: {error.__cause__}")
@@ -238,7 +242,8 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
     of = {name: np.full(len(rollouts), UNKNOWN) for name in names} | {
         "fate": np.full(len(rollouts), Fate.UNKNOWN)
     }
-    indices, sampled = rollouts["index"].to_numpy(), rollouts["policy_version"].to_numpy()
+    indices = rollouts["index"].to_numpy()
+    sampled = rollouts["policy_version"].to_numpy()
     if batches:
         ahead = indices >= max(end for _, end in batches[-1].spans)
         of["fate"][:] = np.where(
@@ -264,7 +269,8 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
 def advantages(rollouts: pd.DataFrame, scale_rewards: str | None) -> np.ndarray:
     """`(n,)` float32: what the trainer trains with, but for advantages of single tokens; NaN where
     it is not known. `scale_rewards` is the run's setting, None if that is not known."""
-    scores, stds = rollouts["score"].astype(np.float32), pd.Series(np.nan, rollouts.index)
+    scores = rollouts["score"].astype(np.float32)
+    stds = pd.Series(np.nan, rollouts.index)
     if scale_rewards == "group":
         stds = rollouts["group_std"]
     elif scale_rewards == "batch":
@@ -285,7 +291,8 @@ def trainer_logprobs(
     """The trainer's log-probabilities (`rollouts/spool.py` writes them) by index of the rollout:
     `(c,)` float32 in nats, NaN where a token was not trained. And the files that cannot be read,
     each with the reason."""
-    found, unreadable = {}, []
+    found = {}
+    unreadable = []
     for path in sorted(folder.glob("trainer-[0-9]*.feather")):
         try:
             table = feather.read_table(path, memory_map=True)

@@ -139,7 +139,8 @@ class RunLog(TrainerCallback):
                 return
             # a report is no reason to end a run; what else needs the disk says so itself
             except OSError as error:
-                self._file, reason = None, error.strerror
+                self._file = None
+                reason = error.strerror
         logger.warning(
             "%s cannot be written (%s): reports of this run end here.", self._folder / LOG, reason
         )

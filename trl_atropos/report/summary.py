@@ -103,7 +103,8 @@ def closing_lines(
     were sampled by another policy, so they show nothing of this training. Of a run that was
     resumed, it is said that the first ones and the time are those since then. On a terminal, each
     is one line of its width."""
-    lines, room = [""], (columns() or 400) - len("  '' -> ''  0.000")
+    lines = [""]
+    room = (columns() or 400) - len("  '' -> ''  0.000")
     since = f" since step {log.resumed_at}" if log.resumed_at else ""
     when = ("before training", "after training")
     if replayed:
@@ -116,7 +117,8 @@ def closing_lines(
             prompt = cut(repr(decode(one.prompt_ids)), room // 2)
             completion = cut(repr(decode(one.completion_ids)), room + 4 - len(prompt))
             lines.append(f"  {prompt} -> {completion}  {one.score:.3f}")
-    first, last = summary["reward_first"], summary["reward_last"]
+    first = summary["reward_first"]
+    last = summary["reward_last"]
     lines.append(
         f"Mean reward{since}: first {WINDOW} batches {first:.3f}, last {WINDOW} batches {last:.3f}"
     )
@@ -198,7 +200,9 @@ class LineCallback(ProgressCallback):
         """The bottleneck, if it has changed and was the same in the last log, too; at first, at
         once."""
         told = bottleneck(logs) or ""
-        kind, before, self.before = told.partition(":")[0], self.before, told.partition(":")[0]
+        kind = told.partition(":")[0]
+        before = self.before
+        self.before = told.partition(":")[0]
         if kind == (self.said or "") or (self.said is not None and kind != before):
             return ""
         self.said = kind
@@ -218,7 +222,8 @@ def format_line(
 ) -> str:
     """One line: the step, and every column that was logged. Where `width` characters are too few,
     the columns of `LEFT_OUT_FIRST` are left out as needed, and `news` gets a line of its own."""
-    shown, line = list(COLUMNS), ""
+    shown = list(COLUMNS)
+    line = ""
     for name in (None, *LEFT_OUT_FIRST):
         shown = [column for column in shown if column != name]
         line = f"step {step:>{len(str(max_steps))}}/{max_steps}  {'  '.join(_cells(logs, shown))}"
@@ -281,10 +286,8 @@ def complete_card(
     source = (
         "rollouts of Atropos environments" if args.replay_paths is None else "recorded rollouts"
     )
-    run, steps = (
-        portable(args.run_name or folder.name),
-        f"{state.global_step} of {args.max_steps} steps",
-    )
+    run = portable(args.run_name or folder.name)
+    steps = f"{state.global_step} of {args.max_steps} steps"
     parts = [
         f"## Atropos run\n\nTrained on {source}, run `{run}`, {steps}, "
         f"{datetime.now(UTC):%Y-%m-%d}."

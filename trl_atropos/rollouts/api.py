@@ -27,7 +27,9 @@ HEAL_TRIES = 3
 MAX_ENVIRONMENTS = 256  # one request for each
 NAMES = "/environment-names"
 REMOVE_STRAYS = "/remove-strays"
-NO_CREDENTIALS, TOO_MANY = (401, 403, 407), 429  # answers of proxies
+# answers of proxies
+NO_CREDENTIALS = (401, 403, 407)
+TOO_MANY = 429
 NOT_CACHED = {"Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
 T = TypeVar("T")
 
@@ -210,11 +212,9 @@ class AtroposClient:
     ) -> tuple[int, bytes]:
         """Uses a new connection, since the API may close an idle one just as it is used again.
         Ignores proxies."""
-        url, timeout, asked = (
-            urlsplit(self.url),
-            timeout or self._request_timeout,
-            f"{method} {self.url}{path}",
-        )
+        url = urlsplit(self.url)
+        timeout = timeout or self._request_timeout
+        asked = f"{method} {self.url}{path}"
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         connection = kind(url.hostname, url.port, timeout=timeout)
         try:
@@ -231,7 +231,8 @@ class AtroposClient:
             unique = f"{'&' if '?' in path else '?'}unique={uuid.uuid4().hex}"
             connection.request(method, url.path + path + unique, content, headers)
             response = connection.getresponse()
-            status, answer = response.status, response.read()
+            status = response.status
+            answer = response.read()
             location = response.getheader("Location", "")
         except (OSError, HTTPException) as error:
             why = (
@@ -317,7 +318,8 @@ def join(client: AtroposClient, registration: Registration, *, reset: bool) -> S
         if reset:
             client.reset()
         client.register(registration)
-        held, reset = client.info(), True
+        held = client.info()
+        reset = True
         if held.batch_size != UNREGISTERED:
             break
         # It tells no trainer how many they are.
@@ -353,7 +355,8 @@ def _remove_strays(state: Any) -> list[int]:
     that is in no batch keeps all others waiting."""
     from atroposlib.api.utils import grab_exact_from_heterogeneous_queue
 
-    queue, batch_size = getattr(state, "queue", []), getattr(state, "batchsize", 0)
+    queue = getattr(state, "queue", [])
+    batch_size = getattr(state, "batchsize", 0)
     known = {environment["group_size"] for environment in getattr(state, "envs", ())}
     sizes = [len(group["tokens"]) for group in queue]
     if (

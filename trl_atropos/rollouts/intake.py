@@ -199,7 +199,8 @@ class Intake:
         `rollouts/unknown_logprobs`, the share of trained tokens whose log-probability the
         environment did not send (left out when no token came in)."""
         counts = self._counts.copy()
-        new, self._reported = counts - self._reported, counts
+        new = counts - self._reported
+        self._reported = counts
         metrics = {"rollouts/rejected_groups": float(new["groups"])}
         metrics |= {f"rollouts/dropped_{reason}": float(new[reason]) for reason in REASONS}
         if new["tokens"]:
@@ -217,8 +218,11 @@ def _rollout(group: ScoredGroup, i: int, mean: float, std: float) -> Rollout | N
     # A masked tail changes no loss, and TRL would take a completion that does not end in EOS for a
     # truncated one.
     part = slice(first, int(trained[-1]) + 1)
-    mask, logprobs, advantages = group.trained[i][part], group.logprobs[i], group.advantages[i]
-    teacher_ids, teacher_logprobs = group.distill_ids[i], group.distill_logprobs[i]
+    mask = group.trained[i][part]
+    logprobs = group.logprobs[i]
+    advantages = group.advantages[i]
+    teacher_ids = group.distill_ids[i]
+    teacher_logprobs = group.distill_logprobs[i]
     distil = teacher_ids is not None and bool((teacher_ids[part] >= 0).any())
     sft = group.asks("sft", i)
     known = logprobs is not None and not sft
@@ -445,7 +449,8 @@ class VersionBook:
             return
         name = "An environment" if environment is None else f"Environment {environment}"
         if environment not in self._agreed:
-            seen, ours = wrong[0]["temperature"], trainer.temperature
+            seen = wrong[0]["temperature"]
+            ours = trainer.temperature
             remedy = f"Set `temperature: {seen:g}` in the recipe, or have" if seen > 0 else "Have"
             raise RolloutError(
                 f"{name} sampled at temperature {seen:g}, as the inference server has noted with "

@@ -118,7 +118,8 @@ class BatchPuller:
     def join(self, *, reset: bool = False) -> list[Arrival]:
         """Becomes the API's trainer, or finds that this run is it already. Returns what is known to
         be lost with an earlier API. Raises as `api.join` does."""
-        ours, name = self.spool.registrations, self.client.trainer()
+        ours = self.spool.registrations
+        name = self.client.trainer()
         anew = reset or name not in ours
         # Environments go on from the API's step, which counts batches, including those of this
         # run's earlier APIs.
@@ -281,7 +282,8 @@ class BatchPuller:
         if not rise:
             return []
         # A lost request made the API assemble these batches, so at least one of them is lost.
-        self._failing_since, self._losses = None, True
+        self._failing_since = None
+        self._losses = True
         return self._open(rise)
 
     def _place_held(self) -> list[Arrival]:
@@ -290,7 +292,8 @@ class BatchPuller:
         assert self._held is not None
         rise = self._rise()
         self._unsure = rise < 0  # that API is gone
-        batch, self._held = self._held, None
+        batch = self._held
+        self._held = None
         lost = []
         came_before = _fingerprint(batch) in self._seen
         uncounted = rise == 0 and not self._region.left
@@ -330,7 +333,8 @@ class BatchPuller:
 
     def give_back(self) -> list[Arrival]:
         """Places the held batch, if any, without asking the API."""
-        batch, self._held = self._held, None
+        batch = self._held
+        self._held = None
         if batch is None or _fingerprint(batch) in self._seen:
             # if the API's step counts it all the same, the next life of the run finds that it is
             # lost
@@ -394,10 +398,8 @@ class BatchPuller:
         placed = self._place_set_aside()
         if not self._region.left:
             return placed
-        size, self._region = (
-            self._region.left * self._region.batch_size,
-            replace(self._region, left=0),
-        )
+        size = self._region.left * self._region.batch_size
+        self._region = replace(self._region, left=0)
         if with_api:
             return [(Part(self._region.base, size, self._region, lost_with_api=size), None)]
         if self._losses:
@@ -429,7 +431,8 @@ class BatchPuller:
     def warn_if_hung(self) -> None:
         """Called while somebody waits for rollouts: warns once a minute of a request that is not
         answered."""
-        now, since = time.monotonic(), self._open_since
+        now = time.monotonic()
+        since = self._open_since
         if since is None or now - max(since, self._hang_warned) < QUIET_WARNING:
             return
         self._hang_warned = now
@@ -441,7 +444,8 @@ class BatchPuller:
         logger.warning(message, self.client.url, now - since, self.client.batch_timeout)
 
     def _note_failure(self, error: RolloutError) -> list[Arrival]:
-        self._unsure, self.pause = True, RETRY_PAUSE
+        self._unsure = True
+        self.pause = RETRY_PAUSE
         if self._failing_since is None:
             self._failing_since = time.monotonic()
             if isinstance(error, ReplyLost):
@@ -559,7 +563,8 @@ class Diagnosis:
                     "by itself; what was queued there is lost, and its environments end: start "
                     "them again."
                 )
-            status, environments = self.client.status(), self.client.environments()
+            status = self.client.status()
+            environments = self.client.environments()
             if status.queue_size:
                 return self._why_no_batch(
                     f"{api} holds {status.queue_size} groups", status.queue_size, environments
@@ -581,12 +586,12 @@ class Diagnosis:
         )
 
     def _why_no_batch(self, holds: str, queued: int, environments: list[EnvironmentStatus]) -> str:
-        batch, largest, reserved = self.registration.batch_size, 0, 0.0
+        batch = self.registration.batch_size
+        largest = 0
+        reserved = 0.0
         if environments:
-            largest, reserved = (
-                environments[0].max_group_size,
-                1 - environments[0].unallocated_fraction,
-            )
+            largest = environments[0].max_group_size
+            reserved = 1 - environments[0].unallocated_fraction
             holds += f" of at most {largest} rollouts"
         idle = [env_id for env_id, state in enumerate(environments) if state.self_queue_size == 0]
         if reserved > 1e-9 and idle:
@@ -629,7 +634,8 @@ class Diagnosis:
         )
 
     def _why_nothing_queued(self, count: int) -> str:
-        limit, growing = self.registration.max_token_len, ""
+        limit = self.registration.max_token_len
+        growing = ""
         near = {
             env_id: seen.longest
             for env_id, seen in self.deliveries.items()
@@ -660,7 +666,8 @@ class Diagnosis:
         """What each environment has delivered to this run, and how long ago."""
         known = []
         for env_id in env_ids:
-            delivered, seen = "nothing to this run", self.deliveries.get(env_id)
+            delivered = "nothing to this run"
+            seen = self.deliveries.get(env_id)
             if seen is not None:
                 ago = f"{time.monotonic() - seen.last:.0f} s ago"
                 delivered = f"{seen.groups} groups of {_list(sorted(seen.sizes))}, the last {ago}"

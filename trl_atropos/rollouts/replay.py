@@ -107,11 +107,9 @@ class ReplaySource(RolloutSource):
 
     def _of_spool(self, file: Path) -> list[Rollout]:
         """The rollouts of a spool's file that this run can train on."""
-        rollouts, longest, vocab = (
-            read_rollouts(file),
-            self._run.max_sequence_length,
-            self._run.vocab_size,
-        )
+        rollouts = read_rollouts(file)
+        longest = self._run.max_sequence_length
+        vocab = self._run.vocab_size
         for rollout in rollouts:
             rollout.index = -1  # it was the number in another run
             largest = max(rollout.prompt_ids.max(), rollout.completion_ids.max())
@@ -145,10 +143,8 @@ def recorded_files(paths: Sequence[str | Path]) -> list[Path]:
         )
         if not found or not path.exists():
             fault = "holds no .json, .jsonl or .arrow file" if path.exists() else "does not exist"
-            what, seen = (
-                f"{path} {fault}, so there are no recorded rollouts to replay",
-                f"replay_paths: {list(paths)}",
-            )
+            what = f"{path} {fault}, so there are no recorded rollouts to replay"
+            seen = f"replay_paths: {list(paths)}"
             raise RolloutError(what, seen, "Correct the path.", "replay")
         files += found
     return files

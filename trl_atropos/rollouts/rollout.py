@@ -92,7 +92,8 @@ def normalised(
     has the gradient of the log-likelihood of its trained tokens at the trainer's temperature,
     averaged as `loss_type` averages.
     """
-    scores, means = scores.astype(np.float32), means.astype(np.float32)
+    scores = scores.astype(np.float32)
+    means = means.astype(np.float32)
     centred = scores - means
     divided = centred if stds is None else centred / (stds.astype(np.float32) + EPSILON)
     return np.select([zero, sft, raw], [np.float32(0), np.float32(1), scores], divided)

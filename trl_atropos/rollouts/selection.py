@@ -23,7 +23,9 @@ from trl_atropos.rollouts.spool import Part, Spool
 
 logger = logging.getLogger(__name__)
 
-STALE, ZERO_VARIANCE, OVER_SHARE = "stale", "zero_variance", "over_share"
+STALE = "stale"
+ZERO_VARIANCE = "zero_variance"
+OVER_SHARE = "over_share"
 REFRESH = 10.0  # seconds after which the environments' weights are asked for again
 FORGET = 120.0  # seconds without a rollout after which an environment no longer counts
 
@@ -86,7 +88,8 @@ class Shares:
     def admits(self, rollout: Rollout) -> bool:
         """Whether a rollout may be trained now: all of a group, or none. Called for every rollout,
         in order."""
-        weights, env_id = self._weights, rollout.env_id
+        weights = self._weights
+        env_id = rollout.env_id
         if env_id not in weights:
             return True
         # an environment joined or left: earlier shares say nothing
@@ -173,10 +176,8 @@ class Feed:
     def _load_next(self) -> bool:
         """Appends the next file to the queue, if it is there and nothing older can come any
         more."""
-        part, position = (
-            self.spool.next_part(self._position, self.puller.complete_until),
-            self._position,
-        )
+        part = self.spool.next_part(self._position, self.puller.complete_until)
+        position = self._position
         if part is None:
             return False
         entries: list[tuple[Part, Rollout | None]] = []
@@ -192,7 +193,8 @@ class Feed:
             entries += [(part, None)] if part.start >= position else []
             entries += [(part, rollout) for rollout in rollouts]
         except RolloutError as error:
-            rollouts, begin = [], max(part.start, position)
+            rollouts = []
+            begin = max(part.start, position)
             logger.warning("%s Its %d rollouts are lost.", error, part.end - begin)
             entries.append((_gap(part, begin, part.end - begin), None))
         with self._changed:
@@ -234,7 +236,8 @@ class Feed:
                     self._changed.wait(remaining)
             finally:
                 self.ask(0)
-        rollouts, self._selected = self._selected, []
+        rollouts = self._selected
+        self._selected = []
         self.books.trained += len(rollouts)
         self._update_state()
         now = time.time()
@@ -293,7 +296,8 @@ class Feed:
             f"rollouts/dropped_{reason}": float(count) for reason, count in self.dropped.items()
         }
         metrics["rollouts/waiting_rows"] = float(self._waiting)
-        handed, dropped = len(self._handed), self.dropped.total()
+        handed = len(self._handed)
+        dropped = self.dropped.total()
         if handed + dropped:
             metrics["rollouts/share_dropped"] = dropped / (handed + dropped)
         if handed:
@@ -308,7 +312,8 @@ class Feed:
             metrics |= {
                 f"rollouts/rows_env_{name}": float(counts[name]) for name in self._environments
             }
-        self.dropped, self._handed = Counter(), []
+        self.dropped = Counter()
+        self._handed = []
         return metrics
 
 

@@ -207,7 +207,8 @@ class AtroposSource:
             Path(run.output_dir, "rollouts"), run.state, self.max_spool_gb * 1e9
         )
         cursor, books = self._resume(run)
-        names, limits = self._names, (run.max_sequence_length, run.temperature)
+        names = self._names
+        limits = (run.max_sequence_length, run.temperature)
         self._intake = Intake(
             *limits, self.single_row_groups, vocab_size=run.vocab_size, names=names
         )
@@ -259,7 +260,8 @@ class AtroposSource:
             self._path = [branch]
             return 0, Books()
         self._path = [*run.state["lineage"], branch]
-        cursor, books = run.state["cursor"], Books(**run.state["books"])
+        cursor = run.state["cursor"]
+        books = Books(**run.state["books"])
         if run.unfinished_rows:
             books.trained -= run.unfinished_rows
             books.dropped[RESUMED_MID_BATCH] += run.unfinished_rows
@@ -279,7 +281,9 @@ class AtroposSource:
     def _names(self) -> dict[int, str]:
         """By number: as the recipe names them, or as they registered, where a second one of a name
         is `name-2`."""
-        own, names, seen = self._environments.names(), {}, Counter()
+        own = self._environments.names()
+        names = {}
+        seen = Counter()
         for number, name in enumerate(self._client.names()):
             seen[name] += name not in own.values()  # it was started again
             names[number] = f"{name}-{seen[name]}" if seen[name] > 1 else name
@@ -364,10 +368,8 @@ class AtroposSource:
         metrics["rollouts/lost_batches"] = (
             metrics[f"rollouts/dropped_{LOST_IN_DELIVERY}"] / self._run.batch_size
         )
-        restarts, self._restarts = (
-            self._puller.api_restarts - self._restarts,
-            self._puller.api_restarts,
-        )
+        restarts = self._puller.api_restarts - self._restarts
+        self._restarts = self._puller.api_restarts
         metrics["rollouts/api_restarts"] = float(restarts)
         return metrics
 

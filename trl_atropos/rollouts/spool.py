@@ -125,7 +125,8 @@ class Spool:
             return self._write_meta()
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
-            self.name, self.registrations = meta["name"], meta["registrations"]
+            self.name = meta["name"]
+            self.registrations = meta["registrations"]
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path} is not what this program wrote ({error!r})"
             raise RolloutError(
@@ -232,7 +233,8 @@ def _file_content(table: pa.Table) -> bytes:
 
 def _replace_seal(content: bytes, old: bytes, new: bytes) -> bytes:
     """Arrow writes the header at the beginning and at the end; what is between may look like it."""
-    first, last = content.find(old), content.rfind(old)
+    first = content.find(old)
+    last = content.rfind(old)
     between = content[first + len(old) : last]
     return b"".join((content[:first], new, between, new, content[last + len(old) :]))
 

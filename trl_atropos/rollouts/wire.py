@@ -133,7 +133,9 @@ class ScoredGroup:
 
 DECODE_GROUP = msgspec.json.Decoder(Group).decode
 # How atroposlib 0.4 writes a reply.
-HEAD, NEXT, TAIL = b'{"batch":[', b',{"tokens":', b"]}"
+HEAD = b'{"batch":['
+NEXT = b',{"tokens":'
+TAIL = b"]}"
 UNREADABLE = "unreadable"
 
 
@@ -180,7 +182,8 @@ def read_group(raw: object) -> ScoredGroup | RejectedGroup:
     with suppress(RejectedGroup):
         sent = _plain(raw)
         if isinstance(sent, dict):
-            env_id, tokens = sent.get("env_id"), sent.get("tokens")
+            env_id = sent.get("env_id")
+            tokens = sent.get("tokens")
             rejected.env_id = env_id if type(env_id) is int else None
             rejected.size = len(tokens) if isinstance(tokens, list) else 0
     return rejected

@@ -52,7 +52,8 @@ class _CachedBlocks:
     """A pool's blocks of KV cache, of which a loop sees those that are in the prefix cache."""
 
     def __init__(self, blocks: list, cached: list):
-        self._blocks, self._cached = blocks, cached
+        self._blocks = blocks
+        self._cached = cached
 
     def __getitem__(self, index: int):
         return self._blocks[index]
@@ -70,7 +71,8 @@ def reset_only_cached_blocks() -> None:
     walk = BlockPool.reset_prefix_cache
 
     def reset_prefix_cache(self) -> bool:
-        blocks, found = self.blocks, self.cached_block_hash_to_block._cache.values()
+        blocks = self.blocks
+        found = self.cached_block_hash_to_block._cache.values()
         cached = [
             block for one in found for block in (one.values() if isinstance(one, dict) else (one,))
         ]
@@ -134,7 +136,8 @@ def keep_batch_invariant() -> None:
     import vllm.v1.attention.backends.flash_attn as flash_attn
     from vllm.model_executor.layers import layernorm
 
-    norm, attention = layernorm.rms_norm_batch_invariant, flash_attn.flash_attn_varlen_func
+    norm = layernorm.rms_norm_batch_invariant
+    attention = flash_attn.flash_attn_varlen_func
 
     def rms_norm(input, weight, eps=1e-6, residual=None):
         if residual is None:
@@ -145,7 +148,8 @@ def keep_batch_invariant() -> None:
     def varlen(*args, max_seqlen_q, **options):
         return attention(*args, max_seqlen_q=max(max_seqlen_q, LONGEST_QUERY), **options)
 
-    layernorm.rms_norm_batch_invariant, flash_attn.flash_attn_varlen_func = rms_norm, varlen
+    layernorm.rms_norm_batch_invariant = rms_norm
+    flash_attn.flash_attn_varlen_func = varlen
 
 
 async def mark_tokens(engine, publishes: int) -> None:

@@ -109,14 +109,14 @@ class Control(ControlPlane):
             return await self.app(scope, receive, _announcing(send))
         if self.sampling is None:
             state = scope["app"].state
-            self.engine, self.models, self.server = (
-                state.engine_client,
-                state.openai_serving_models,
-                state.server,
-            )
+            self.engine = state.engine_client
+            self.models = state.openai_serving_models
+            self.server = state.server
             self.sampling = Sampling(self.engine, self)
             self._watch_engines()
-        request, path, posts = Request(scope, receive), scope["path"], scope["method"] == "POST"
+        request = Request(scope, receive)
+        path = scope["path"]
+        posts = scope["method"] == "POST"
         try:
             if path.startswith(f"{ROUTE_PREFIX}/"):
                 return await self.control(request, send, (compat.EngineDeadError,))
@@ -248,9 +248,11 @@ class Control(ControlPlane):
         # version needs its own, also a version that an earlier training had.
         self.adapters_loaded += 1
         name = f"{ADAPTER_NAME}-v{version}-{self.adapters_loaded}"
-        adapter_id, path = self.next_adapter, f"mem://{name}"
+        adapter_id = self.next_adapter
+        path = f"mem://{name}"
         if adapter_id is None:
-            adapter_id, path = given.lora_int_id, given.lora_path
+            adapter_id = given.lora_int_id
+            path = given.lora_path
         adapter = served[ADAPTER_NAME] = LoRARequest(name, adapter_id, path)
         self.next_adapter = None
         return adapter

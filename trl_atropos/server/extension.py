@@ -36,7 +36,8 @@ if compat.is_batch_invariant():
 class WorkerExtension:
     def trl_atropos_describe(self) -> dict:
         """What only the worker knows for certain about the engine."""
-        config, cuda = self.vllm_config, self.device.type == "cuda"
+        config = self.vllm_config
+        cuda = self.device.type == "cuda"
         if (lora := config.lora_config) is not None:
             dtype = str(lora.lora_dtype).removeprefix("torch.")
             lora = {"max_rank": lora.max_lora_rank, "max_loras": lora.max_loras, "dtype": dtype}
@@ -64,7 +65,8 @@ class WorkerExtension:
     def trl_atropos_trace(self, of: str, specs: list[dict], adapter: list | None) -> dict:
         """Finds which parts of the trainer's parameters this worker keeps, or of the adapter that
         it has loaded."""
-        specs, refused = _parsed(specs), {}
+        specs = _parsed(specs)
+        refused = {}
         if of == "adapter":
             receiver = getattr(self, "_trl_atropos_adapter", None)
             if receiver is None or receiver.tensors != specs:  # the adapter came as files
@@ -75,10 +77,8 @@ class WorkerExtension:
         elif reason := layout.refusal_of_packed_layers() or _refusal_to_compare(
             self.vllm_config, self.device
         ):
-            parts, refused = (
-                [[] for _ in specs],
-                dict.fromkeys((spec.name for spec in specs), reason),
-            )
+            parts = [[] for _ in specs]
+            refused = dict.fromkeys((spec.name for spec in specs), reason)
         else:
             model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config), compat.without_adapters(model):
@@ -147,7 +147,9 @@ def _parsed(specs: list[dict]) -> list[ParameterSpec]:
 
 def _refusals(config: VllmConfig, device: str) -> list[str]:
     """Why this engine's weights cannot be trained in place, each with the way out."""
-    parallel, model, found = config.parallel_config, config.model_config, []
+    parallel = config.parallel_config
+    model = config.model_config
+    found = []
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         found.append(
             f"it splits the model over {parallel.tensor_parallel_size} x "
@@ -246,7 +248,8 @@ class Message:
             for number, (target, source) in enumerate(self.copies):
                 place = source.size(), source.stride(), source.storage_offset()
                 self.copies[number] = target, buffer.view(source.dtype).as_strided(*place)
-            self.buffer, self.all_copies = buffer, None
+            self.buffer = buffer
+            self.all_copies = None
         if self.all_copies is None:
             self.all_copies = Copies(self.copies)
         self.all_copies()
@@ -399,7 +402,8 @@ class AdapterReceiver:
         self.helper = PEFTHelper.from_dict(
             {**config, "r": rank, "lora_alpha": rank, "use_rslora": False}
         )
-        self.helper.rank_pattern, self.helper.alpha_pattern = {}, {}
+        self.helper.rank_pattern = {}
+        self.helper.alpha_pattern = {}
         self.helper.validate_legal(self.manager.lora_config)
         self.values: dict[int, torch.Tensor] = {}  # by adapter id: the message
         self.plans: dict[int, AdapterPlan] = {}
@@ -460,7 +464,8 @@ class AdapterReceiver:
                 self._activate(adapter_id)
             else:
                 self.worker.add_lora(adapter)
-        slot, plan = self.adapters.lora_index_to_id.index(adapter_id), self.plans.get(adapter_id)
+        slot = self.adapters.lora_index_to_id.index(adapter_id)
+        plan = self.plans.get(adapter_id)
         if plan is None or plan.slot != slot:
             values = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
             tracer = layout.CopyTracer(values, layout.memory_of_adapters(self.adapters))

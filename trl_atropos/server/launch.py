@@ -199,9 +199,11 @@ def ready_text(host: str, port: str, mode: str, token_file: Path | None) -> str:
     """The line that a server prints when it is ready. Without a file, the token is in
     `TRL_ATROPOS_TOKEN`."""
     url = url_of(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
-    token, given = TOKEN_VARIABLE, ""
+    token = TOKEN_VARIABLE
+    given = ""
     if token_file is not None:
-        token, given = token_file, f"{TOKEN_VARIABLE}=$(cat {token_file}) "
+        token = token_file
+        given = f"{TOKEN_VARIABLE}=$(cat {token_file}) "
     return (
         f"\ntrl-atropos serve: ready at {url}, vllm_mode {mode}, token in {token}; next: "
         f"{given}trl-atropos train RECIPE --vllm_mode {mode} --start_vllm false "

@@ -68,7 +68,8 @@ def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
     """Has the layers of a model compute with their parameters themselves. Returns the names of
     those that may not: a class which vLLM moved or replaced must lead to a refusal, and not to old
     weights."""
-    found, packed = set(), []
+    found = set()
+    packed = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = type(method)  # exactly: a subclass may compute with a copy
@@ -141,7 +142,8 @@ class InPlaceExperts(compat.cpu_experts() or object):
     def _activate(self, activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
         # as vLLM's SwigluOAIAndMul, for which the CPU build has no kernel
         if activation is MoEActivation.SWIGLUOAI:
-            gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+            gate = both[:, ::2].clamp(max=7.0)
+            up = both[:, 1::2].clamp(min=-7.0, max=7.0)
             return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         inner = both.new_empty(len(both), both.shape[-1] // 2)
         self.activation(activation, inner, both)
@@ -153,7 +155,8 @@ def move_to_arena(model: torch.nn.Module) -> None:
     copied. Views of that memory move along: Mamba-2 layers read the weights of their convolution
     through such a buffer."""
     parameters = list(model.parameters())
-    places, end = {}, 0
+    places = {}
+    end = 0
     for storage in (parameter.untyped_storage() for parameter in parameters):
         if storage.data_ptr() not in places:
             places[storage.data_ptr()] = slice(end, end + storage.nbytes())
@@ -178,7 +181,8 @@ class CopyTracer(TorchDispatchMode):
 
     def __init__(self, source: torch.Tensor, memory: set[int] | None = None, swallows: bool = True):
         super().__init__()
-        self.memory, self.swallows = memory, swallows
+        self.memory = memory
+        self.swallows = swallows
         self.pointer = source.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.others: list[str] = []
@@ -263,7 +267,8 @@ def parts_of(
 ) -> tuple[list[list[tuple[torch.Tensor, Part]]], dict[str, str]]:
     """Returns (parts, refused): this worker's memory of each parameter, and where that stands in
     the trainer's; and by name why vLLM does not keep a parameter bit for bit."""
-    parts, refused = [], {}
+    parts = []
+    refused = {}
     # As from a checkpoint: in the machine's memory, of which nothing is taken, because nothing is
     # written or read.
     for spec, copies, trouble in _traced(model, specs, torch.device("cpu")):
@@ -353,7 +358,8 @@ def _traced(
             (piece.name, probe.as_strided(piece.size, piece.stride, piece.offset))
             for piece in spec.pieces or ()
         ]
-        tracer, trouble = CopyTracer(probe, memory), None
+        tracer = CopyTracer(probe, memory)
+        trouble = None
         try:
             with torch.no_grad(), tracer, _parameters_kept(tracer):
                 model.load_weights(parts or [(spec.name, probe)])

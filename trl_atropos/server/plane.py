@@ -99,7 +99,8 @@ async def while_connected(work: Coroutine, receive, *ends: asyncio.Future) -> as
     """Runs `work` until it is done, its client goes away or one of `ends` is done; in the last two
     cases it is cancelled. Returns its task, None if the client went away. Read the body of the
     request before."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, gone, *ends}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -364,7 +365,8 @@ class Refusals:
 
     def answer(self) -> dict:
         """`GET /trl_atropos/refusals`."""
-        now, reasons = time.monotonic(), reversed(self._reasons.values())
+        now = time.monotonic()
+        reasons = reversed(self._reasons.values())
         latest = [
             Refusal(count=count, seconds_ago=now - last, message=text)
             for count, last, text in reasons

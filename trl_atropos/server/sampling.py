@@ -88,7 +88,8 @@ class Sampling:
         self._logits_processors = compat.logits_processors(engine.vllm_config)
         self._drops_seeds = compat.dies_of_seeds()
         self._dropped_seed = False  # and said so
-        self._engine_generate, engine.generate = engine.generate, self._generate_below_routes
+        self._engine_generate = engine.generate
+        engine.generate = self._generate_below_routes
 
     @property
     def oldest_version_in_flight(self) -> int:
@@ -97,7 +98,8 @@ class Sampling:
 
     def serve(self, policy_version: int, adapter: LoRARequest | None) -> None:
         """Sets what requests sample from once the plane is open."""
-        self.policy_version, self.adapter = policy_version, adapter
+        self.policy_version = policy_version
+        self.adapter = adapter
         self.history.publish(policy_version, None if adapter is None else adapter.lora_int_id)
 
     async def generate(self, request: Request, send) -> None:
@@ -114,7 +116,8 @@ class Sampling:
 
     async def _completions(self, body: bytes) -> Response:
         prompt, params = parse(body)
-        result, spans = None, []
+        result = None
+        spans = []
         try:
             async for output in self._stream(prompt, params, f"trl-atropos-{uuid.uuid4().hex}"):
                 result, spans = output
@@ -174,7 +177,9 @@ class Sampling:
         if self._drops_seeds and sampling_params.seed is not None:
             sampling_params = self._without_seed(sampling_params)
         await self.plane.until_open()
-        version, adapter, admitted = self.policy_version, self.adapter, self.history.publishes
+        version = self.policy_version
+        adapter = self.adapter
+        admitted = self.history.publishes
         adapter_id = None if adapter is None else adapter.lora_int_id
         noted = sampling_params.logprobs is not None
         settings = self._settings_of(sampling_params)
@@ -322,7 +327,8 @@ def parse(body: bytes) -> tuple[dict, SamplingParams]:
             msgspec.msgpack.encode(value)  # as it goes to the engine
         except (OverflowError, RecursionError) as problem:
             raise Refused(f"`{name}` is {value!r:.100}: {problem}", 400) from problem
-    params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.flat_logprobs = True
     return prompt, params
 
 

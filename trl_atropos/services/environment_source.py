@@ -17,7 +17,8 @@ from typing import NamedTuple
 from trl_atropos.protocol import RESHAPING_FIELDS, SamplingSettings
 
 BASE_MODULE = "atroposlib.envs.base"
-BASE_CONFIG, BASE_ENVIRONMENT = "BaseEnvConfig", "BaseEnv"
+BASE_CONFIG = "BaseEnvConfig"
+BASE_ENVIRONMENT = "BaseEnv"
 # Other names by which the OpenAI routes of vLLM take what becomes `structured_outputs`.
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 

@@ -38,7 +38,8 @@ SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
 RUNNER = f"{SITE}/run.py"
 
 # Parts of the lines that Atropos writes, and what each means.
-COLLECT_FAILED, POSTPROCESS_FAILED = "Error in collect_trajectories", "Scoring exception"
+COLLECT_FAILED = "Error in collect_trajectories"
+POSTPROCESS_FAILED = "Scoring exception"
 NOTHING = "handle_env: No trajectories collected"  # after each exception, too
 FAILURES = {
     COLLECT_FAILED: "failed to collect a group",
@@ -227,7 +228,8 @@ class EnvironmentLog:
     `start`."""
 
     def __init__(self, path: str | Path, start: int = 0):
-        self._path, self._read_to = path, start
+        self._path = path
+        self._read_to = start
         self._reading = threading.Lock()
         self.number: int | None = None  # of the environment at the API
         self._begin()
@@ -239,7 +241,8 @@ class EnvironmentLog:
         self.error = ""  # the last exception: kind, text and place, as far as they are known
         self.place = ""  # its file, line and function, if they are known
         self.never_succeeded = False  # for certain, no group had been collected before it
-        self.former_number, self.number = self.number, None
+        self.former_number = self.number
+        self.number = None
 
     def read(self) -> "EnvironmentLog":
         """Takes in what was written since the last call."""
@@ -322,7 +325,8 @@ class Supervisor:
     def explain(self, reason: str) -> str:
         """Why no batch comes: `reason`, with what the environments' logs say of groups that were
         not delivered."""
-        before, after = [], []
+        before = []
+        after = []
         for service, log in self._read_logs():
             undelivered = log.undelivered()
             reasons = f": {'; '.join(undelivered)}. It" if undelivered else ""

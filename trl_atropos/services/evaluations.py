@@ -44,10 +44,15 @@ from trl_atropos.services.manager import Service, Services, tell_work
 logger = logging.getLogger(__name__)
 
 FOLDER = "evaluations"
-GROUPS, METRICS, RESULT = "groups.jsonl", "metrics.json", "result.json"
-NEXT, GO = "next", "go"  # folder of the evaluation that comes next, and the file that lets it begin
+GROUPS = "groups.jsonl"
+METRICS = "metrics.json"
+RESULT = "result.json"
+# folder of the evaluation that comes next, and the file that lets it begin
+NEXT = "next"
+GO = "go"
 # seconds that a process may take to import and set up what it needs
-READY_TIMEOUT, POLL = 600.0, 0.02
+READY_TIMEOUT = 600.0
+POLL = 0.02
 TOLD_EVERY = 60.0  # seconds between two messages of what an evaluation does that is waited for
 CONFIDENCE = 1.96  # standard errors to either side: 95 %
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
@@ -197,10 +202,13 @@ class Evaluator:
     ):
         self.specs = specs
         self.results: list[Result] = []  # of this run, in the order in which they ended
-        self._services, self._command_of = services, command_of
+        self._services = services
+        self._command_of = command_of
         # the token must be known by now
         self._servers = [ServerClient(url, ASK_TIMEOUT) for url in urls]
-        self._folder, self._timeout, self._needed = Path(folder), timeout, needed
+        self._folder = Path(folder)
+        self._timeout = timeout
+        self._needed = needed
         self._processes: dict[str, _Process] = {}
         self._over = False  # no evaluation comes any more
 
@@ -212,7 +220,8 @@ class Evaluator:
     def start(self, step: int) -> None:
         """Training begins after `step` optimizer steps. What was found after more, or by another
         run, is removed."""
-        self.results, self._over = [], False
+        self.results = []
+        self._over = False
         for spec in self.specs:
             for folder in sorted((self._folder / spec.name).glob("step-*")):
                 made_at = STEP_FOLDER.fullmatch(folder.name)
@@ -235,7 +244,8 @@ class Evaluator:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            name, command = f"evaluation-{spec.name}", self._command_of(spec, folder, key)
+            name = f"evaluation-{spec.name}"
+            command = self._command_of(spec, folder, key)
             service = self._services.start(
                 name, command, env=env, cwd=spec.cwd, scratch=True, ends=True
             )
@@ -283,10 +293,8 @@ class Evaluator:
     def _is_ready(self, process: _Process) -> bool:
         """Whether a process waits for its step, or there is nothing to wait for: `poll` says
         why."""
-        late, awaited = (
-            time.monotonic() - process.began > READY_TIMEOUT,
-            process.folder.joinpath(f"{GO}.awaited"),
-        )
+        late = time.monotonic() - process.began > READY_TIMEOUT
+        awaited = process.folder.joinpath(f"{GO}.awaited")
         return late or awaited.exists() or self._services.exit_code(process.service) is not None
 
     def poll(self) -> list[Result]:
@@ -355,7 +363,8 @@ class Evaluator:
     def _read(self, process: _Process, code: int | None) -> Result:
         """Reads what the process left, and moves it to where it stays. `code`: its exit code,
         `None` if it is late."""
-        spec, seconds = process.spec, time.monotonic() - process.began
+        spec = process.spec
+        seconds = time.monotonic() - process.began
         if code is None:
             what = f"it did not end within {self._timeout:g} s (`eval_timeout`)"
             raise EvaluationError(what, fix="Ask fewer problems, or raise `eval_timeout`.")
@@ -394,7 +403,8 @@ class Evaluator:
         """The scores by problem, and what else is known of them. A problem on which the environment
         failed has not been solved; one for which it returned nothing is left out, since nothing is
         known of it."""
-        spec, path = process.spec, process.folder / GROUPS
+        spec = process.spec
+        path = process.folder / GROUPS
         answers = read_answers(path)
         failed = [answer for answer in answers if answer.failure is not None]
         silent = sum(answer.failure is None and not answer.groups for answer in answers)
@@ -570,7 +580,8 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
 
 def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
     """The mean of values, one per problem, as the metric `name`, and its 95 % interval."""
-    mean, error = fmean(values), CONFIDENCE * _standard_error(values)
+    mean = fmean(values)
+    error = CONFIDENCE * _standard_error(values)
     return {name: mean, f"{name}_low": mean - error, f"{name}_high": mean + error}
 
 
@@ -578,10 +589,12 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of a mean of shares, one per problem: Wilson's, for as many independent
     trials as would have the standard error that the problems have. So it has a width where all or
     none pass."""
-    mean, error = fmean(shares), _standard_error(shares)
+    mean = fmean(shares)
+    error = _standard_error(shares)
     trials = mean * (1 - mean) / error**2 if error else len(shares)
     z = CONFIDENCE**2 / trials
-    middle, width = (mean + z / 2) / (1 + z), math.sqrt(z * mean * (1 - mean) + z**2 / 4) / (1 + z)
+    middle = (mean + z / 2) / (1 + z)
+    width = math.sqrt(z * mean * (1 - mean) + z**2 / 4) / (1 + z)
     return max(0.0, middle - width), min(1.0, middle + width)
 
 

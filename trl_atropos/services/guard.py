@@ -54,7 +54,9 @@ def prctl(option: int, value: int) -> None:
 def members(guard: int) -> list[int]:
     """Living processes of the service of a guard: those in the guard's session, and those that
     descend from it."""
-    living, parents, found = set(), {}, {guard}
+    living = set()
+    parents = {}
+    found = {guard}
     for pid in _all_processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             # The command's name, in parentheses, may hold anything: the fields begin after the last
@@ -216,7 +218,8 @@ class Guard:
     def _live(self) -> tuple[float, list[int]]:
         """Runs the service once. Returns the seconds that it lived, and those of its processes that
         could not be ended."""
-        shared, self._exit_code = SharedFiles(), None
+        shared = SharedFiles()
+        self._exit_code = None
         self._service, started = _start(self._command), time.monotonic()
         while self._exit_code is None and not self._unwanted():
             began = time.monotonic()

@@ -59,7 +59,8 @@ FREE_PORTS = range(20_000, 30_000)
 SOCKET_NAME = len(f"/{SCRATCH}12345678/") + 36
 LONGEST_SOCKET_FOLDER = 107 - SOCKET_NAME  # bytes; the path of a Unix socket may have 107
 # bytes: several workers have a queue between them
-SHARED_BY_ONE, SHARED_BY_SEVERAL = 16 << 20, 256 << 20
+SHARED_BY_ONE = 16 << 20
+SHARED_BY_SEVERAL = 256 << 20
 VMSTAT = Path("/proc/vmstat")
 
 TAIL_LINES = 20
@@ -148,7 +149,8 @@ class Services(contextlib.AbstractContextManager):
         os.set_blocking(reports, False)
         options = ["--parent", str(os.getpid()), "--grace", str(GRACE), "--restarts", str(restarts)]
         options += ["--settled", str(settled), "--report", str(report)]
-        variables, folder = dict(env or {}), ""
+        variables = dict(env or {})
+        folder = ""
         if scratch:
             kernels = os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
@@ -183,7 +185,8 @@ class Services(contextlib.AbstractContextManager):
         """Waits until a service's health URL, if it has one, answers 200. Raises `ServiceError`
         when `timeout` seconds are over, and at once if any service dies."""
         service = self._services[name]
-        began, told = time.monotonic(), 0.0
+        began = time.monotonic()
+        told = 0.0
         while not service.stopping:
             self.check()
             trouble = service.health_url and trouble_at(service.health_url)
@@ -211,7 +214,8 @@ class Services(contextlib.AbstractContextManager):
             if code is None or service.stopping or service.ends:
                 continue
             again = f", after {service.restarts} restarts," if service.restarts else ""
-            memory, killed = "", killed_for_memory() - service.killed_for_memory
+            memory = ""
+            killed = killed_for_memory() - service.killed_for_memory
             if killed and code == 128 + signal.SIGKILL:
                 memory = (
                     f"Since it was started, the kernel of this machine has killed {killed} "
@@ -382,7 +386,8 @@ def _ports_of(process: int) -> Iterator[int]:
 def require_free_port(url: str, what: str, fix: str) -> None:
     """Raises `ServiceError`, with `fix`, if the service `what`, such as "the Atropos API", cannot
     listen at `url`."""
-    host, port = urlsplit(url).hostname, port_of(url)
+    host = urlsplit(url).hostname
+    port = port_of(url)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -473,7 +478,10 @@ def tell_work(service: Service, doing: str) -> None:
 def _cause_and_end_of(log_path: Path) -> tuple[str, str]:
     """Of a service's log, the error that ended the service (a colon and one sentence, or empty),
     and the last lines, of tracebacks only the innermost frames."""
-    cause, lines, frame, validation = "", [], [], False
+    cause = ""
+    lines = []
+    frame = []
+    validation = False
     for line in tail(log_path, 10 * TAIL_LINES).splitlines():
         text = VLLM_PREFIX.sub("", line)
         if validation:

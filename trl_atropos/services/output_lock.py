@@ -49,7 +49,8 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     file = _open(path)
-    since, ended = time.strftime("%Y-%m-%d %H:%M:%S"), threading.Event()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(file, ended), name="output-lock", daemon=True)
     try:
         _take(file, path)
@@ -103,7 +104,8 @@ def _take(file: int, path: Path) -> None:
     holder = _read(path)
     if not holder or (knows_locks and holder["boot"] == _boot()):
         return
-    last_beat, silent = _last_beat(path), _silence(path)
+    last_beat = _last_beat(path)
+    silent = _silence(path)
     if silent < DEAD:
         message = (
             "%s was last used by %s, %.0f s ago. Waiting up to %.0f s to see whether that "

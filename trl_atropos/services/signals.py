@@ -96,7 +96,8 @@ def _handle(signum: int, _frame: FrameType | None) -> None:
     state = _state
     if state.ending:
         return
-    error, state.from_thread = state.from_thread or Interrupted(signum), None
+    error = state.from_thread or Interrupted(signum)
+    state.from_thread = None
     if state.depth > 0:
         if state.kept is None:
             state.kept, state.kept_at = error, time.monotonic()

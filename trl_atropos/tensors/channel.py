@@ -43,15 +43,20 @@ except ImportError:  # builds of torch for the CPU do without
 # bytes: each tensor of a message begins at a multiple, so that any dtype can be viewed in place
 ALIGNMENT = 16
 POLL = 2e-4  # seconds between two checks of a transfer in flight
-WORD, UNIT = 4, 16  # bytes that the kernel counts in, and that it moves at a time
+# bytes that the kernel counts in, and that it moves at a time
+WORD = 4
+UNIT = 16
 # bytes of each of several runs. A program of the kernel moves one, and at most `MOST` words of it
 SHORTEST = 1024
-MOST, AT_ONCE = 1 << 12, 1 << 11  # words
+# words
+MOST = 1 << 12
+AT_ONCE = 1 << 11
 
 
 def message_layout(tensors: list[ParameterSpec]) -> tuple[list[int], int]:
     """Returns the offset of each tensor in a message, and the message's length, in bytes."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for tensor in tensors:
         offsets.append(end)
         end += -(-_num_bytes(tensor) // ALIGNMENT) * ALIGNMENT
@@ -189,7 +194,9 @@ class NcclChannel(GroupChannel):
 
         super().__init__()
         self.device = device
-        self._nccl, self._buffer_type, self._stream_type = NCCLLibrary(), buffer_type, cudaStream_t
+        self._nccl = NCCLLibrary()
+        self._buffer_type = buffer_type
+        self._stream_type = cudaStream_t
         with torch.cuda.device(device), _without_vllms_nccl_variables():
             identity = self._nccl.unique_id_from_bytes(unique_id)
             self._communicator = self._nccl.ncclCommInitRank(world_size, identity, rank)
@@ -205,7 +212,8 @@ class NcclChannel(GroupChannel):
         return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.cuda.Event:
-        pointer, event = self._buffer_type(buffer.data_ptr()), torch.cuda.Event()
+        pointer = self._buffer_type(buffer.data_ptr())
+        event = torch.cuda.Event()
         stream = self._stream_type(self._stream.cuda_stream)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -285,7 +293,8 @@ def open_group(
         store, port = _bound_store(address, world_size, timeout)
         common |= {"host": address, "port": port}
         make_own = partial(GlooChannel, store, 0, world_size, address, timeout)
-    calls, first = [], 1
+    calls = []
+    first = 1
     for _, workers, join in servers:
         calls.append(in_background(partial(join, {**common, "rank_offset": first})))
         first += workers
@@ -303,12 +312,15 @@ def open_receiver(specification: dict, rank: int, device: torch.device) -> Chann
     kind = specification["kind"]
     if kind == "memory":
         return MemoryChannel(open_storage(specification["handle"]))
-    own_rank, world_size = specification["rank_offset"] + rank, specification["world_size"]
+    own_rank = specification["rank_offset"] + rank
+    world_size = specification["world_size"]
     if kind == "nccl":
         return NcclChannel(
             device, own_rank, world_size, base64.b64decode(specification["unique_id"])
         )
-    host, port, timeout = specification["host"], specification["port"], specification["timeout"]
+    host = specification["host"]
+    port = specification["port"]
+    timeout = specification["timeout"]
     store = dist.TCPStore(
         host, port, world_size, False, timedelta(seconds=timeout), wait_for_workers=False
     )
@@ -421,7 +433,8 @@ def runs_of(target: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
     if it cannot."""
     if target.dtype != source.dtype or target.device != source.device or not target.numel():
         return None
-    length, outer = 1, []
+    length = 1
+    outer = []
     for size, to, of in reversed(
         list(zip(target.shape, target.stride(), source.stride(), strict=True))
     ):

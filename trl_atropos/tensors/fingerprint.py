@@ -51,7 +51,8 @@ COLUMNS_AT_ONCE = 1 << 11
 ROWS = 64  # of a part that one program of the kernel reads
 # Its columns. Wide ones have fewer instructions for an element, but lanes beyond the last column do
 # nothing.
-WIDE, NARROW = 2048, 1024
+WIDE = 2048
+NARROW = 1024
 FIELDS = 9  # of a program's entry in its table
 
 
@@ -255,7 +256,8 @@ def joined(sums: torch.Tensor) -> list[int]:
 
 def added(fingerprints: Iterable[int]) -> int:
     """The fingerprint of what consists of parts with these fingerprints, each as one number."""
-    first, second = 0, 0
+    first = 0
+    second = 0
     for number in fingerprints:
         first += number >> 32
         second += number & 0xFFFFFFFF
@@ -324,7 +326,9 @@ def _tables_of(found: list[tuple[int, Rectangle]]) -> dict[tuple[int, bool, int]
 
 
 if triton is not None:
-    _P, _OFFSET, _POSITIONS = tl.constexpr(P), tl.constexpr(OFFSET), tl.constexpr(POSITIONS)
+    _P = tl.constexpr(P)
+    _OFFSET = tl.constexpr(OFFSET)
+    _POSITIONS = tl.constexpr(POSITIONS)
     _ROW_SALT, _ROW_SALT_2 = (tl.constexpr(salt) for salt in ROW_SALTS)
     _COLUMN_SALT, _COLUMN_SALT_2 = (tl.constexpr(salt) for salt in COLUMN_SALTS)
 
@@ -353,16 +357,21 @@ if triton is not None:
         entry = table + tl.program_id(0).to(tl.int64) * FIELDS
         address = tl.load(entry)
         counts = tl.load(entry + 1)
-        rows, columns = (counts >> 32).to(tl.int32), (counts & 0xFFFFFFFF).to(tl.int32)
-        row_stride, column_stride = tl.load(entry + 2), tl.load(entry + 3)
-        row, row_step = tl.load(entry + 4), tl.load(entry + 5)
-        column, column_step = tl.load(entry + 6), tl.load(entry + 7)
+        rows = (counts >> 32).to(tl.int32)
+        columns = (counts & 0xFFFFFFFF).to(tl.int32)
+        row_stride = tl.load(entry + 2)
+        column_stride = tl.load(entry + 3)
+        row = tl.load(entry + 4)
+        row_step = tl.load(entry + 5)
+        column = tl.load(entry + 6)
+        column_step = tl.load(entry + 7)
         number = tl.load(entry + 8)
         start = address.to(tl.pointer_type(tl.int8) if BITS == 8 else tl.pointer_type(tl.int16))
         if PACKED:  # which lets the compiler read 16 bytes at a time
             start = tl.multiple_of(start, 16)
             columns = tl.multiple_of(columns, 128 // BITS)
-            row_stride, column_stride = tl.multiple_of(row_stride, 128 // BITS), 1
+            row_stride = tl.multiple_of(row_stride, 128 // BITS)
+            column_stride = 1
         j = tl.arange(0, COLUMNS)
         inside = j < columns
         # Of each column over all rows: at most ROWS * 2**16 * 2**30, so that no remainder is due

@@ -184,16 +184,17 @@ def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     """Raises `CheckpointError` if a run that trains an adapter resumes from a whole model, or the
     other way round."""
     folder = Path(checkpoint)
-    of_adapter, of_model = bool(adapters_in(folder)), any(folder.glob("model*.safetensors"))
+    of_adapter = bool(adapters_in(folder))
+    of_model = any(folder.glob("model*.safetensors"))
     if of_adapter in (of_model, adapter):
         return
-    held, trained, fix = (
-        "an adapter",
-        "the whole model",
-        "Set `use_peft: true` and the adapter's settings",
-    )
+    held = "an adapter"
+    trained = "the whole model"
+    fix = "Set `use_peft: true` and the adapter's settings"
     if adapter:
-        held, trained, fix = "a whole model", "an adapter", "Leave `use_peft` out"
+        held = "a whole model"
+        trained = "an adapter"
+        fix = "Leave `use_peft` out"
     what = f"The checkpoint in {folder} is of {held}, and this run trains {trained}"
     fix += " as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew."
     raise CheckpointError(what, seen=held, fix=fix, code="checkpoint")
@@ -229,10 +230,8 @@ def optimizer_resumed(
         # Torch takes the state of any optimizer for its own. A newer version of one optimizer only
         # adds entries.
         for before, after in zip(fresh, loaded, strict=True):
-            ours, theirs = (
-                sorted(before.keys() - after.keys()),
-                sorted(after.keys() - before.keys()),
-            )
+            ours = sorted(before.keys() - after.keys())
+            theirs = sorted(after.keys() - before.keys())
             if ours and theirs:
                 raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
     except (KeyError, ValueError) as error:
@@ -423,7 +422,8 @@ def _read_adapter(model: PeftModel, name: str, checkpoint: str) -> dict[str, tor
         tensors = load_peft_weights(str(folder), device="cpu")
     ours = vars(model.peft_config[name])
     for field in SCALING:
-        before, now = theirs.get(field), ours.get(field)
+        before = theirs.get(field)
+        now = ours.get(field)
         if (before or None) != (now or None):  # a pattern may be empty or absent
             raise CheckpointError(
                 f"The adapter {name!r} in {checkpoint} was saved with `{field}: {before}`, and "
@@ -563,10 +563,8 @@ def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) 
                 f"transformers has no causal language model for {config.model_type}, and no "
                 "processor of images "
             )
-            wrong, fix = (
-                f"{wrong}is with it",
-                "Take the whole checkpoint, or one of the language model alone.",
-            )
+            wrong = f"{wrong}is with it"
+            fix = "Take the whole checkpoint, or one of the language model alone."
             # TRL's trainer needs that of images
             transformers.AutoProcessor.from_pretrained(name, revision=revision)
         elif code is not None and trusted and not known:

@@ -70,7 +70,8 @@ class Proof:
         self.judge()
         for subject in self.subjects:
             self._begin(subject, anew=True)
-        begun, self._begun = self._begun, []
+        begun = self._begun
+        self._begun = []
         self._judge(begun)
         return all(gather_object([self.complete]))
 
@@ -129,7 +130,8 @@ class Proof:
     def judge(self) -> None:
         """Raises `FingerprintError` on every rank if a server has other weights than the
         trainer."""
-        begun, self._begun = self._begun, []
+        begun = self._begun
+        self._begun = []
         self._judge(begun)
         self._compared.update(subject.of for subject, _, _ in begun)
 
@@ -196,12 +198,10 @@ class OwnFingerprints:
         accelerator: Accelerator,
         here: bool,
     ):
-        self.entries, self.buffers, self.accelerator, self.here = (
-            entries,
-            buffers,
-            accelerator,
-            here,
-        )
+        self.entries = entries
+        self.buffers = buffers
+        self.accelerator = accelerator
+        self.here = here
         self._known: tuple[list[int], Fingerprints] | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._converted: list[Fingerprints] = []  # of each part, in the scratch memory
@@ -251,10 +251,8 @@ class OwnFingerprints:
         might not fit."""
         num_bytes = [values.numel() * dtypes[number].itemsize for values, *_, number in parts]
         if self._scratch.numel() < max(num_bytes):
-            self._scratch, self._converted = (
-                torch.empty(max(num_bytes), dtype=torch.uint8, device=device),
-                [],
-            )
+            self._scratch = torch.empty(max(num_bytes), dtype=torch.uint8, device=device)
+            self._converted = []
         sums = torch.zeros(len(dtypes), 2, dtype=torch.int64, device=device)
         for index, (values, part, shape, number) in enumerate(parts):
             copy = self._scratch[: num_bytes[index]].view(dtypes[number]).view(values.shape)
@@ -280,11 +278,9 @@ def checkpoint_specs(trainer: Any, servers: Servers) -> list[ParameterSpec]:
 def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -> Fingerprinted:
     """All weights, as they are published: an adapter is merged into them, unless the servers have
     it apart."""
-    accelerator, here, dtype = (
-        trainer.accelerator,
-        bool(servers.clients),
-        getattr(torch, servers.info.dtype),
-    )
+    accelerator = trainer.accelerator
+    here = bool(servers.clients)
+    dtype = getattr(torch, servers.info.dtype)
     buffers = lambda: gather.buffers_of(trainer.model)  # noqa: E731
     # The trainer's model as it is then: FSDP2 replaces its parameters when training begins.
     if merged and isinstance(trainer.model, PeftModel):

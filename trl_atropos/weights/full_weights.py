@@ -84,7 +84,8 @@ class FullWeights(Transfer):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         self._dtype = getattr(torch, self.servers.info.dtype)
-        model, device = gather.base_model(trainer.model), trainer.accelerator.device
+        model = gather.base_model(trainer.model)
+        device = trainer.accelerator.device
         shapes = gather.shapes_of(trainer.model, trainer.accelerator, self._dtype)
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
         whole = gather.sharding_of(trainer.accelerator) in gather.WHOLE
@@ -168,7 +169,8 @@ class FullWeights(Transfer):
         written = [(view, tensors[name]) for views in self.views for name, view in views.items()]
         self._to_views = Copies(written)
         self._written = sum(view.nbytes for view, _ in written)
-        self._fixed, room = [], 0
+        self._fixed = []
+        room = 0
         for name, tensor in tensors.items():
             if len(self._views_of(name)) == len(self.servers.clients):  # also where there are none
                 continue
@@ -207,13 +209,17 @@ class FullWeights(Transfer):
 
     def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[Message]:
         """Copies tensors to where they are sent from, one by one as they come."""
-        specs, filled, numbers, buffer = [], 0, itertools.count(), None
+        specs = []
+        filled = 0
+        numbers = itertools.count()
+        buffer = None
         for name, tensor in tensors:
             spec = ParameterSpec.of(name, tensor.shape, tensor.dtype)
             size = message_layout([spec])[1]
             if specs and filled + size > self._room:
                 yield Message(specs, buffer[:filled])
-                specs, filled = [], 0
+                specs = []
+                filled = 0
             if not specs:
                 buffer = self._channel.staging(max(size, self._room), next(numbers))
             unpack(buffer[filled:], [spec])[0].copy_(tensor)
@@ -236,7 +242,8 @@ class FullWeights(Transfer):
                 pass
 
     def _introduce(self, messages: Iterator[Message]) -> int:
-        known, sent = [], 0
+        known = []
+        sent = 0
         for tensors, content in messages:
             send_messages(
                 self._channel,
@@ -304,7 +311,8 @@ class Restart(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
-        model, dtype = self._trainer.model, getattr(torch, self.servers.info.dtype)
+        model = self._trainer.model
+        dtype = getattr(torch, self.servers.info.dtype)
         parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
         # gathered on every rank, kept on rank 0
         named = itertools.chain(parameters, gather.buffers_of(model))

@@ -116,7 +116,8 @@ def local_parts(
 ) -> Iterator[tuple[torch.Tensor, Part]]:
     """Yields what this rank holds of a parameter, and where that stands in it. If they are sharded,
     the parts of all ranks make up the parameter once."""
-    kind, whole = sharding_of(accelerator), Part.whole(shape_of(parameter))
+    kind = sharding_of(accelerator)
+    whole = Part.whole(shape_of(parameter))
     if kind == "zero3":
         shard = parameter.ds_tensor.detach().flatten()
         begin = shard.numel() * dist.get_rank(parameter.ds_process_group)
@@ -126,7 +127,9 @@ def local_parts(
     elif isinstance(parameter, DTensor) and all(
         one.is_replicate() or one.is_shard(0) for one in parameter.placements
     ):
-        local, begin, first = parameter.detach().to_local(), 0, True
+        local = parameter.detach().to_local()
+        begin = 0
+        first = True
         for placement, size, rank in zip(
             parameter.placements,
             parameter.device_mesh.shape,
@@ -364,7 +367,8 @@ class CheckpointPlan:
         found: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
         for name, tensor in self._convert(markers).items():
             if (owner := owners.get(tensor.untyped_storage()._cdata)) is not None:
-                size, stride = list(tensor.shape), list(tensor.stride())
+                size = list(tensor.shape)
+                stride = list(tensor.stride())
                 piece = CheckpointTensor(
                     name=name, size=size, stride=stride, offset=tensor.storage_offset()
                 )

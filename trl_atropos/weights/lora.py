@@ -56,7 +56,8 @@ class MemoryLora(Transfer):
 
     def __init__(self, servers: Servers, transport: str, base: Transfer | None = None):
         super().__init__(servers)
-        self.transport, self.base = transport, base
+        self.transport = transport
+        self.base = base
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -73,7 +74,8 @@ class MemoryLora(Transfer):
         self.servers.on_connected_ranks(lambda: self._connect(trainer))
 
     def _connect(self, trainer: Any) -> None:
-        device, num_bytes = trainer.accelerator.device, self._num_bytes
+        device = trainer.accelerator.device
+        num_bytes = self._num_bytes
         transport = choose_transport(self.transport, self.servers, device)
         self._channel = open_channel(transport, self.servers, device, num_bytes)
         self._message = self._channel.staging(num_bytes)
@@ -141,7 +143,8 @@ class MemoryLora(Transfer):
         return fingerprints.compute()
 
     def _gathered(self) -> list[torch.Tensor]:
-        model, accelerator = self._trainer.model, self._trainer.accelerator
+        model = self._trainer.model
+        accelerator = self._trainer.accelerator
         values = self._values or [
             tensor for _, tensor in iter_adapter_parameters(model, accelerator)
         ]
@@ -179,10 +182,8 @@ class FileLora(Transfer):
         """Of the adapter as vLLM has it after reading the files: B is scaled in the server's
         dtype."""
         named = iter_adapter_parameters(self._trainer.model, self._trainer.accelerator)
-        scales, dtype = (
-            _scales_of(self._trainer.model, tensors),
-            getattr(torch, self.servers.info.lora.dtype),
-        )
+        scales = _scales_of(self._trainer.model, tensors)
+        dtype = getattr(torch, self.servers.info.lora.dtype)
         served = (
             (name, tensor.to(dtype) * scales.get(number, 1))
             for number, (name, tensor) in enumerate(named)
@@ -223,10 +224,8 @@ def _config_of(model: PeftModel) -> PeftConfig:
 
 def _tensors_of(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     """Of the adapter, as the servers have them."""
-    whole, dtype = (
-        iter_adapter_parameters(trainer.model, trainer.accelerator),
-        servers.info.lora.dtype,
-    )
+    whole = iter_adapter_parameters(trainer.model, trainer.accelerator)
+    dtype = servers.info.lora.dtype
     return [ParameterSpec.of(name, tensor.shape, dtype) for name, tensor in whole]
 
 

@@ -164,7 +164,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         if number % 2 not in self._staging:
             size = max(sum(master.numel() for _, master in one) for one in self._parts)
             self._staging[number % 2] = torch.empty(size, dtype=torch.float32, pin_memory=True)
-        gradients, begin, device = [], 0, part[0][0].device
+        gradients = []
+        begin = 0
+        device = part[0][0].device
         self._stream = self._stream or torch.cuda.Stream(device)
         if number == 0:  # the backward pass
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -311,7 +313,8 @@ def round_adapter(model: PeftModel) -> None:
 def parts_of(sizes: list[int]) -> list[list[int]]:
     """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART`
     or of one each. Returns their places in the list."""
-    parts, room = [], 0
+    parts = []
+    room = 0
     for number, size in enumerate(sizes):
         if not parts or size > room:
             parts.append([])
@@ -466,10 +469,8 @@ def state_bytes(
 def _threads(most: int) -> Iterator[None]:
     """As many threads as this process has cores: accelerate's launcher gives it one, unless told
     otherwise."""
-    usual, cores = (
-        torch.get_num_threads(),
-        len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1")),
-    )
+    usual = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(usual, min(most, cores)))
     try:
         yield

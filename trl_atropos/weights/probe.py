@@ -47,7 +47,8 @@ LONG_SAMPLED = 16
 LENGTH_STEP = 32  # tokens to within which the length is found from which on both sides differ
 # Of a run's time on a GPU that probes may take, and publishes between two, where the configuration
 # does not say.
-MAX_SHARE, LEAST_APART = 0.02, 4
+MAX_SHARE = 0.02
+LEAST_APART = 4
 LONG_EVERY = 8  # of so many probes, one is near the run's longest rollouts
 # in names of modules' attributes and of a config's fields
 DROPOUT = re.compile("dropout|pdrop|layerdrop")
@@ -190,7 +191,9 @@ class Schedule:
 
     def ran(self, seconds: float, ended: float) -> None:
         """The probe that was due has taken some seconds of the trainer's time."""
-        self.probed, self.seconds, self.ended = self.publishes, seconds, ended
+        self.probed = self.publishes
+        self.seconds = seconds
+        self.ended = ended
         self.probes += 1
 
     @property
@@ -223,9 +226,12 @@ class Probe:
         one_memory: bool,
         prove: Callable[[], bool] = lambda: False,
     ):
-        info, model, args = servers.info, base_model(trainer.model), trainer.args
+        info = servers.info
+        model = base_model(trainer.model)
+        args = trainer.args
         self.servers = servers
-        self.one_memory, self.prove = one_memory, prove
+        self.one_memory = one_memory
+        self.prove = prove
         self.schedule = Schedule(every)
         compute = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         dtypes = (compute, getattr(torch, info.dtype), next(trainer.model.parameters()).dtype)
@@ -264,7 +270,8 @@ class Probe:
     def begin(self, policy_version: int, long: bool = False) -> None:
         """Lets the servers sample from this version, after a `long` prompt near the run's longest
         rollouts if both sides agreed on one. Returns at once."""
-        is_new, self.policy_version = policy_version != self.policy_version, policy_version
+        is_new = policy_version != self.policy_version
+        self.policy_version = policy_version
         self._plan = plan = (
             self._long_plan if long and self._long_plan is not None else self._short_plan()
         )
@@ -286,18 +293,17 @@ class Probe:
 
     def forget(self) -> None:
         """Of a probe that has begun, and of when probes were due: another training begins."""
-        self._samples, self.schedule.publishes, self.schedule.probed, self.policy_version = (
-            None,
-            0,
-            0,
-            None,
-        )
+        self._samples = None
+        self.schedule.publishes = 0
+        self.schedule.probed = 0
+        self.policy_version = None
 
     def judge(self) -> ProbeResult:
         """Compares what the servers have sampled since `begin`, on every rank. Raises `ProbeError`
         if a server is beyond the tolerance (with single tokens: twice in a row) or samples from
         another policy version."""
-        samples, self._samples = self._samples, None
+        samples = self._samples
+        self._samples = None
         self._runs += 1
         plan = self._plan
         sizes = plan.num_samples, plan.num_tokens
@@ -313,7 +319,8 @@ class Probe:
             self.begin(self.policy_version)
             return self.judge()
         except ProbeError as error:
-            outlier, result = None, self._rounding_in(error)
+            outlier = None
+            result = self._rounding_in(error)
         if outlier is not None:
             self._warn_of_outlier(outlier, result)
             result = ProbeResult(*map(max, outlier, result))
@@ -337,7 +344,8 @@ class Probe:
     def _rounding_in(self, error: ProbeError) -> ProbeResult:
         """What `error` says, if that is rounding. Raises it otherwise, or `FingerprintError` if the
         weights differ."""
-        first, result = self.first, error.result
+        first = self.first
+        result = error.result
         known = first is not None and result is not None and math.isfinite(result.mean_abs_diff)
         if not (known and self._rounds and self.prove()):
             raise error
@@ -424,7 +432,9 @@ class Probe:
         take within half of a server's deadline and the trainer's memory. Warns, or raises where
         `max_sequence_length` asks for such lengths.
         """
-        agreed, differs, problem = len(self.prompt_ids) + NUM_SAMPLED, None, None
+        agreed = len(self.prompt_ids) + NUM_SAMPLED
+        differs = None
+        problem = None
         seconds = on_main(lambda: self.schedule.seconds)  # all ranks must compare the same lengths
         while (
             not self._compared_longest
@@ -440,7 +450,8 @@ class Probe:
             if found is None:
                 agreed = length
             else:
-                differs, problem = length, found
+                differs = length
+                problem = found
         self._compared_longest = True
         if agreed > len(self.prompt_ids) + NUM_SAMPLED:
             prompt_ids = self._prompt(agreed - LONG_SAMPLED, seed=1)
@@ -543,7 +554,8 @@ class Probe:
         tolerance: Tolerance,
     ) -> ProbeResult:
         differences = (sampled - scored).abs()
-        largest, mean = differences.max().item(), differences.mean((1, 2)).max().item()
+        largest = differences.max().item()
+        mean = differences.mean((1, 2)).max().item()
         result = ProbeResult(largest, mean, differences.flatten().quantile(0.99).item())
         if largest <= tolerance.max_abs and mean <= tolerance.mean_abs:  # false for NaN
             return result
@@ -558,7 +570,8 @@ class Probe:
             f"After publishing policy version {self.policy_version}, the server and the trainer "
             f"disagree: {seen} {self._meaning(scored)}"
         )
-        error.result, error.seen = result, seen
+        error.result = result
+        error.seen = seen
         raise error
 
     def _meaning(self, scored: torch.Tensor) -> str:
@@ -593,7 +606,8 @@ class Probe:
         all samples in one row if it packs rollouts. The others are scored by TRL's forward pass of
         each sample.
         """
-        model, num_tokens = self._trainer.model, tokens.shape[1]
+        model = self._trainer.model
+        num_tokens = tokens.shape[1]
         prompts = torch.tensor(prompt_ids).expand(len(tokens), -1)
         ids = torch.cat([prompts, tokens], dim=1).to(next(model.parameters()).device)
         training = model.training

@@ -245,7 +245,8 @@ class ServerPublisher(PolicyPublisher):
         return model
 
     def attach(self, trainer: Any) -> None:
-        info, tokenizer = self.servers.info, trainer.processing_class
+        info = self.servers.info
+        tokenizer = trainer.processing_class
         comparable = (
             isinstance(tokenizer, PreTrainedTokenizerBase)
             and info.tokenizer_fingerprint is not None
@@ -331,7 +332,8 @@ class ServerPublisher(PolicyPublisher):
 
     def _judge_weights(self) -> None:
         """That the servers sample again, and from the trainer's weights."""
-        resuming, self._resuming = self._resuming, None
+        resuming = self._resuming
+        self._resuming = None
         if resuming is not None:
             together(resuming.result)
         self._proof.judge()
@@ -374,7 +376,8 @@ class ServerPublisher(PolicyPublisher):
     def _pause(self) -> None:
         if not self._paused:
             together(self.transfer.check)
-            pausing, self._pausing = self._pausing or self.transfer.pause(), None
+            pausing = self._pausing or self.transfer.pause()
+            self._pausing = None
             together(pausing.result)
             self._paused = True
 
@@ -410,7 +413,10 @@ class ServerPublisher(PolicyPublisher):
                 self._resuming.result()
             except ServerError as error:  # if the server lives, the end of the lease lets it decide
                 logger.warning("%s", error)
-        self._paused, self._asleep, self._pausing, self._resuming = False, False, None, None
+        self._paused = False
+        self._asleep = False
+        self._pausing = None
+        self._resuming = None
         self.servers.release_leases()
         super().close()
 
@@ -430,7 +436,8 @@ class ServerPublisher(PolicyPublisher):
         none will come."""
         if self._probe is None:
             return
-        schedule, last = self._probe.schedule, self._is_last()
+        schedule = self._probe.schedule
+        last = self._is_last()
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
         due, at_once, long = on_main(
             lambda: (
@@ -463,10 +470,8 @@ class ServerPublisher(PolicyPublisher):
 def _end_of_backward(model: torch.nn.Module) -> torch.cuda.Event:
     """What the device comes to milliseconds before the end of a backward pass: the gradient of the
     third layer."""
-    event, layers = (
-        torch.cuda.Event(),
-        [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)],
-    )
+    event = torch.cuda.Event()
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     parameters = itertools.chain(*(layer.parameters() for layer in layers[2:3]), model.parameters())
     trained = next(parameter for parameter in parameters if parameter.requires_grad)
     trained.register_post_accumulate_grad_hook(lambda _: event.record())

@@ -188,7 +188,8 @@ def require_no_checkpoints(output_dir: str) -> None:
 
 def require_own(checkpoint: str, output_dir: str) -> None:
     """Raises `CheckpointError` if a checkpoint is of another run than the output folder's."""
-    path, run = path_of(checkpoint), last_path(output_dir)
+    path = path_of(checkpoint)
+    run = last_path(output_dir)
     if path and run is not None and path[0] != run[0]:
         what = (
             f"{checkpoint} is of the run {path[0][0]}, and {output_dir} holds that of another "

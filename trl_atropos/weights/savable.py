@@ -75,7 +75,8 @@ def _try_to_save(trainer: Any) -> None:
 def _small_parts(trainer: Any, folder: str) -> Iterator[tuple[str, Callable[[], Any], str]]:
     """Yields each small part of a checkpoint: what it is called, how it is saved, and what to do if
     it refuses."""
-    model, policy = trainer.model, base_model(trainer.model)
+    model = trainer.model
+    policy = base_model(trainer.model)
     if isinstance(model, PeftModel):
         for name, config in model.peft_config.items():
             fix = (
@@ -173,7 +174,8 @@ def _require_room(trainer: Any, folder: Path) -> None:
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
     """Returns the bytes of a checkpoint's weights, and of its masters and optimizer's state, if
     they are known."""
-    args, model = trainer.args, trainer.model
+    args = trainer.args
+    model = trainer.model
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     kept = trained if isinstance(model, PeftModel) else parameters

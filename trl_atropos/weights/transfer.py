@@ -93,7 +93,8 @@ def open_views(
     such view. A few parameters differ where vLLM transforms them after loading. If most do, the
     server has other weights: an `AttachError`."""
     storages = [open_storage(handle) for handle in attachment.storages]
-    views, differing = {}, []
+    views = {}
+    differing = []
     for name, parameter in parameters:
         if name in attachment.refused:
             continue
@@ -125,7 +126,9 @@ def choose_transport(asked: str, servers: Servers, device: torch.device) -> str:
     """`"nccl"`, `"gloo"` or `"memory"`, for the servers of rank 0, a trainer on `device`, and a
     `weight_transport`."""
     here = all(info.machine == machine_id() for info in servers.infos)
-    on_gpu, own, on_own = device.type == "cuda", uuid_of(device), shares_gpu(servers, device)
+    on_gpu = device.type == "cuda"
+    own = uuid_of(device)
+    on_own = shares_gpu(servers, device)
     kinds = {info.device for info in servers.infos}
     if kinds != {device.type}:
         raise AttachError(
