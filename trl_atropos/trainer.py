@@ -4,8 +4,8 @@ prompt dataset.
 The seam is one method: `_generate_and_score_completions` is wrapped. TRL's own body still pads,
 scores under the reference policy, and logs. It gets the rollouts through its `rollout_func` hook
 and their scores through a reward function. Only the advantages are set here, because Atropos groups
-have sizes of their own. `tests/test_trl_seam.py` fails when a private name of TRL or Transformers
-that is used here moves.
+have sizes of their own. `tests/trainer/test_trl_seam.py` fails when a private name of TRL or
+Transformers that is used here moves.
 
 To correct for the sampler, TRL scores every batch under the policy before training. Here it does so
 only where a batch is for several optimizer steps; where the weights stay as they are, the passes

@@ -491,7 +491,7 @@ def test_sigterm_ends_everything_whatever_is_held_or_in_flight(doomed):
         assert_gone(behind, began)
 
 
-@pytest.mark.full  # `tests/test_guard.py` has others that do not
+@pytest.mark.full  # `tests/services/test_guard.py` has others that do not
 def test_an_engine_does_not_outlive_a_front_that_is_killed(doomed):
     _server, process, behind, _log = doomed
     began = time.monotonic()

@@ -1,7 +1,7 @@
 """python -m tests.rollouts.run_source_faults [--faults 2000] [--seed 0] [--trainer]: see
 `source_faults.py`.
 
-With `--trainer`, they befall the whole trainer: see `tests/trainer_faults.py`.
+With `--trainer`, they befall the whole trainer: see `tests/trainer/trainer_faults.py`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
 
     options = {}
     if arguments.trainer:
-        from tests import trainer_faults
+        from tests.trainer import trainer_faults
 
         options = {"of": trainer_faults.Run, "kinds": trainer_faults.KINDS}
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from atroposlib.envs.base import BaseEnv
 
-from tests.miniature_model import REASONING_GYM
+from tests.end_to_end.miniature_model import REASONING_GYM
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.rollouts.source import AtroposSource
 

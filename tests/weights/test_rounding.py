@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from tests.rollout_factory import Group, arguments, make_group, record
-from tests.test_reference import batch_loss, trained_tokens
+from tests.trainer.test_reference import batch_loss, trained_tokens
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.weights.masters import use_masters

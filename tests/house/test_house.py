@@ -1,0 +1,192 @@
+"""The shape of the package: which part may import which, and how long a function may be. `make
+house` also prints how large the package is, which nothing bounds: a bound on lines is met by
+putting more on each line."""
+
+import ast
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "trl_atropos"
+# Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
+TIERS = {"make test": ("not slow", 15 * 60), "make test-slow": ("slow", 25 * 60)}
+LONGEST_FUNCTION = 79  # lines
+
+# A room is a folder of the package, or a module beside the folders. What each may import, from the
+# top down; `errors`, `logging`, `protocol` and the package's own names may be imported everywhere.
+EVERYBODYS = {"trl_atropos", "errors", "logging", "protocol"}
+MAY_IMPORT = {
+    "cli": {"check", "commands", "train", "report", "front", "server"},
+    "commands": {"check", "recipe", "rollouts", "server_client", "services", "train", "weights"},
+    "check": {
+        "batches",
+        "config",
+        "recipe",
+        "report",
+        "rollouts",
+        "server",
+        "server_client",
+        "services",
+        "weights",
+    },
+    "train": {
+        "recipe",
+        "rollouts",
+        "services",
+        "trainer",
+        "config",
+        "distributed",
+        "report",
+        "weights",
+    },
+    "trainer": {
+        "batches",
+        "config",
+        "distributed",
+        "metrics",
+        "report",
+        "rollouts",
+        "services",
+        "weights",
+    },
+    "recipe": {"config", "distributed", "rollouts", "services", "weights"},
+    "report": {"config", "metrics", "rollouts", "services"},
+    "weights": {"config", "distributed", "metrics", "server_client", "services", "tensors"},
+    "front": {"server", "services"},
+    "server": {"tensors"},
+    "config": {"metrics"},
+    "metrics": {"batches", "rollouts"},
+    "services": {"metrics", "rollouts", "server_client"},
+    "batches": {"rollouts"},
+    "rollouts": {"server_client"},
+    "server_client": {"distributed"},
+    "distributed": set(),
+    "tensors": set(),
+    "environment_site": set(),
+    **{name: set() for name in EVERYBODYS},
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
+            path.read_text()
+        )
+    return found
+
+
+def names_imported(node: ast.AST) -> Iterator[str]:
+    """What a module imports, in functions too, but not for type checkers alone."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute here"
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            yield whole if whole in modules() else node.module
+    if_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for child in node.orelse if if_typing else ast.iter_child_nodes(node):
+        yield from names_imported(child)
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules of the package that each of them imports."""
+    return {name: set(names_imported(tree)) & modules().keys() for name, tree in modules().items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[min(1, module.count("."))]
+
+
+def circles() -> list[str]:
+    """Modules that import themselves through others."""
+
+    def reached(start: str) -> set[str]:
+        seen, pending = set(), [start]
+        while pending:
+            new = imports()[pending.pop()] - seen
+            seen |= new
+            pending += new
+        return seen
+
+    return [name for name in imports() if name in reached(name)]
+
+
+def arrows_up() -> list[str]:
+    """Imports from one room into another that the table does not have."""
+    return [
+        f"{name} -> {other}"
+        for name, others in imports().items()
+        for other in sorted(others)
+        if room_of(other) not in MAY_IMPORT.get(room_of(name), set()) | EVERYBODYS | {room_of(name)}
+    ]
+
+
+def longest_function() -> tuple[int, str]:
+    """Lines and name of the longest function."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return max(
+        (node.end_lineno - node.lineno + 1, f"{name}.{node.name}")
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    )
+
+
+def lines_in(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def files_at_the_top() -> int:
+    return len(list(PACKAGE.glob("*.py")))
+
+
+def test_no_module_imports_itself_through_others():
+    assert circles() == []
+
+
+def test_no_room_imports_one_that_stands_above_it():
+    assert {room_of(name) for name in modules()} == MAY_IMPORT.keys()
+    assert arrows_up() == []
+
+
+def test_rollouts_and_weights_do_not_know_each_other():
+    assert "weights" not in MAY_IMPORT["rollouts"] and "rollouts" not in MAY_IMPORT["weights"]
+
+
+@pytest.mark.parametrize("room", ["train", "check"])
+def test_only_the_command_line_imports(room):
+    assert {name for name, allowed in MAY_IMPORT.items() if room in allowed} <= {"cli", "commands"}
+
+
+def test_every_function_fits_a_screen():
+    assert longest_function()[0] <= LONGEST_FUNCTION
+
+
+def main() -> None:
+    length, function = longest_function()
+    print(f"modules           {len(modules()):>6}")
+    print(f"lines             {lines_in(PACKAGE):>6}")
+    print(f"files at the top  {files_at_the_top():>6}")
+    print(f"longest function  {length:>6} (at most {LONGEST_FUNCTION}): {function}")
+    print(f"circles           {len(circles()):>6} {', '.join(circles())}".rstrip())
+    print(f"arrows up         {len(arrows_up()):>6} {', '.join(arrows_up())}".rstrip())
+    print(f"lines of tests    {lines_in(ROOT / 'tests'):>6}")
+    lasted = ROOT / ".pytest_cache/v" / "seconds"
+    for name, (tier, most) in TIERS.items():
+        path = lasted / tier
+        seconds = f"{json.loads(path.read_text()):.0f}" if path.exists() else "-"
+        print(f"{name:<17} {seconds:>6} seconds the last time (at most {most} on two idle cores)")
+
+
+if __name__ == "__main__":
+    main()
