@@ -28,7 +28,7 @@ SPACE = {
 
 @dataclass
 class Style:
-    """Counts over some modules; `per_1000(name)` relates one to the lines of code."""
+    """Counts over some modules; `per_1000` relates one of them to the lines of code."""
 
     nodes: int = 0
     code_lines: int = 0
@@ -38,6 +38,10 @@ class Style:
     lambdas: int = 0
     docstrings: int = 0
     borrowed_docstrings: int = 0
+
+    @property
+    def nodes_per_line(self) -> float:
+        return self.nodes / self.code_lines
 
     def per_1000(self, name: str) -> float:
         return 1000 * getattr(self, name) / self.code_lines

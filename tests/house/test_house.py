@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.style import measure
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "trl_atropos"
 # Of the last run of each tier, in seconds, as tests/conftest.py leaves it.
@@ -172,20 +174,80 @@ def test_every_function_fits_a_screen():
     assert longest_function()[0] <= LONGEST_FUNCTION
 
 
+def class_named(module: str, name: str) -> ast.ClassDef:
+    (found,) = [
+        node
+        for node in modules()[module].body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return found
+
+
+def attributes_of_the_trainer() -> set[str]:
+    """Returns what `AtroposGRPOTrainer` writes on `self`."""
+    trainer = class_named("trl_atropos.trainer", "AtroposGRPOTrainer")
+    return {
+        node.attr
+        for node in ast.walk(trainer)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    }
+
+
+def settings() -> list[str]:
+    """Returns the names of the fields that `AtroposGRPOConfig` adds to TRL's."""
+    config = class_named("trl_atropos.config", "AtroposGRPOConfig")
+    return [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]
+
+
+def reading_figures() -> dict[str, str]:
+    """Returns how much a reader of the package has to hold, by the figure's name."""
+    style = measure(sorted(PACKAGE.rglob("*.py")))
+    per_1000_lines = {
+        "`a, b = x, y`": "packed_assignments",
+        "conditional expressions": "conditional_expressions",
+        "comprehensions": "comprehensions",
+        "lambdas": "lambdas",
+    }
+    figures = {
+        "syntax nodes": f"{style.nodes:,}",
+        "lines of code": f"{style.code_lines:,}",
+        "nodes in a line of code": f"{style.nodes_per_line:.2f}",
+    }
+    for label, count in per_1000_lines.items():
+        figures[f"{label} in 1,000 lines of code"] = f"{style.per_1000(count):.1f}"
+    borrowed = f"{style.borrowed_docstrings} of {style.docstrings:,}"
+    figures["docstrings that open with What, Whether, Of, How, As, ..."] = borrowed
+    figures["attributes that the trainer writes on `self`"] = len(attributes_of_the_trainer())
+    figures["settings"] = len(settings())
+    return figures
+
+
+def durations() -> dict[str, str]:
+    """Returns how long each tier of the tests took the last time."""
+    figures = {}
+    for name, (tier, most) in TIERS.items():
+        path = ROOT / ".pytest_cache/v" / "seconds" / tier
+        seconds = f"{json.loads(path.read_text()):.0f}" if path.exists() else "-"
+        figures[name] = f"{seconds} seconds (at most {most} on two idle cores)"
+    return figures
+
+
 def main() -> None:
     length, function = longest_function()
-    print(f"modules           {len(modules()):>6}")
-    print(f"lines             {lines_in(PACKAGE):>6}")
-    print(f"files at the top  {files_at_the_top():>6}")
-    print(f"longest function  {length:>6} (at most {LONGEST_FUNCTION}): {function}")
-    print(f"circles           {len(circles()):>6} {', '.join(circles())}".rstrip())
-    print(f"arrows up         {len(arrows_up()):>6} {', '.join(arrows_up())}".rstrip())
-    print(f"lines of tests    {lines_in(ROOT / 'tests'):>6}")
-    lasted = ROOT / ".pytest_cache/v" / "seconds"
-    for name, (tier, most) in TIERS.items():
-        path = lasted / tier
-        seconds = f"{json.loads(path.read_text()):.0f}" if path.exists() else "-"
-        print(f"{name:<17} {seconds:>6} seconds the last time (at most {most} on two idle cores)")
+    figures = {
+        "modules": len(modules()),
+        "lines": lines_in(PACKAGE),
+        "lines of tests": lines_in(ROOT / "tests"),
+        "files at the top": files_at_the_top(),
+        f"lines of the longest function, {function}": f"{length} (at most {LONGEST_FUNCTION})",
+        "circles": " ".join([str(len(circles())), *circles()]),
+        "arrows up": " ".join([str(len(arrows_up())), *arrows_up()]),
+    }
+    figures |= reading_figures() | durations()
+    for name, value in figures.items():
+        print(f"{name:<62} {value}")
 
 
 if __name__ == "__main__":
