@@ -144,7 +144,7 @@ def main(model: Path, folder: Path) -> None:
     trainer.train()
     told: dict[str, Any] = {}
     if trainer.accelerator.is_main_process:
-        (folder / "blocked").mkdir()
+        (folder / "blocked").mkdir(exist_ok=True)  # the other process may have made it for its run
         (folder / "blocked/checkpoint-2").write_text("in the way")
     try:
         run("blocked").train()
