@@ -1,8 +1,8 @@
 """From groups to rollouts that the trainer can use. What cannot be used is left out and counted.
 
-`feed.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and counted:
-one bad group must not end a run of days. If most groups of an environment are rejected for a reason
-that only the user can correct, a `RolloutError` ends the run.
+`selection.Feed` and `ReplaySource` each have one `Intake`. A `RejectedGroup` is dropped and
+counted: one bad group must not end a run of days. If most groups of an environment are rejected for
+a reason that only the user can correct, a `RolloutError` ends the run.
 """
 
 import logging

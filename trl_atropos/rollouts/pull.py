@@ -1,7 +1,7 @@
 """Pulls batches from a live Atropos API, and finds the place of each in the order of the run.
 
-`feed.Feed` calls `BatchPuller.pull` in its thread. Each call sends at most one `GET /batch` and
-returns `Arrival`s: batches with their place in the run, or places whose rollouts are lost.
+`selection.Feed` calls `BatchPuller.pull` in its thread. Each call sends at most one `GET /batch`
+and returns `Arrival`s: batches with their place in the run, or places whose rollouts are lost.
 
 How the API delivers: it cuts its whole queue into batches at once, raises its step by their number,
 and hands them out newest first. We call the batches of one cut a *delivery*. For example, with

@@ -112,17 +112,21 @@ def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     """Returns one advantage per rollout, `(n,)` float32, bit-equal to TRL's on the same groups:
     `normalised` by the standard deviation of each group (`"group"`), of the scores of all
     `rollouts` (`"batch"`), or not divided (`"none"`). Does not look at `token_advantages`."""
-    scores = np.array([rollout.score for rollout in rollouts], np.float32)
-    means = np.array([rollout.group_mean for rollout in rollouts], np.float32)
+    scores = _values(rollouts, "score", np.float32)
+    means = _values(rollouts, "group_mean", np.float32)
     stds = None
     if scale_rewards == "group":
-        stds = np.array([rollout.group_std for rollout in rollouts], np.float32)
+        stds = _values(rollouts, "group_std", np.float32)
     elif scale_rewards == "batch":
         stds = np.full(len(rollouts), _std(scores), np.float32)
-    raw = np.array([rollout.raw_advantage for rollout in rollouts], bool)
-    sft = np.array([rollout.sft for rollout in rollouts], bool)
-    zero = np.array([rollout.zero_advantage for rollout in rollouts], bool)
+    raw = _values(rollouts, "raw_advantage", bool)
+    sft = _values(rollouts, "sft", bool)
+    zero = _values(rollouts, "zero_advantage", bool)
     return normalised(scores, means, stds, raw, sft, zero)
+
+
+def _values(rollouts: Sequence[Rollout], name: str, dtype: type) -> np.ndarray:
+    return np.array([getattr(rollout, name) for rollout in rollouts], dtype)
 
 
 def _std(scores: np.ndarray) -> float:

@@ -3,7 +3,7 @@ live Atropos API.
 
 The trainer calls a source on rank 0: `start` once, then `poll` for every generation batch, and
 `state` for every checkpoint. `AtroposSource` builds the parts of a run's data flow and connects
-them, and its `Feed` (`feed.py`) does the work.
+them, and its `Feed` (`selection.py`) does the work.
 """
 
 import logging
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from trl_atropos.rollouts.api import AtroposClient, Registration, wait_for_api
 from trl_atropos.rollouts.diagnosis import Diagnosis, Environments
-from trl_atropos.rollouts.feed import GIGABYTE, Feed
 from trl_atropos.rollouts.intake import (
     REJECTED,
     TOO_LONG,
@@ -26,10 +25,12 @@ from trl_atropos.rollouts.intake import (
 from trl_atropos.rollouts.pull import LOST_IN_DELIVERY, BatchPuller
 from trl_atropos.rollouts.rollout import Rollout, new_branch
 from trl_atropos.rollouts.selection import (
+    GIGABYTE,
     OVER_SHARE,
     STALE,
     ZERO_VARIANCE,
     Accounting,
+    Feed,
     Selection,
     Shares,
 )

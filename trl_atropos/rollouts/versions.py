@@ -1,8 +1,9 @@
 """What the run asks of the inference servers: which policy versions sampled a rollout
 (`VersionBook`), and when environments may sample (`RequestGate`).
 
-The servers note every completion that they sample. `feed.py` asks for these notes when rollouts
-have come, and `pull.py` works the gate.
+The servers note every completion that they sample. `selection.Feed` asks for these notes when
+rollouts have come. `pull.py` closes the gate before a batch comes, and `Feed` opens it when the
+policy is new.
 """
 
 import logging

@@ -170,8 +170,14 @@ def _read_piecewise(body: bytes) -> list[ScoredGroup | RejectedGroup]:
     For example, `{"batch":[{A},{B}]}` has three cuts: the `[`, the comma between the groups, and
     the `]`. Each group stands between two cuts.
     """
-    cuts = [len(HEAD) - 1, *_ends_of_groups(body), len(body) - len(TAIL)]
-    return [read_group(body[left + 1 : right]) for left, right in pairwise(cuts)]
+    first_cut = len(HEAD) - 1
+    last_cut = len(body) - len(TAIL)
+    cuts = [first_cut, *_ends_of_groups(body), last_cut]
+    groups = []
+    for left, right in pairwise(cuts):
+        text = body[left + 1 : right]
+        groups.append(read_group(text))
+    return groups
 
 
 def _ends_of_groups(body: bytes) -> Iterator[int]:
@@ -254,7 +260,8 @@ def _explained(sent: Any, error: str) -> str:
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field or int(index)]
     place = path[1:-1] or "the group"
-    return f"{place} is {short(value)}: {expected[:1].lower()}{expected[1:]}"
+    reason = expected[:1].lower() + expected[1:]
+    return f"{place} is {short(value)}: {reason}"
 
 
 # ------------------------------------------------------------------- shapes and values of a group
