@@ -453,8 +453,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/wire.py",
-        "np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan)",
-        "np.where(values >= LOWEST_LOGPROB, values, np.nan)",
+        "(values <= 0.0) & (values >= LOWEST_LOGPROB)",
+        "values >= LOWEST_LOGPROB",
         "tests/rollouts/test_intake.py::test_a_logprob_that_cannot_be_one_is_unknown",
     ),
     # ------------------------------------------------------------------------------------- commands

@@ -57,7 +57,7 @@ class Environments:
 
 @dataclass
 class EnvironmentHistory:
-    """What this run has received from one environment."""
+    """Receipts of this run from one environment."""
 
     groups: int = 0
     last_time: float = 0.0  # time.monotonic()

@@ -54,7 +54,9 @@ class Rollout:
     @property
     def trains_on_token_advantages(self) -> bool:
         """True if it is trained with the token-level advantages that the environment sent."""
-        return self.token_advantages is not None and not (self.zero_advantage or self.sft)
+        if self.zero_advantage or self.sft:
+            return False
+        return self.token_advantages is not None
 
     def teaches_nothing(self, distils: bool) -> bool:
         """Returns whether its advantage is 0 because the scores of its group are equal, and nothing
@@ -64,8 +66,10 @@ class Rollout:
             return False
         if distils and self.distill_ids is not None:
             return False
-        has_other_advantage = self.sft or self.raw_advantage or self.token_advantages is not None
-        return self.zero_advantage or not has_other_advantage
+        if self.zero_advantage:
+            return True
+        has_other_advantage = self.sft or self.raw_advantage
+        return not has_other_advantage and self.token_advantages is None
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -104,8 +108,11 @@ def normalised(
     scores = scores.astype(np.float32)
     advantages = scores - means.astype(np.float32)
     if stds is not None:
-        advantages = advantages / (stds.astype(np.float32) + EPSILON)
-    return np.select([zero, sft, raw], [np.float32(0), np.float32(1), scores], advantages)
+        divisors = stds.astype(np.float32) + EPSILON
+        advantages = advantages / divisors
+    conditions = [zero, sft, raw]
+    replacements = [np.float32(0), np.float32(1), scores]
+    return np.select(conditions, replacements, advantages)
 
 
 def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) -> np.ndarray:
@@ -118,7 +125,8 @@ def scalar_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
     if scale_rewards == "group":
         stds = _values(rollouts, "group_std", np.float32)
     elif scale_rewards == "batch":
-        stds = np.full(len(rollouts), _std(scores), np.float32)
+        std = _std(scores)
+        stds = np.full(len(rollouts), std, np.float32)
     raw = _values(rollouts, "raw_advantage", bool)
     sft = _values(rollouts, "sft", bool)
     zero = _values(rollouts, "zero_advantage", bool)
@@ -178,8 +186,9 @@ def staleness(
         return None
     if sampled_version > pulled_version:
         # A version that the last resume abandoned sampled it.
-        began = pulled_branches[-1][1]
-        pulled_branches = [*pulled_branches[:-1], [ABANDONED, began]]
+        _, began = pulled_branches[-1]
+        abandoned_branch = [ABANDONED, began]
+        pulled_branches = [*pulled_branches[:-1], abandoned_branch]
     common = 0
     for pulled_branch, run_branch in zip(pulled_branches, run_branches):
         if pulled_branch != run_branch:
@@ -224,9 +233,11 @@ def to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     microseconds."""
     columns = {}
     for name in COLUMNS:
-        columns[name] = [_for_arrow(getattr(rollout, name)) for rollout in rollouts]
+        values = [getattr(rollout, name) for rollout in rollouts]
+        columns[name] = [_for_arrow(value) for value in values]
     columns["pulled_at"] = [int(rollout.arrived * 1e6) for rollout in rollouts]
-    schema = pa.schema(COLUMNS | {"pulled_at": pa.timestamp("us", tz="UTC")})
+    pulled_at = pa.timestamp("us", tz="UTC")
+    schema = pa.schema(COLUMNS | {"pulled_at": pulled_at})
     return pa.table(columns, schema=schema)
 
 
@@ -247,8 +258,8 @@ def from_table(table: pa.Table) -> list[Rollout]:
             columns[name] = [_array(entry) for entry in column.combine_chunks()]
         else:
             columns[name] = column.to_pylist()
-    microseconds = table.column("pulled_at").cast(pa.int64()).to_pylist()
-    columns["arrived"] = [time / 1e6 for time in microseconds]
+    microseconds = table.column("pulled_at").cast(pa.int64())
+    columns["arrived"] = [time / 1e6 for time in microseconds.to_pylist()]
     rollouts = []
     for values in zip(*columns.values(), strict=True):
         fields = dict(zip(columns, values))

@@ -112,7 +112,8 @@ class Shares:
             self._trained.clear()
         if rollout.group != self._group:
             share = weights[env_id] / sum(weights.values())
-            ahead = self._trained[env_id] - self._trained.total() * share
+            due = share * self._trained.total()
+            ahead = self._trained[env_id] - due
             self._group = rollout.group
             self._group_is_admitted = ahead < self.slack
         if self._group_is_admitted:
@@ -123,7 +124,10 @@ class Shares:
 @dataclass(eq=False)
 class Selection:
     """
-    Decides of each rollout whether it is trained, and counts it. Only the trainer's thread uses it.
+    Decides of each rollout whether it is trained, and counts it.
+
+    The trainer's thread decides and counts. The feed's thread reads `cursor` and `state`, and tells
+    `shares` which environments sent something.
 
     Args:
         policy_version: returns the version at which a rollout selected now is trained.

@@ -1,5 +1,5 @@
-"""Where rollouts come from: the `RolloutSource` protocol, and `AtroposSource`, which pulls from a
-live Atropos API.
+"""The trainer's view of rollouts: the `RolloutSource` protocol, and `AtroposSource`, which pulls
+from a live Atropos API.
 
 The trainer calls a source on rank 0: `start` once, then `poll` for every generation batch, and
 `state` for every checkpoint. `AtroposSource` builds the parts of a run's data flow and connects
@@ -60,7 +60,7 @@ NO_STEP_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a source needs to know about the run it feeds."""
+    """The facts that a source needs about the run it feeds."""
 
     batch_size: int  # rollouts per generation batch, over all ranks
     max_sequence_length: int  # tokens, prompt plus completion, inclusive

@@ -179,7 +179,8 @@ class Spool:
 
     def _write_meta(self) -> None:
         meta = {"name": self.name, "format": FORMAT, "registrations": self.registrations}
-        write_file(self.folder / META, json.dumps(meta).encode())
+        content = json.dumps(meta).encode()
+        write_file(self.folder / META, content)
 
     def note_registration(self, registration: str, step: int) -> None:
         """Notes a registration of this run. Call it before the API hears of the registration: after
@@ -209,7 +210,8 @@ class Spool:
         assert size == header.size, f"{header} with {len(rollouts)} rollouts"
         metadata = {HEADER: header.to_json(self.name)}
         content = _file_content(to_table(rollouts).replace_schema_metadata(metadata))
-        content = _replace_seal(content, SEAL % 0, SEAL % zlib.crc32(content))
+        seal = SEAL % zlib.crc32(content)
+        content = _replace_seal(content, SEAL % 0, seal)
         with _writing(self.folder):
             write_file(self._file(header), content)
         self._bytes[header.start] = len(content)
@@ -300,8 +302,10 @@ def _replace_seal(content: bytes, old: bytes, new: bytes) -> bytes:
     between may look like it."""
     first = content.find(old)
     last = content.rfind(old)
+    head = content[:first]
     between = content[first + len(old) : last]
-    return b"".join((content[:first], new, between, new, content[last + len(old) :]))
+    tail = content[last + len(old) :]
+    return b"".join((head, new, between, new, tail))
 
 
 def write_file(path: Path, content: bytes, sync: bool = True) -> None:
@@ -442,7 +446,8 @@ class TrainerLogprobs:
         values = output["old_per_token_logps"].float().where(trained, torch.nan)
         # Each rank pads to its own longest completion.
         width = max(len(rollout.completion_ids) for rollout in rollouts)
-        values = torch.nn.functional.pad(values, (0, width - values.size(1)), value=torch.nan)
+        padding = width - values.size(1)
+        values = torch.nn.functional.pad(values, (0, padding), value=torch.nan)
         values = accelerator.gather(values)  # (rollouts of all ranks, width)
         if accelerator.is_main_process:
             self.write(rollouts, values.cpu().numpy())
@@ -456,9 +461,10 @@ class TrainerLogprobs:
         pairs = sorted(zip(rollouts, values, strict=True), key=_index)
         indexes = []
         logprobs = []
-        for rollout, of_tokens in pairs:
+        for rollout, row in pairs:
             indexes.append(rollout.index)
-            logprobs.append(of_tokens[: len(rollout.completion_ids)])
+            length = len(rollout.completion_ids)
+            logprobs.append(row[:length])
         schema = pa.schema({"index": pa.int64(), "logprobs": pa.large_list(pa.float32())})
         table = pa.table({"index": indexes, "logprobs": logprobs}, schema=schema)
         try:

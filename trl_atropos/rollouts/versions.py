@@ -1,4 +1,4 @@
-"""What the run asks of the inference servers: which policy versions sampled a rollout
+"""The source's requests to the inference servers: which policy versions sampled a rollout
 (`VersionBook`), and when environments may sample (`RequestGate`).
 
 The servers note every completion that they sample. `selection.Feed` asks for these notes when

@@ -31,7 +31,10 @@ LARGEST = 2.0**40
 LOWEST_LOGPROB = -1e4
 MAX_MESSAGE_BYTES = 64 * 1024  # of one rollout's messages
 
+MAX_FLOAT = sys.float_info.max
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Number = float | int  # a big integer stays exact until it is checked
 # Atropos' collectors send empty lists and objects for what they do not have.
 Nothing = Annotated[dict[str, Any], Meta(max_length=0)] | None
@@ -44,8 +47,7 @@ PerRollout = list[T | Nothing] | Nothing
 class Sampling(Struct):
     """The sampling settings of the group, as far as the environment says."""
 
-    # finite
-    temperature: Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)] | None = None
+    temperature: Finite | None = None
 
 
 class Overrides(Sampling):
@@ -70,7 +72,7 @@ class Group(Struct):
     overrides: list[Overrides | Empty] | Nothing = None
     group_overrides: Overrides | Empty = None
     generation_params: Sampling | Empty = None
-    env_id: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    env_id: Int64 | None = None
     messages: Any = None
     images: Any = None
 
@@ -378,8 +380,8 @@ def _logprobs(name: str, entries: list) -> np.ndarray:
     """Returns `(length,)` float32, NaN for entries that are no log-probability: null, below the
     lowest, or above 0, as Atropos pads with 1.0."""
     values = _floats(entries)
-    logprobs = np.where((values <= 0.0) & (values >= LOWEST_LOGPROB), values, np.nan)
-    return logprobs.astype(np.float32)
+    is_logprob = (values <= 0.0) & (values >= LOWEST_LOGPROB)
+    return np.where(is_logprob, values, np.nan).astype(np.float32)
 
 
 def _teachers(
@@ -423,11 +425,13 @@ def _teacher(
         name = f"distill_logprobs[{i}][{position}]"
         _sized(name, logprobs[position], len(ids[position]), "token ids")
     counts = np.array([len(entry) for entry in ids], dtype=np.int64)
-    present = np.arange(counts.max(initial=0)) < counts[:, None]  # (length, k)
+    k = counts.max(initial=0)
+    present = np.arange(k) < counts[:, None]  # (length, k)
     padded_ids = np.full(present.shape, -1, dtype=np.int32)
     padded_ids[present] = list(chain.from_iterable(ids))
     padded_logprobs = np.full(present.shape, np.nan, dtype=np.float32)
-    padded_logprobs[present] = _logprobs("", list(chain.from_iterable(logprobs)))
+    flat_logprobs = list(chain.from_iterable(logprobs))
+    padded_logprobs[present] = _logprobs("", flat_logprobs)
     padded_ids[np.isnan(padded_logprobs)] = -1
     return padded_ids, padded_logprobs
 
@@ -465,12 +469,14 @@ def _message_text(messages: Any) -> str | None:
     kept = []
     left = MAX_MESSAGE_BYTES - 200  # for the note
     for entry in entries:
-        left -= len(_dumps(entry).encode()) + len(", ")
+        text = _dumps(entry)
+        left -= len(text.encode()) + len(", ")
         if left < 0:
             break
         kept.append(entry)
-    left_out = f"{len(entries) - len(kept)} more messages; {total} bytes in all"
-    return _dumps([*kept, {"role": "note", "content": left_out}])
+    left_out = len(entries) - len(kept)
+    note = {"role": "note", "content": f"{left_out} more messages; {total} bytes in all"}
+    return _dumps([*kept, note])
 
 
 def _dumps(value: Any) -> str:
