@@ -435,8 +435,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/rollouts/selection.py",
-        " if now - seen < FORGET}",
-        "}",
+        " if now - seen < FORGET]",
+        "]",
         "tests/rollouts/test_weights.py::test_an_environment_that_has_delivered_nothing_for_long_holds_nobody_back",
     ),
     Mutation(

@@ -87,8 +87,9 @@ class Shares:
         now = time.monotonic()
         for env_id in env_ids:
             self._last_seen[env_id] = now
-        active = {env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET}
-        if active == self._weights.keys() and now - self._last_refresh < REFRESH:
+        active = [env_id for env_id, seen in self._last_seen.items() if now - seen < FORGET]
+        is_fresh = now - self._last_refresh < REFRESH
+        if is_fresh and set(active) == self._weights.keys():
             return
         with suppress(ApiUnreachable, ReplyLost):  # the next pull finds out what is wrong
             weights = {}
@@ -111,8 +112,7 @@ class Shares:
             self._counted = set(weights)
             self._trained.clear()
         if rollout.group != self._group:
-            share = weights[env_id] / sum(weights.values())
-            due = share * self._trained.total()
+            due = self._trained.total() * weights[env_id] / sum(weights.values())
             ahead = self._trained[env_id] - due
             self._group = rollout.group
             self._group_is_admitted = ahead < self.slack
