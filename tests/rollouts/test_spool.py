@@ -1,6 +1,7 @@
 """The files in which rollouts are kept: what is in them, what happens to bad ones, and how many
 there are."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.rollouts.conftest import assert_same_rows
+from tests.rollouts.conftest import DATA, assert_same_rows
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout
-from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool
+from trl_atropos.rollouts.spool import HEADER, Delivery, FileHeader, Spool
 
 DELIVERY = Delivery("run-1", 1, 0, 4, 1, 0)
 
@@ -84,6 +85,27 @@ def test_a_batch_of_nothing_but_rejected_groups_is_a_file_with_no_rows_that_coun
     spool = Spool(tmp_path / "rollouts", 1e9)
     assert spool.headers == [FileHeader(0, 4, DELIVERY, {"rejected": 4}, 0, [["a", 0]], 5)]
     assert spool.read(spool.headers[0]) == []
+
+
+def test_files_written_before_are_read_and_would_be_written_alike(tmp_path):
+    """`data/spool` was written when the classes of the header and its fields had other names."""
+    shutil.copytree(DATA / "spool", tmp_path / "rollouts")
+    spool = Spool(tmp_path / "rollouts", 1e9)
+    branches = [["a", 0], ["b", 3]]
+    deliveries = [Delivery("run-1", 4, 0, 4, 2, 0), Delivery("run-1", 4, 0, 4, 2, 1)]
+    assert spool.headers == [
+        FileHeader(0, 4, deliveries[0], {}, 4, branches, 5),
+        FileHeader(4, 4, deliveries[1], {"rejected": 2}, 0, branches, 5),
+    ]
+    assert spool.last_delivery() == deliveries[0]
+    assert spool.registrations == {"run-1": 2}
+    assert [(row.index, row.score) for row in spool.read(spool.headers[1])] == [(6, 1), (7, 2)]
+    for header in spool.headers:
+        with pa.ipc.open_file(path_of(spool, header.start)) as reader:
+            written = json.loads(reader.schema.metadata[HEADER])
+        assert list((written | {"crc32": "00000000"}).items()) == list(
+            json.loads(header.to_json(spool.name)).items()
+        )
 
 
 def test_datasets_reads_the_files_with_typed_columns(tmp_path):
