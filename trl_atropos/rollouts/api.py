@@ -93,6 +93,8 @@ class LatestExample(msgspec.Struct):
 
 class AtroposClient:
     """
+    Sends requests to an Atropos API, each once.
+
     Args:
         url: root of the API, such as `http://127.0.0.1:8000`.
         request_timeout: seconds for every request but `batch`.
