@@ -237,14 +237,13 @@ class Diagnosis:
 
     def _why_nothing_queued(self, count: int) -> str:
         limit = self.registration.max_token_len
-        has = f"has {count} environments"
+        has = f"has {count} environments, but its queue is empty"
         if count == 1:
-            has = "has an environment"
+            has = "has an environment, but its queue is empty"
         return (
-            f"The Atropos API at {self.client.url} {has}, but its queue is empty: nothing that was "
-            f"sampled is delivered. {self._deliveries_of(range(count))}"
-            f"{self._near_the_limit(limit)} The API cannot tell a dead environment from one that "
-            "delivers nothing. "
+            f"The Atropos API at {self.client.url} {has}: nothing that was sampled is delivered. "
+            f"{self._deliveries_of(range(count))}{self._near_the_limit(limit)} "
+            "The API cannot tell a dead environment from one that delivers nothing. "
             "Look at the environment's log: it may have ended, may not reach the inference "
             "server, may send groups of another size than its `group_size` (the API holds those "
             "back), or may drop groups whose scores are all equal (`ensure_scores_are_not_same`; "
