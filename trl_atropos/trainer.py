@@ -64,11 +64,11 @@ from trl_atropos.metrics.timing import (
 from trl_atropos.protocol import environment_token
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import complete_card, model_only, repository_made, show_lines
-from trl_atropos.rollouts.intake import VersionBook
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters

@@ -24,7 +24,7 @@ import yaml
 from aiohttp import web
 
 from tests.launching import RECIPE, Run, ask, free_urls, make_model
-from trl_atropos.rollouts.selection import Books
+from trl_atropos.rollouts.selection import Accounting
 from trl_atropos.rollouts.spool import Spool, source_state
 
 ENVIRONMENTS = ("first", "second")
@@ -205,7 +205,7 @@ class Soak:
 
     def checks(self) -> dict[str, bool]:
         state, history = self.last_state()
-        books = Books(**state["books"])
+        books = Accounting(**state["books"])
         spool = Spool(self.out / "rollouts", 1e9)
         waiting = spool.end - state["cursor"]
         lost = sum(self.tap.accepted) - spool.end - self.left

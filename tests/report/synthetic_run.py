@@ -18,8 +18,8 @@ from trl_atropos import AtroposGRPOConfig
 from trl_atropos.metrics.health import Health
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
-from trl_atropos.rollouts.selection import Books
-from trl_atropos.rollouts.spool import Part, Region, Spool, TrainerLogprobs
+from trl_atropos.rollouts.selection import Accounting
+from trl_atropos.rollouts.spool import Delivery, FileHeader, Spool, TrainerLogprobs
 from trl_atropos.services.evaluations import Result
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step
@@ -51,17 +51,17 @@ def make_run(
     state, log = TrainerState(max_steps=steps), RunLog(folder, {"model_name_or_path": HOSTILE})
     model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=None))
     log.on_train_begin(config, state, None, model=model, processing_class=_tokenizer())
-    spool, health, books = Spool(folder / "rollouts", 1e12), Health({}, ()), Books()
+    spool, health, books = Spool(folder / "rollouts", 1e12), Health({}, ()), Accounting()
     trainer = TrainerLogprobs(spool.folder)
     for step in range(steps + 1):
         first = [step * 64 + group * GROUP for group in range(GROUPS)]
         rows = [row for number in first for row in _group(rng, step, steps, number)]
-        region = Region("synthetic", step, step * 64, 64, 1, 0)
+        region = Delivery("synthetic", step, step * 64, 64, 1, 0)
         if step % max(1, steps // 3) == 0:  # it ends when training is already at the next step
             log.evaluation(found := _evaluation(step, steps))
             log.on_log(config, TrainerState(global_step=step), None, logs=found.logs())
             log.evaluation(_graded_evaluation(step, steps))
-        spool.append(Part(step * 64, 64, region, {}, 0, PATH, max(0, step - 1)), rows)
+        spool.append(FileHeader(step * 64, 64, region, {}, 0, PATH, max(0, step - 1)), rows)
         if step == steps:
             break
         books.trained += 64

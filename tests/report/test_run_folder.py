@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from tests.report.synthetic_run import make_run
 from tests.rollout_factory import make_trainer, uniform_batch
-from tests.rollouts.test_spool import REGION, append, make_row
+from tests.rollouts.test_spool import DELIVERY, append, make_row
 from trl_atropos.report import page
 from trl_atropos.report.page import build, token_texts
 from trl_atropos.report.run_folder import (
@@ -30,7 +30,7 @@ from trl_atropos.report.run_folder import (
 )
 from trl_atropos.report.run_log import RunLog, spans
 from trl_atropos.rollouts.rollout import scalar_advantages
-from trl_atropos.rollouts.spool import Part, Spool, TrainerLogprobs
+from trl_atropos.rollouts.spool import FileHeader, Spool, TrainerLogprobs
 
 FIRST = [["a", 0]]
 
@@ -49,7 +49,7 @@ class Folder:
                 make_row(group=file, policy_version=max(0, file - 1), score=float(i))
                 for i in range(4)
             ]
-            append(self.spool, 4 * file, *rows, lineage=FIRST, version=file)
+            append(self.spool, 4 * file, *rows, policy_branches=FIRST, version=file)
 
     def begin(self, step: int = 0, **config) -> None:
         self.log.write(
@@ -132,7 +132,11 @@ def test_what_a_resumed_run_abandoned_is_forgotten(tmp_path):
 def test_a_row_of_an_abandoned_version_is_as_old_as_the_way_to_it(tmp_path):
     folder = Folder(tmp_path, files=0)
     append(
-        folder.spool, 0, *[make_row(policy_version=3) for _ in range(4)], lineage=FIRST, version=4
+        folder.spool,
+        0,
+        *[make_row(policy_version=3) for _ in range(4)],
+        policy_branches=FIRST,
+        version=4,
     )
     folder.begin()
     folder.begin(step=1)
@@ -417,7 +421,7 @@ def test_a_run_that_has_not_pulled_a_batch_yet_has_a_page(tmp_path):
 
 def test_a_batch_of_nothing_but_rejected_groups_is_no_hindrance(tmp_path):
     folder = Folder(tmp_path, files=1)
-    folder.spool.append(Part(4, 4, REGION, {"rejected": 4}), [])
+    folder.spool.append(FileHeader(4, 4, DELIVERY, {"rejected": 4}), [])
     append(folder.spool, 8, make_row(), size=4)
     assert len(folder.rows()) == 5
 

@@ -10,7 +10,7 @@ from trl_atropos.rollouts.api import (
     ReplyLost,
     join,
 )
-from trl_atropos.rollouts.pull import Diagnosis
+from trl_atropos.rollouts.diagnosis import Diagnosis
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup
 
 PAUSE = 0.03  # seconds between two requests while there is no batch
@@ -36,7 +36,7 @@ class BareTrainer:
             starting_step=0,
             num_steps=10**6,
         )
-        self.diagnosis = Diagnosis(self.client, self.registration, dict)
+        self.diagnosis = Diagnosis(self.client, self.registration)
         self.restarts = 0
         self._join()
 

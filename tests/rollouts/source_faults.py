@@ -36,7 +36,7 @@ from tests.server_process import free_port
 from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.rollouts.spool import Part, read_part
+from trl_atropos.rollouts.spool import FileHeader, read_header
 
 BATCH = 8  # rows
 GROUP = 2
@@ -452,8 +452,8 @@ def stages(orders: Orders, source: AtroposSource) -> Callable[[str], None]:
 
 
 def watch(source: AtroposSource, reach: Callable[[str], None]) -> None:
-    after(source._puller, "pull", lambda came: came and reach("pulled"))
-    after(source._spool, "append", lambda nothing: reach("spooled"))
+    after(source._feed.puller, "pull", lambda came: came and reach("pulled"))
+    after(source._feed.spool, "append", lambda nothing: reach("spooled"))
 
 
 def after(owner: Any, name: str, act: Callable[[Any], Any]) -> None:
@@ -573,7 +573,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 @dataclass
 class Spooled:
-    part: Part
+    header: FileHeader
     ids: list[int]
 
 
@@ -581,7 +581,7 @@ def about(run: Path) -> dict[str, Any]:
     return json.loads((run / "rollouts" / "spool.meta").read_text())
 
 
-def parts(run: Path) -> list[tuple[Path, Part]]:
+def headers(run: Path) -> list[tuple[Path, FileHeader]]:
     """What the files of a spool say of themselves, oldest first; also while the consumer is
     running."""
     files = sorted(run.glob("rollouts/rows-*.arrow"))
@@ -589,19 +589,19 @@ def parts(run: Path) -> list[tuple[Path, Part]]:
         assert not files, f"{files} belong to no spool"
         return []  # the power was cut before anything was there
     name = about(run)["name"]
-    return [(path, read_part(path, name)) for path in files]
+    return [(path, read_header(path, name)) for path in files]
 
 
 def spooled(run: Path) -> list[Spooled]:
     """All files of a spool, read without the package's reader of rows."""
     found = []
-    for path, part in parts(run):
+    for path, header in headers(run):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         ids = [row_id(completion) for completion in table.column("completion_ids").to_pylist()]
         assert table.column("index").to_pylist() == list(
-            range(part.start + part.missing, part.end)
+            range(header.start + header.missing, header.end)
         ), path
-        found.append(Spooled(part, ids))
+        found.append(Spooled(header, ids))
     return found
 
 
@@ -627,22 +627,22 @@ class Audit:
             return
         cursor, books = state["cursor"], state["books"]
         assert step * BATCH == len(trained) == books["trained"]
-        before = [file for file in files if file.part.start < cursor]
+        before = [file for file in files if file.header.start < cursor]
         expected = [
             row
             for file in before
-            for row in file.ids[: max(0, cursor - file.part.start - file.part.missing)]
+            for row in file.ids[: max(0, cursor - file.header.start - file.header.missing)]
         ]
         assert trained == expected, f"trained are other rows than those below the cursor {cursor}"
         end = 0
         for file in before:
-            assert file.part.start == end, f"rows {end} to {file.part.start} are nowhere"
-            end = file.part.end
+            assert file.header.start == end, f"rows {end} to {file.header.start} are nowhere"
+            end = file.header.end
         dropped: Counter[str] = Counter()
         for file in before:
-            dropped.update(file.part.dropped)
+            dropped.update(file.header.dropped)
         assert dropped == Counter(books["dropped"]), f"{books}, but the files say {dropped}"
-        assert sum(file.part.lost_with_api for file in before) == books["lost_with_api"]
+        assert sum(file.header.lost_with_api for file in before) == books["lost_with_api"]
         assert len(trained) + dropped.total() + books["lost_with_api"] == cursor, (
             f"{books} do not add up to {cursor}"
         )
@@ -658,9 +658,9 @@ class Audit:
             return -1
         assembled = BATCH * (alive.step - first_step)
         received = sum(
-            part.size
-            for _, part in parts(self.run)
-            if part.region.registration == alive.registration
+            header.size
+            for _, header in headers(self.run)
+            if header.delivery.registration == alive.registration
         )
         # A restarted API may have assembled a batch before this run noticed, and joined at the step
         # after it.
@@ -673,20 +673,20 @@ class Audit:
         first_steps = about(self.run)["registrations"]
         by_api: Counter[str] = Counter()
         for file in files:
-            by_api[file.part.region.registration] += file.part.size
+            by_api[file.header.delivery.registration] += file.header.size
         for one in dead:
             if one.registration in first_steps:
                 produced = one.produced + BATCH * (one.step - first_steps[one.registration])
                 assert by_api[one.registration] <= produced, (
                     f"{by_api[one.registration]} rows from {produced}"
                 )
-        end = files[-1].part.end
+        end = files[-1].header.end
         assert sum(by_api.values()) == end, (
             f"the files hold {sum(by_api.values())} rows up to index {end}"
         )
         cursor = self.load(self.run)[2]["cursor"]
         assert end - cursor < BATCH + sum(
-            file.part.missing for file in files if file.part.start >= cursor
+            file.header.missing for file in files if file.header.start >= cursor
         ), f"{end - cursor} rows are left over"
 
 

@@ -11,10 +11,10 @@ import pytest
 from tests.rollout_factory import record
 from tests.rollouts.conftest import Api, assert_same_rows, free_port, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts.intake import VersionBook
 from trl_atropos.rollouts.pull import LOOK_AGAIN
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 
 WAIT = 30.0  # seconds, for what is already on its way
 SHORT = 0.2  # seconds, where nothing may come

@@ -16,11 +16,11 @@ import pytest
 
 from tests.rollouts.conftest import Api, make_group
 from trl_atropos.errors import RolloutError
-from trl_atropos.rollouts import pull
-from trl_atropos.rollouts.intake import VersionBook
+from trl_atropos.rollouts import diagnosis, pull
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 
 WAIT = 30.0  # seconds, for what is already on its way
 SHORT = 0.2  # seconds, where nothing may come
@@ -212,7 +212,7 @@ def test_a_run_that_dies_between_two_batches_of_a_burst_gets_the_rest_in_order(a
     api.deliver(*groups(1, 2, 3, 4, 5, 6))
     source._feed._pull()  # the newest batch of the burst,
     source._feed._pull()  # and how many there are
-    assert [part.start for part in source._spool.parts] == [8]
+    assert [header.start for header in source._feed.spool.headers] == [8]
     resumed = open_source({})
     api.deliver(*groups(7, 8))
     assert scores(resumed, 16) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
@@ -589,7 +589,7 @@ def test_the_requests_that_wait_begin_when_the_run_ends(api, open_source):
 
 
 def test_a_silence_is_counted_while_somebody_waits(api, open_source, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "QUIET_WARNING", 1.0)
+    monkeypatch.setattr(diagnosis, "QUIET_WARNING", 1.0)
     source = open_source()
     api.deliver(*groups(1, 2))
     scores(source, 4)
@@ -665,7 +665,9 @@ def test_messages_call_an_environment_by_its_name(api, open_source, caplog):
         "/register-env",
         {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2},
     )
-    assert "Environment letters has delivered 2 groups of 2, the last" in source._puller.why_quiet()
+    assert (
+        "Environment letters has delivered 2 groups of 2, the last" in source._diagnosis.why_quiet()
+    )
 
 
 def test_environments_that_the_run_did_not_start_are_called_as_they_registered(
@@ -679,7 +681,7 @@ def test_environments_that_the_run_did_not_start_are_called_as_they_registered(
         assert naming_api.post("/register-env", body)["status"] == "success"
     naming_api.deliver(make_group(1, 2, env_id=0), make_group(3, 4, env_id=3))
     assert [row.environment for row in source.poll(4, WAIT)[::2]] == ["letters", "sums-2"]
-    told = source._puller.why_quiet()
+    told = source._diagnosis.why_quiet()
     source.close()
     assert (
         "environment sums has delivered nothing to this run; environment sums-2 has delivered 1 "

@@ -15,7 +15,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_atropos.rollouts.intake import VersionBook
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.weights.probe import Tolerance
 
 pytestmark = pytest.mark.server

@@ -36,9 +36,10 @@ from tests.weights.versions import (
 )
 from trl_atropos.errors import RolloutError
 from trl_atropos.protocol import completion_key
-from trl_atropos.rollouts.intake import Intake, VersionBook
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.services.manager import free_port
 

@@ -24,8 +24,9 @@ from trl_atropos.check.launch import Launch, read
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
-from trl_atropos.rollouts.intake import Intake, VersionBook
+from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
+from trl_atropos.rollouts.versions import VersionBook
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environments import SITE, EnvironmentSpec

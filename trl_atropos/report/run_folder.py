@@ -20,7 +20,7 @@ from pyarrow import feather
 
 from trl_atropos.errors import AtroposTrainingError, RolloutError
 from trl_atropos.rollouts.rollout import Rollout, normalised, staleness
-from trl_atropos.rollouts.spool import META, Part, read_part, read_rollouts
+from trl_atropos.rollouts.spool import META, FileHeader, read_header, read_rollouts
 
 LOG = "run_log.jsonl"
 
@@ -204,7 +204,7 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
         unreadable.append(f"{META}: it is not what a run wrote ({error!r})")
     for path in sorted(folder.glob("rows-*.arrow")):
         try:
-            part = read_part(path, spool)
+            part = read_header(path, spool)
             rollouts = read_rollouts(path)
         except RolloutError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # the run has just removed it
@@ -236,7 +236,9 @@ def _table(rollouts: list[Rollout], path: str) -> pd.DataFrame:
     return table.assign(path=path)
 
 
-def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: list[Batch]) -> None:
+def _trace(
+    rollouts: pd.DataFrame, parts: dict[str, FileHeader], run: Run, batches: list[Batch]
+) -> None:
     """Sets for every rollout what became of it, and at which step, where the run's log tells."""
     names = ("batch", "first_step", "last_step", "stale")
     of = {name: np.full(len(rollouts), UNKNOWN) for name in names} | {
@@ -260,7 +262,7 @@ def _trace(rollouts: pd.DataFrame, parts: dict[str, Part], run: Run, batches: li
         for place in places[sampled[places] != UNKNOWN]:
             part = parts[rollouts["path"].iat[place]]
             of["stale"][place] = staleness(
-                sampled[place], part.lineage, part.version, batch.lineage, batch.version
+                sampled[place], part.policy_branches, part.version, batch.lineage, batch.version
             )
     for name, values in of.items():
         rollouts[name] = values
