@@ -14,7 +14,8 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.services.environments import EnvironmentLog, EnvironmentSpec
+from trl_atropos.environment_entry import EnvironmentSpec
+from trl_atropos.services.environments import EnvironmentLog
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
 WEIGHT_LINE = next(

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollouts import malformed, oracle
+from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
 from trl_atropos.services import evaluations
-from trl_atropos.services.environments import EvaluationSpec
 from trl_atropos.services.evaluations import Evaluator, Result, read_result, results_of
 from trl_atropos.services.manager import Services
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from trl_atropos import logging
 from trl_atropos.check import width, wrapped
 from trl_atropos.check.launch import Launch, read
+from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
 from trl_atropos.protocol import environment_token, stated_flags, stated_settings
 from trl_atropos.recipe import Recipe
@@ -28,7 +29,6 @@ from trl_atropos.rollouts.intake import Intake, VersionBook
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.environments import SITE, EnvironmentSpec
 from trl_atropos.services.manager import ENVIRONMENT, Service, Services, tail, trouble_at
 from trl_atropos.train import start_services
 
@@ -124,9 +124,8 @@ def _start(recipe: Recipe, spec: EnvironmentSpec, services: Services) -> Service
         file.unlink(missing_ok=True)
     spec = spec.model_copy(deep=True)
     spec.config |= {"total_steps": 1, "max_num_workers": 1, "data_path_to_save_groups": str(found)}
-    recipe.write_environment_file(spec)
-    python, _, script, _, *flags = recipe.environment_command(spec)
-    command = [python, os.path.join(SITE, "groups.py"), script, "process", *flags]
+    config = recipe.write_environment_file(spec)
+    command = [*spec.groups_command("process", recipe.placeholders()), "--config", str(config)]
     return services.start(
         name, command, env=spec.variables(TRL_ATROPOS_GO=str(go)), cwd=spec.cwd, ends=True
     )

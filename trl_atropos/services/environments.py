@@ -1,10 +1,9 @@
-"""The environments of a run: their entries in the recipe, what their logs say, and what happens
-when one ends.
+"""The environments of a run: what their logs say, and what happens when one ends.
 
-`recipe.py` reads each entry of `environments` into an `EnvironmentSpec`, and `trl_atropos.train`
-starts its command. From then on `Supervisor` tells the rollout source what the logs say, and ends
-the run when an environment only fails. `Services.watch` reports to `Disconnector` each environment
-that ended, so that the Atropos API forgets it.
+`trl_atropos.train` starts an environment by its entry in the recipe (`environment_entry.py`).
+From then on `Supervisor` tells the rollout source what the logs say, and ends the run when an
+environment only fails. `Services.watch` reports to `Disconnector` each environment that ended, so
+that the Atropos API forgets it.
 
 Only `EnvironmentLog` knows the lines that Atropos 0.4 writes. `environment_site/sitecustomize.py`
 adds to them; where it is not loaded, messages have less detail.
@@ -12,20 +11,14 @@ adds to them; where it is not loaded, messages have less detail.
 
 import contextlib
 import logging
-import os
 import re
-import shlex
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from trl_atropos.errors import RecipeError, RolloutError
-from trl_atropos.protocol import TOKEN_VARIABLE
+from trl_atropos.errors import RolloutError
 from trl_atropos.rollouts.api import ApiUnreachable, AtroposClient, ReplyLost, disconnect_command
 from trl_atropos.services.manager import ATROPOS, ENVIRONMENT, Service, Services
 
@@ -34,8 +27,6 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0  # seconds; asked from the thread that watches the services
 LOOK_EVERY = 1.0  # seconds
 HOPELESS = 32  # failed groups of an environment that has collected none: a mistake, not bad luck
-SITE = str(Path(__file__).resolve().parents[1] / "environment_site")
-RUNNER = f"{SITE}/run.py"
 
 # Parts of the lines that Atropos writes, and what each means.
 COLLECT_FAILED = "Error in collect_trajectories"
@@ -66,161 +57,6 @@ EXPLAINED = re.compile(r"\[(\w+: .*), ([^,]+:\d+ in [^;\]]+)(; no group was coll
 REGISTERED = re.compile(r"Initialized env with id (\d+)")
 BEGINS_A_LIFE = re.compile(r"(--- \d{4}-|guard: .* starting it again in )")
 LONGEST = 300  # characters of an exception that are quoted
-# of an entry: no "..", nothing hidden, and nothing that looks like a flag
-NAME = re.compile(r"\w[\w.-]*")
-LONGEST_NAME = 200  # bytes; the name of a file may have 255
-
-
-class EnvironmentSpec(BaseModel):
-    """
-    One entry of `environments`. A text alone is the `path`.
-
-    Attributes:
-        path: The environment's script, relative to `cwd`, run as `{python} PATH serve --config
-        FILE` would be. config: Settings of the environment, which win over those that the run
-        writes to that file. command: The whole command in place of `path`, with placeholders, as
-        one line or as a list of words. name: Name of the service and of its log file. Defaults to
-        that of the script, or of its folder if the script
-            is called `environment.py`.
-        python: Interpreter that `{python}` stands for; by default the run's own.
-        servers: Inference servers, as Atropos' server configs, whose `base_url`, `model_name` and
-            `server_type` are by default those of the run. A `command` is given them as the file
-            `--config`.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str | None = Field(default=None, min_length=1)
-    config: dict[str, Any] = {}
-    command: str | list[str] | None = Field(default=None, min_length=1)
-    name: str = ""
-    env: dict[str, str | int | float] = {}
-    cwd: str | None = None
-    python: str | None = Field(default=None, min_length=1)
-    servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, entry: Any) -> Any:
-        return {"path": entry} if isinstance(entry, str) else entry
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> "EnvironmentSpec":
-        if (self.path is None) == (self.command is None):
-            raise ValueError("it needs either `path` or `command`")
-        if self.path is None and not self.name:
-            raise ValueError("an entry with a `command` needs a `name`")
-        if self.path is None and self.config:
-            raise ValueError(
-                "`config` goes with `path`; a `command` has flags, such as `--env.group_size 8`"
-            )
-        if not self.name:
-            script = Path(self.cwd or "", self.path).absolute()
-            usual = script.parent.name if script.stem == "environment" else script.stem
-            self.name = re.sub(r"[^\w.-]", "_", usual).lstrip(".-")
-        if not NAME.fullmatch(self.name) or len(os.fsencode(self.name)) > LONGEST_NAME:
-            what = f"files and folders get its name, and {self.name!r} is none for them"
-            fix = (
-                f"letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with no "
-                "- or . at its start"
-            )
-            raise ValueError(f"{what}: set `name` to {fix}")
-        return self
-
-    @property
-    def script(self) -> Path:
-        """The file of an entry with a `path`, seen from the folder of the run."""
-        return Path(self.cwd or "", self.path)
-
-    @property
-    def line(self) -> str:
-        """The command as a person would type it, without what the run fills in."""
-        if self.path is not None:
-            flags = [
-                f"--env.{name} {shlex.quote(str(value))}" for name, value in self.config.items()
-            ]
-            return " ".join([f"python {self.path} serve", *flags])
-        return self.command if isinstance(self.command, str) else " ".join(self.command)
-
-    def variables(self, **further: str) -> dict[str, str]:
-        """Of its process: its own, what has its Python load `environment_site/sitecustomize.py`,
-        and no token."""
-        own = {
-            TOKEN_VARIABLE: "",
-            **further,
-            **{name: str(value) for name, value in self.env.items()},
-        }
-        before = own.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        return {**own, "PYTHONPATH": f"{SITE}{os.pathsep}{before}".rstrip(os.pathsep)}
-
-    def words(self) -> list[str]:
-        """The command as words, with its placeholders."""
-        if self.path is not None:
-            return [
-                "{python}",
-                *(word.replace("{", "{{").replace("}", "}}") for word in (RUNNER, self.path)),
-                "serve",
-            ]
-        try:
-            return shlex.split(self.command) if isinstance(self.command, str) else self.command
-        except ValueError as error:
-            what = f"The command of environment {self.name!r} is cut short: {error}"
-            raise RecipeError(
-                what, str(self.command), "Correct its quotes.", "environment-command"
-            ) from error
-
-    def fill_in(self, text: str, values: dict[str, str]) -> str:
-        """`text` with the values of its placeholders."""
-        if self.python is not None:
-            python = os.path.expanduser(self.python)
-            values = {**values, "python": os.path.abspath(python) if "/" in python else python}
-        try:
-            return text.format_map(values)
-        except (KeyError, IndexError, ValueError) as error:
-            what = f"The entry of environment {self.name!r} has an unknown placeholder ({error})"
-            fix = (
-                f"Known ones: {', '.join('{' + name + '}' for name in values)}; write a literal "
-                "brace twice."
-            )
-            raise RecipeError(what, f"{error} in {text}", fix, "environment-command") from error
-
-
-class EvaluationSpec(EnvironmentSpec):
-    """
-    One entry of `evaluations`: an environment that is run beside the training, of which nothing is
-    trained on.
-
-    Attributes:
-        problems: Of which rollouts are sampled, the first that the environment gives. By default,
-            its own `evaluate` runs instead.
-        samples: Rollouts of each problem, for pass@k.
-        temperature: At which they are sampled; by default that of the run.
-        passes_above: A rollout with a score above this has solved its problem.
-        every: Optimizer steps between two evaluations; by default `eval_steps`. One is made before
-            the first step and one after the last in any case.
-    """
-
-    problems: int | None = Field(default=None, ge=1)
-    samples: int = Field(default=1, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    passes_above: float = Field(default=0.5, allow_inf_nan=False)
-    every: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _one_door(self) -> "EvaluationSpec":
-        if self.path is None:
-            raise ValueError("an evaluation needs a `path`")
-        stated = {"samples", "temperature", "passes_above"} & self.model_fields_set
-        if self.problems is None and stated:
-            raise ValueError(
-                f"`{min(stated)}` goes with `problems`; an environment's own `evaluate` has its "
-                "`config`"
-            )
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                "at temperature 0 all samples of a problem are the same: set `samples: 1`"
-            )
-        return self
 
 
 class EnvironmentLog:

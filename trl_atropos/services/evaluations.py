@@ -33,12 +33,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
+from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError, ServerError
 from trl_atropos.protocol import EVALUATION_KEY
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.rollouts.wire import ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.environments import EvaluationSpec
 from trl_atropos.services.manager import Service, Services, tell_work
 
 logger = logging.getLogger(__name__)
