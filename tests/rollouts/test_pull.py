@@ -326,7 +326,7 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
 
 
 LOOKS = """
-import asyncio, sitecustomize, types
+import asyncio, run, types
 from atroposlib.envs.base import BaseEnv
 
 async def nothing(*_):
@@ -351,7 +351,8 @@ class Env(BaseEnv):
         self.workers = {"at work"} if 7 <= self.looks < 9 else set()
         self.status_dict = {"current_step": 10 * (self.looks == 12), "queue_size": 0}
 
-waits, sitecustomize._sleep = [], note
+waits, asyncio.sleep = [], note
+run.shorten_sleeps(BaseEnv)
 env = Env()
 env.workers = set()
 asyncio.run(env.env_manager())
