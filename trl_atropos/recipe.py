@@ -44,7 +44,7 @@ from trl_atropos.protocol import (
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names
-from trl_atropos.services.evaluations import GROUPS
+from trl_atropos.services.evaluation_results import GROUPS
 
 if TYPE_CHECKING:
     from trl_atropos.weights.adapters import Way

@@ -478,7 +478,8 @@ def evaluator_of(
 ) -> "Evaluator | None":
     """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`. Where they
     are `needed`, one that fails is an error."""
-    from trl_atropos.services.evaluations import FOLDER, Evaluator
+    from trl_atropos.services.evaluation_results import FOLDER
+    from trl_atropos.services.evaluations import Evaluator
 
     training = recipe.training
     folder = os.path.join(output_dir, FOLDER)

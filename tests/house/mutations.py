@@ -239,13 +239,13 @@ MUTATIONS: list[Mutation] = [
     ),
     # ------------------------------------------------------------------------------------- services
     Mutation(
-        "trl_atropos/services/evaluations.py",
-        "shares[problem] - before[problem] for problem in both",
-        "before[problem] - shares[problem] for problem in both",
+        "trl_atropos/services/evaluation_results.py",
+        "shares[problem] - _count_passed(samples, passes_above) / len(samples)",
+        "_count_passed(samples, passes_above) / len(samples) - shares[problem]",
         "tests/services/test_evaluation.py::test_the_gain_is_of_pairs",
     ),
     Mutation(
-        "trl_atropos/services/evaluations.py",
+        "trl_atropos/services/evaluation_results.py",
         "range(1, fewest.bit_length())",
         "range(1, fewest.bit_length() - 1)",
         "tests/services/test_evaluation.py::test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has",
@@ -283,8 +283,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "(min(oldest for oldest, _ in known), max(",
-        "(max(oldest for oldest, _ in known), max(",
+        "min(reply.oldest for reply in known), max(",
+        "max(reply.oldest for reply in known), max(",
         "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
     ),
     Mutation(

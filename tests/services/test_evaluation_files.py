@@ -24,7 +24,8 @@ from tests.rollouts import malformed, oracle
 from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
 from trl_atropos.services import evaluations
-from trl_atropos.services.evaluations import Evaluator, Result, read_result, results_of
+from trl_atropos.services.evaluation_results import Result, read_result, results_of
+from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services
 
 PROBLEMS, SAMPLES = 4, 2

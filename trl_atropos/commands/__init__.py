@@ -162,7 +162,7 @@ def evaluate(words: list[str]) -> None:
 def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     """Evaluates a checkpoint, or the model that the recipe begins with, by servers of its own or
     those that run."""
-    from trl_atropos.services.evaluations import results_of
+    from trl_atropos.services.evaluation_results import results_of
     from trl_atropos.services.manager import Services
     from trl_atropos.train import evaluator_of, require_room, set_up_logging, start_servers
     from trl_atropos.weights.checkpoint import merged_model, step_of
