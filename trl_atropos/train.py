@@ -132,7 +132,8 @@ def start_mps(log_dir: str) -> None:
     before CUDA, which looks for it only once. It ends with this process. Warns where it cannot be
     had, and goes on without."""
     from trl_atropos.errors import ServiceError
-    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
+    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs
+    from trl_atropos.services.service_log import tail
 
     if mps_runs():
         return

@@ -37,8 +37,8 @@ from trl_atropos.services.manager import (
     require_free_port,
     require_shared_memory,
     require_sockets,
-    tail,
 )
+from trl_atropos.services.service_log import tail
 from trl_atropos.train import apply_recipe_environment, start_mps, start_services
 
 GONE_WITHIN = 15.0

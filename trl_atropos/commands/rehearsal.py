@@ -29,7 +29,8 @@ from trl_atropos.rollouts.intake import Intake, VersionBook
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
 from trl_atropos.rollouts.wire import RejectedGroup, ScoredGroup, parse_group
 from trl_atropos.server_client import ServerClient
-from trl_atropos.services.manager import ENVIRONMENT, Service, Services, tail, trouble_at
+from trl_atropos.services.manager import ENVIRONMENT, Service, Services, trouble_at
+from trl_atropos.services.service_log import tail
 from trl_atropos.train import start_services
 
 POLL = 0.1  # seconds

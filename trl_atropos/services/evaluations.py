@@ -40,7 +40,8 @@ from trl_atropos.services.evaluation_results import (
     read_own_metrics,
     read_result,
 )
-from trl_atropos.services.manager import Service, Services, tell_work
+from trl_atropos.services.manager import Service, Services
+from trl_atropos.services.service_log import tell_work
 
 logger = logging.getLogger(__name__)
 
