@@ -218,7 +218,7 @@ def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_
 FAULTS = {  # of the groups of an environment, and what its log says of each
     "cannot score": r"failed to collect a group; the last error was KeyError: 'weight' "
     rf"\({re.escape(str(ENVIRONMENT))}:{WEIGHT_LINE} in score\)$",
-    "returns none": "sampled a group and returned none: most environments do where all scores of a "
+    "returns none": "sampled a group and returned none: most environments do if all scores of a "
     "group are alike",
     "constant scores": "dropped a group because its scores are all equal",
     "too long": "dropped a group that has a rollout over the length limit",
