@@ -479,19 +479,19 @@ MUTATIONS: list[Mutation] = [
         "tests/commands/test_train_and_init.py::test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         'if longest and "--max-model-len" not in stated:',
         "if longest:",
         "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         'settings.get("lora_r") or 16',
         'settings.get("lora_r") or 8',
         "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         "    if each > gpus:\n",
         "    if each >= gpus:\n",
         "tests/commands/test_slurm.py::test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node",
