@@ -510,8 +510,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/commands/rehearsal.py",
-        "            size - len(rollouts),\n",
-        "            len(rollouts) - size,\n",
+        "dropped = size - len(rollouts)\n",
+        "dropped = len(rollouts) - size\n",
         "tests/commands/test_try.py::test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once",
     ),
     Mutation(
