@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -28,6 +28,9 @@ GROUPS_RUNNER = f"{SITE}/groups.py"  # takes it through a number of problems, wi
 NAME = re.compile(r"\w[\w.-]*")
 LONGEST_NAME = 200  # bytes; the name of a file may have 255
 HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 class EnvironmentSpec(BaseModel):
@@ -52,13 +55,13 @@ class EnvironmentSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str | None = Field(default=None, min_length=1)
+    path: NonEmpty | None = None
     config: dict[str, Any] = {}
     command: str | list[str] | None = Field(default=None, min_length=1)
     name: str = ""
     env: dict[str, str | int | float] = {}
     cwd: str | None = None
-    python: str | None = Field(default=None, min_length=1)
+    python: NonEmpty | None = None
     servers: list[dict[str, Any]] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="before")
@@ -78,7 +81,8 @@ class EnvironmentSpec(BaseModel):
             )
         if not self.name:
             self.name = self._usual_name()
-        if not NAME.fullmatch(self.name) or len(os.fsencode(self.name)) > LONGEST_NAME:
+        length = len(os.fsencode(self.name))
+        if not NAME.fullmatch(self.name) or length > LONGEST_NAME:
             raise ValueError(
                 f"files and folders get its name, and {self.name!r} is none for them: set `name` "
                 f"to letters, digits and any of - _ ., of at most {LONGEST_NAME} bytes, and with "
@@ -99,8 +103,10 @@ class EnvironmentSpec(BaseModel):
     @property
     def line(self) -> str:
         """Command as you would type it, without what the run fills in."""
-        if self.path is None:
-            return self.command if isinstance(self.command, str) else " ".join(self.command)
+        if isinstance(self.command, str):
+            return self.command
+        if self.command is not None:
+            return " ".join(self.command)
         words = [f"python {self.path} serve"]
         for name, value in self.config.items():
             words.append(f"--env.{name} {shlex.quote(str(value))}")
@@ -113,7 +119,8 @@ class EnvironmentSpec(BaseModel):
         for name, value in self.env.items():
             variables[name] = str(value)
         usual_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        variables["PYTHONPATH"] = f"{SITE}{os.pathsep}{usual_path}".rstrip(os.pathsep)
+        folders = f"{SITE}{os.pathsep}{usual_path}"
+        variables["PYTHONPATH"] = folders.rstrip(os.pathsep)
         return variables
 
     # ------------------------------------------------------------------------------------ commands

@@ -240,8 +240,8 @@ MUTATIONS: list[Mutation] = [
     # ------------------------------------------------------------------------------------- services
     Mutation(
         "trl_atropos/services/evaluation_results.py",
-        "shares[problem] - _count_passed(samples, passes_above) / len(samples)",
-        "_count_passed(samples, passes_above) / len(samples) - shares[problem]",
+        "shares[problem] - first_share",
+        "first_share - shares[problem]",
         "tests/services/test_evaluation.py::test_the_gain_is_of_pairs",
     ),
     Mutation(

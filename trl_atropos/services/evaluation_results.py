@@ -84,7 +84,10 @@ class Result:
         if self.versions is not None:
             values["oldest_version"], values["newest_version"] = self.versions
         values["seconds"] = self.seconds
-        return {f"eval_{self.name}_{metric}": float(value) for metric, value in values.items()}
+        logs = {}
+        for metric, value in values.items():
+            logs[f"eval_{self.name}_{metric}"] = float(value)
+        return logs
 
     def line(self, graded: bool | None = None) -> str:
         """Returns one line for a person. If `graded`, the mean score comes first; by default, if
@@ -92,7 +95,8 @@ class Result:
         if graded is None:
             graded = self.graded
         if "pass@1" not in self.metrics:
-            values = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+            metrics = [f"{name} {value:.4g}" for name, value in self.metrics.items()]
+            values = ", ".join(metrics)
         elif graded:
             values = self._mean_score_in_words()
         else:
@@ -109,16 +113,18 @@ class Result:
     def _mean_score_in_words(self) -> str:
         """Returns the mean score and its gain, then how many pass."""
         name = next(name for name in self.metrics if MEAN_SCORE.fullmatch(name))
-        mean = f"{self.metrics[name]:.3f}{self._interval(name)}{self._gain('mean_gain')}"
+        mean = f"mean score {self.metrics[name]:.3f}"
+        share = f"pass@1 {self.metrics['pass@1']:.3f}"
         threshold = ""
         if self.passes_above is not None:
             threshold = f" (scores above {self.passes_above:g})"
-        return f"mean score {mean}; pass@1 {self.metrics['pass@1']:.3f}{threshold}"
+        return f"{mean}{self._interval(name)}{self._gain('mean_gain')}; {share}{threshold}"
 
     def _gain(self, name: str) -> str:
         if name not in self.metrics:
             return ""
-        return f", {self.metrics[name]:+.3f}{self._interval(name, '+')} since step 0"
+        interval = self._interval(name, "+")
+        return f", {self.metrics[name]:+.3f}{interval} since step 0"
 
     def _interval(self, name: str, sign: str = "") -> str:
         """Returns the 95 % interval of a metric, behind a space. Returns an empty text if all
@@ -148,9 +154,12 @@ def read_result(folder: Path) -> Result | None:
 
 def results_of(folder: str | Path, step: int) -> list[Result]:
     """Returns the results of an optimizer step below the output folder of a run, by name."""
-    paths = sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}"))
-    results = [read_result(path.parent) for path in paths]
-    return [result for result in results if result is not None]
+    results = []
+    for path in sorted(Path(folder, FOLDER).glob(f"*/step-{step:06d}/{RESULT}")):
+        result = read_result(path.parent)
+        if result is not None:
+            results.append(result)
+    return results
 
 
 def _parse(content: bytes, kind: type[Kind]) -> Kind:
@@ -242,9 +251,11 @@ def problem_key(item: int, number: int, group: ScoredGroup) -> str:
     """Returns the key of group `number` of a problem in `Result.scores`, such as `3.0-5f2a90c1`.
     The hash is that of the prompt: the tokens before the first sampled one."""
     trained = group.trained[0]
-    prompt_length = int(np.argmax(trained)) if trained.any() else len(trained)
-    prompt = repr(group.tokens[0][:prompt_length].tolist()).encode()
-    digest = hashlib.blake2b(prompt, digest_size=4).hexdigest()
+    prompt_length = len(trained)
+    if trained.any():
+        prompt_length = int(np.argmax(trained))
+    prompt = group.tokens[0][:prompt_length].tolist()
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=4).hexdigest()
     return f"{item}.{number}-{digest}"
 
 
@@ -257,7 +268,8 @@ def read_own_metrics(folder: Path) -> dict[str, float]:
         raise EvaluationError(f"its own `evaluate` left no {METRICS}", fix=fix)
     metrics = {}
     try:
-        for name, value in _parse(path.read_bytes(), _OwnMetrics).results.all.items():
+        content = _parse(path.read_bytes(), _OwnMetrics)
+        for name, value in content.results.all.items():
             if isinstance(value, int | float):
                 metrics[name.removeprefix("eval/")] = float(value)
     except (ValueError, OverflowError) as error:
@@ -285,8 +297,10 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
     metrics = {"pass@1": fmean(shares.values()), "pass@1_low": low, "pass@1_high": high}
     fewest = min(len(samples) for samples in scores.values())
     # Five samples: pass@2, pass@4 and pass@5.
-    sizes = {2**power for power in range(1, fewest.bit_length())} | {fewest}
-    for k in sorted(sizes - {1}):
+    sizes = {2**power for power in range(1, fewest.bit_length())}
+    sizes.add(fewest)
+    sizes.discard(1)
+    for k in sorted(sizes):
         metrics[f"pass@{k}"] = fmean(
             pass_at(k, len(scores[problem]), count) for problem, count in passed.items()
         )
@@ -295,7 +309,8 @@ def measures(scores: Scores, passes_above: float, first: Scores | None = None) -
     mean_gains = []
     for problem in shares.keys() & (first or {}).keys():
         samples = first[problem]
-        gains.append(shares[problem] - _count_passed(samples, passes_above) / len(samples))
+        first_share = _count_passed(samples, passes_above) / len(samples)
+        gains.append(shares[problem] - first_share)
         mean_gains.append(means[problem] - fmean(samples))
     if gains:
         metrics |= _with_interval("gain", gains)
@@ -310,7 +325,9 @@ def _count_passed(samples: Sequence[float], passes_above: float) -> int:
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
     """Returns the probability that at least one of `k` samples passes, unbiased (Chen et al. 2021,
     "Evaluating Large Language Models Trained on Code", equation 1)."""
-    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+    draws_that_fail = math.comb(num_samples - num_passed, k)
+    draws = math.comb(num_samples, k)
+    return 1 - draws_that_fail / draws
 
 
 def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -336,7 +353,9 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     middle = (mean + z / 2) / (1 + z)
     spread = z * mean * (1 - mean) + z**2 / 4
     width = math.sqrt(spread) / (1 + z)
-    return max(0.0, middle - width), min(1.0, middle + width)
+    low = max(0.0, middle - width)
+    high = min(1.0, middle + width)
+    return low, high
 
 
 def _standard_error(values: Sequence[float]) -> float:

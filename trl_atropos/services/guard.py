@@ -242,8 +242,9 @@ class Guard:
         while self._exit_code is None and not self._unwanted():
             look_began = time.monotonic()
             shared.note(members(os.getpid()))
-            look_took = time.monotonic() - look_began
-            self._wait_for_next_look(time.monotonic() + max(LOOK_EVERY, look_took / LOOK_SHARE))
+            look_ended = time.monotonic()
+            pause = max(LOOK_EVERY, (look_ended - look_began) / LOOK_SHARE)
+            self._wait_for_next_look(look_ended + pause)
         lived = time.monotonic() - started
         if self._orphaned():
             parent = self._options.parent
