@@ -283,8 +283,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "min(reply.oldest for reply in known), max(",
-        "max(reply.oldest for reply in known), max(",
+        "min(reply.oldest for reply in replies), max(",
+        "max(reply.oldest for reply in replies), max(",
         "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
     ),
     Mutation(

@@ -108,7 +108,7 @@ time.sleep(600)
 def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(
     services, monkeypatch, caplog
 ):
-    monkeypatch.setattr(manager, "TOLD_EVERY", 0.6)
+    monkeypatch.setattr(manager, "MESSAGE_EVERY", 0.6)
     monkeypatch.setenv("COLUMNS", "80")
     caplog.set_level("INFO", "trl_atropos")
     services.start(

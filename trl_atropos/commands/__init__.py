@@ -314,11 +314,11 @@ def init(words: list[str]) -> None:
         (folder / path.name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(README.format(name=name), encoding="utf-8")
     command = [sys.executable, folder / "make_model.py", folder / "model"]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        sys.exit(f"trl-atropos init: the model could not be made:\n{made.stderr}")
-    files_there = ", ".join(sorted(os.listdir(folder)))
-    sys.stdout.write(f"Wrote {name}/: {files_there}.\nNext: read {name}/README.md\n")
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"trl-atropos init: the model could not be made:\n{process.stderr}")
+    content = ", ".join(sorted(os.listdir(folder)))
+    sys.stdout.write(f"Wrote {name}/: {content}.\nNext: read {name}/README.md\n")
 
 
 def _renamed(text: str, name: str) -> str:

@@ -155,10 +155,10 @@ def _first_with(word: str, commands: list[list[str]]) -> list[str]:
 def _server_flags(settings: dict[str, Any], served: list[str]) -> list[str]:
     """Returns the flags of each server, without those that the script sets. `served` is the
     `trl-atropos serve MODEL ...` of the recipe's first lines."""
-    stated = settings.get("vllm_args") or served[3:]
-    if isinstance(stated, str):
-        stated = shlex.split(stated)
-    flags = [str(word) for word in stated]
+    words = settings.get("vllm_args") or served[3:]
+    if isinstance(words, str):
+        words = shlex.split(words)
+    flags = [str(word) for word in words]
     for name in OWN_FLAGS:
         _values, flags = values_of(name, flags)
     stated = server_flags(flags)

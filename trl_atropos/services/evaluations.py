@@ -49,7 +49,7 @@ NEXT = "next"  # folder of the evaluation that comes next
 GO = "go"  # file in it that lets the evaluation begin
 READY_TIMEOUT = 600.0  # seconds that a process may take to import and set up what it needs
 POLL = 0.02  # seconds
-TOLD_EVERY = 60.0  # seconds between two messages about an evaluation that something waits for
+MESSAGE_EVERY = 60.0  # seconds between two messages about an evaluation that something waits for
 ASK_TIMEOUT = 30.0  # seconds that a server may take to say which versions sampled
 STEP_FOLDER = re.compile(r"step-(\d+)")
 
@@ -200,11 +200,11 @@ class Evaluator:
 
     def _due(self, step: int, first: bool, last: bool) -> list[_Process]:
         """Returns the processes of the evaluations that are due and not made yet."""
-        made = {result.name for result in self.results if result.step == step}
+        finished = {result.name for result in self.results if result.step == step}
         due = []
         for spec in self.specs:
             regular = spec.every and step % spec.every == 0
-            if (first or last or regular) and spec.name in self._processes.keys() - made:
+            if (first or last or regular) and spec.name in self._processes.keys() - finished:
                 due.append(self._processes[spec.name])
         return due
 
@@ -223,7 +223,7 @@ class Evaluator:
 
     def _tell(self, process: _Process, doing: str) -> None:
         seconds = time.monotonic() - process.began
-        if seconds >= process.last_message + TOLD_EVERY:
+        if seconds >= process.last_message + MESSAGE_EVERY:
             process.last_message = seconds
             tell_work(process.service, f"Evaluation {process.spec.name!r} {doing}, {seconds:.0f} s")
 
@@ -356,10 +356,10 @@ class Evaluator:
         except (ServerError, ValueError) as error:
             logger.warning("Which policy versions sampled an evaluation is unknown: %s", error)
             return None
-        known = [reply for reply in replies if reply.oldest is not None]
-        if not known:
+        replies = [reply for reply in replies if reply.oldest is not None]
+        if not replies:
             return None
-        return min(reply.oldest for reply in known), max(reply.newest for reply in known)
+        return min(reply.oldest for reply in replies), max(reply.newest for reply in replies)
 
 
 def _scores_and_lengths(

@@ -47,7 +47,7 @@ SETTLED = 30.0
 # promised
 GRACE = 5.0
 POLL = 0.2  # seconds
-TOLD_EVERY = 15.0  # seconds; what a service does that is not healthy yet
+MESSAGE_EVERY = 15.0  # seconds between two messages about a service that is not healthy yet
 SCRATCH = "ta"  # how the names of services' temporary folders begin
 
 # variable that NVIDIA's Multi-Process Service and its processes read
@@ -193,7 +193,7 @@ class Services(contextlib.AbstractContextManager):
                 )
                 fix = f"Give it longer if its log shows progress.\n{end_of(service.log_path)}"
                 raise ServiceError(what, fix=fix)
-            if waited - last_message >= TOLD_EVERY:
+            if waited - last_message >= MESSAGE_EVERY:
                 last_message = waited
                 tell_work(service, f"{name} is starting, {waited:.0f} s")
             time.sleep(min(POLL, timeout - waited))
