@@ -248,17 +248,24 @@ def _ends_twice(rollout: Rollout, ends: list[int]) -> bool:
     sampled."""
     ids = rollout.completion_ids
     sampled = rollout.mask
-    repeated = np.isin(ids[:-1], ends) & (ids[1:] == ids[:-1])
-    return bool((repeated & sampled[:-1] & ~sampled[1:]).any())
+    is_end = np.isin(ids[:-1], ends)
+    is_repeated = ids[1:] == ids[:-1]
+    only_first_sampled = sampled[:-1] & ~sampled[1:]
+    return bool((is_end & is_repeated & only_first_sampled).any())
 
 
 def _lines_of_text(text: str) -> list[str]:
     """Returns decoded tokens as a few lines, with the middle left out."""
     room = width() - 3
-    whole = logging.cut(repr(text)[1:-1], LINES * room)
+    escaped = repr(text)[1:-1]
+    whole = logging.cut(escaped, LINES * room)
     if not whole:
         return ["   (empty)"]
-    return [f"   {whole[start : start + room]}" for start in range(0, len(whole), room)]
+    lines = []
+    for start in range(0, len(whole), room):
+        line = whole[start : start + room]
+        lines.append(f"   {line}")
+    return lines
 
 
 def _verdict(
@@ -267,8 +274,10 @@ def _verdict(
     """Yields what a run would make of the group. Raises `RolloutError` if nothing can be
     trained."""
     size = group.size
-    scores = np.array(group.scores)
-    yield f"Scores from {scores.min():.4g} to {scores.max():.4g}, mean {scores.mean():.4g}."
+    lowest = min(group.scores)
+    highest = max(group.scores)
+    mean = np.mean(group.scores)
+    yield f"Scores from {lowest:.4g} to {highest:.4g}, mean {mean:.4g}."
     _require_full_batches(recipe.training.generation_batch_size, size)
     if not rollouts:
         raise RolloutError(
@@ -283,7 +292,7 @@ def _verdict(
             f"Of these {size}, {dropped} would be dropped: longer than {longest:g} tokens, or "
             "nothing in them to train on."
         )
-    unknown = sum(bool(np.isnan(rollout.logprobs[rollout.mask]).any()) for rollout in rollouts)
+    unknown = sum(_lacks_logprobs(rollout) for rollout in rollouts)
     if unknown > 0:
         yield (
             f"Of these {size}, {unknown} came without log-probabilities for some tokens, so their "
@@ -301,6 +310,12 @@ def _verdict(
             "problems, would."
         )
     yield f"A run would train on {len(rollouts)} of {size}."
+
+
+def _lacks_logprobs(rollout: Rollout) -> bool:
+    """Returns whether the log-probability of a sampled token is unknown."""
+    logprobs = rollout.logprobs[rollout.mask]
+    return bool(np.isnan(logprobs).any())
 
 
 def _require_full_batches(batch: int, size: int) -> None:

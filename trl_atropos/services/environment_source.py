@@ -89,7 +89,9 @@ class _Classes:
         visited = set()
         while self._imported.get(config) != BASE_CONFIG:
             node = self.classes.get(config)
-            if node is None or config in visited or len(node.bases) != 1 or _is_open(node):
+            if node is None or config in visited:
+                return None
+            if len(node.bases) != 1 or _is_open(node):
                 return None
             visited.add(config)
             names |= _fields(node)
@@ -117,10 +119,18 @@ def _config_classes(environment: ast.ClassDef) -> set[str]:
             if "env_config_cls" in map(_name, _targets(node)) and node.value is not None:
                 configs.add(_name(node.value))
         elif isinstance(node, ast.FunctionDef) and node.name == "config_init":
-            for call in ast.walk(node):
-                if isinstance(call, ast.Call) and _name(call.func).endswith("EnvConfig"):
-                    configs.add(_name(call.func))
+            configs |= _configs_called_in(node)
     return configs or {BASE_CONFIG}
+
+
+def _configs_called_in(node: ast.FunctionDef) -> set[str]:
+    configs = set()
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            name = _name(call.func)
+            if name.endswith("EnvConfig"):
+                configs.add(name)
+    return configs
 
 
 def _is_open(config: ast.ClassDef) -> bool:
@@ -138,11 +148,19 @@ def _is_open(config: ast.ClassDef) -> bool:
 
 
 def _fields(config: ast.ClassDef) -> set[str]:
-    return {_name(node.target) for node in config.body if isinstance(node, ast.AnnAssign)}
+    """Returns the names that a class annotates."""
+    names = set()
+    for node in config.body:
+        if isinstance(node, ast.AnnAssign):
+            names.add(_name(node.target))
+    return names
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
+    """Returns what an assignment assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target]
 
 
 def _name(node: ast.AST) -> str:
