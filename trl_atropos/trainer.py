@@ -69,8 +69,7 @@ from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
 from trl_atropos.rollouts.spool import TrainerLogprobs, source_state
-from trl_atropos.services.evaluation_results import Result
-from trl_atropos.services.evaluations import Evaluator
+from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints

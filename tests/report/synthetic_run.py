@@ -20,7 +20,7 @@ from trl_atropos.report.run_log import RunLog
 from trl_atropos.rollouts.rollout import Rollout, group_statistics
 from trl_atropos.rollouts.selection import Books
 from trl_atropos.rollouts.spool import Part, Region, Spool, TrainerLogprobs
-from trl_atropos.services.evaluation_results import Result
+from trl_atropos.services.evaluations import Result
 
 GROUP, GROUPS = 8, 8  # rollouts of a group, groups of a step
 PATH = [["a", 0]]
