@@ -27,7 +27,7 @@ import yaml
 from benchmarks.models import dtype, make_model
 from benchmarks.options import aligned
 from trl_atropos import __version__
-from trl_atropos.services.manager import tail
+from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 ROOT = Path(__file__).resolve().parents[1]

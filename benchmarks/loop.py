@@ -20,7 +20,8 @@ from benchmarks.models import config_fields, dtype, make_model
 from benchmarks.options import Parser, aligned, give_result, positive, writable
 from trl_atropos import __version__
 from trl_atropos.errors import ServiceError
-from trl_atropos.services.manager import Services, free_port, tail
+from trl_atropos.services.manager import Services, free_port
+from trl_atropos.services.service_log import tail
 from trl_atropos.services.signals import install_handlers
 
 DESCRIPTION = """\

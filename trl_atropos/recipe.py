@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,16 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
-from pydantic import ValidationError
 from transformers.trainer_utils import IntervalStrategy
 from trl import ModelConfig, TrlParser
 
 from trl_atropos.config import REMOVED, AtroposGRPOConfig, with_help
+from trl_atropos.environment_entry import (
+    EnvironmentSpec,
+    EvaluationSpec,
+    parse_entries,
+    require_program,
+)
 from trl_atropos.errors import RecipeError
 from trl_atropos.protocol import (
     ADAPTER_MODES,
@@ -40,8 +44,7 @@ from trl_atropos.protocol import (
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names
-from trl_atropos.services.environments import SITE, EnvironmentSpec, EvaluationSpec
-from trl_atropos.services.evaluations import GROUPS
+from trl_atropos.services.evaluation_results import GROUPS
 
 if TYPE_CHECKING:
     from trl_atropos.weights.adapters import Way
@@ -106,7 +109,6 @@ HOW_TO_QUOTE = (
     "Flags of the server are a list in a recipe, and one quoted text on the command "
     f"line: {QUOTED}."
 )
-HOW_TO_ENTER = "An entry is the path of a script, or has `path` or `command`. It may have: {}."
 NO_KEY = "none"  # servers of the run ask for no API key
 # of the environments of evaluations, whatever that of the run: the same problems for all runs
 EVALUATION_SEED = 0
@@ -155,12 +157,10 @@ class Recipe:
 
     def environment_command(self, spec: EnvironmentSpec) -> list[str]:
         """The command that starts an environment."""
-        words = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
-        return (
-            words
-            if self.environment_file(spec) is None
-            else [*words, "--config", str(self._file_of(spec))]
-        )
+        command = spec.start_command(self.placeholders())
+        if self.environment_file(spec) is not None:
+            command += ["--config", str(self._file_of(spec))]
+        return command
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
         """What the run writes for Atropos' `--config`, which drops settings that an environment
@@ -234,11 +234,11 @@ class Recipe:
         content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        python, _, script, _ = [spec.fill_in(word, self.placeholders()) for word in spec.words()]
-        return [python, f"{SITE}/groups.py", script, kind, "--config", str(path)]
+        return [*spec.groups_command(kind, self.placeholders()), "--config", str(path)]
 
-    def write_environment_file(self, spec: EnvironmentSpec) -> None:
-        """A new run, unlike one that is resumed, begins without the environment's `state_file`."""
+    def write_environment_file(self, spec: EnvironmentSpec) -> Path:
+        """Writes the file for an environment's `--config` and returns its path. A new run, unlike
+        one that is resumed, begins without the environment's `state_file`."""
         if self.training.resume_from_checkpoint is None:
             self._file_of(spec, "state").unlink(missing_ok=True)
         content = self.environment_file(spec)
@@ -246,6 +246,7 @@ class Recipe:
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, yaml.safe_dump(content, sort_keys=False).encode(), sync=False)
+        return path
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
         """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of
@@ -322,8 +323,8 @@ def parse(argv: list[str]) -> Recipe:
             code="unknown-flag",
         )
     services.vllm_args = _vllm_args(services.vllm_args)
-    environments = _entries("environments", services.environments, EnvironmentSpec)
-    evaluations = _entries("evaluations", services.evaluations, EvaluationSpec)
+    environments = parse_entries("environments", services.environments, EnvironmentSpec)
+    evaluations = parse_entries("evaluations", services.evaluations, EvaluationSpec)
     recipe = Recipe(services, training, model, environments, evaluations)
     _check(recipe)
     _schedule(recipe)
@@ -436,34 +437,6 @@ def _suggest(key: str, known: set[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else HELP
 
 
-def _entries(setting: str, entries: Any, kind: type[EnvironmentSpec]) -> list:
-    """The entries of `environments` or `evaluations`."""
-    entries = entries or []
-    parsed = []
-    code = f"{setting.removesuffix('s')}-entry"
-    if isinstance(entries, dict):
-        what = f"`{setting}` is one mapping, not a list"
-        fix = "Begin each entry with `- path: ...`."
-        raise RecipeError(what, str(entries), fix, code)
-    for number, entry in enumerate(entries, start=1):
-        try:
-            parsed.append(kind.model_validate(entry))
-        except ValidationError as error:
-            first = error.errors()[0]
-            wrong = "".join(f"{part}: " for part in first["loc"]) + first["msg"].removeprefix(
-                "Value error, "
-            )
-            fix = HOW_TO_ENTER.format(", ".join(f"`{name}`" for name in kind.model_fields))
-            raise RecipeError(
-                f"`{setting}` entry {number}: {wrong}", str(entry), fix, code
-            ) from error
-    names = [spec.name for spec in parsed]
-    if len(set(names)) != len(names):
-        what = f"`{setting}` names must differ, but they are: {', '.join(names)}"
-        raise RecipeError(what, ", ".join(names), "Give each entry a `name`.", code)
-    return parsed
-
-
 # ----------------------------------------------------------------- checks of settings between parts
 
 
@@ -498,10 +471,10 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(what, seen, "Set it to 0 (never) or more.")
     _check_patience(recipe.services, training)
     for spec in recipe.environments:
-        _check_program(recipe, spec)
+        require_program(spec, recipe.environment_command(spec))
         _check_environment(recipe, spec)
     for spec in recipe.evaluations:
-        _check_program(recipe, spec)
+        require_program(spec, recipe.environment_command(spec))
     for spec in (*recipe.environments, *recipe.evaluations):
         _check_setting_names(spec)
 
@@ -582,38 +555,6 @@ def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> No
         what += f"trainer's processes wait for the first one for only {patience} s (`ddp_timeout`)"
         seen = f"service_timeout: {seconds:g}, ddp_timeout: {patience}"
         raise RecipeError(what, seen, "Raise `ddp_timeout`, or lower `service_timeout`.")
-
-
-def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
-    """Whether what starts an environment is there."""
-    command = recipe.environment_command(spec)
-    name = f"Environment {spec.name!r}"
-    program = command[0] if command else ""
-    place = os.path.join(spec.cwd or "", program) if "/" in program else program
-    given = [
-        flag for flag in stated_flags(command[:-2]) if flag.startswith(("--openai.", "--config"))
-    ]
-    if spec.cwd is not None and not os.path.isdir(spec.cwd):
-        what = f"{name}: its `cwd`, {spec.cwd!r}, is no folder"
-        seen = f"cwd: {spec.cwd}"
-        raise RecipeError(what, seen, "Correct it.", "environment-program")
-    if not shutil.which(place, path=spec.env.get("PATH")):
-        wrong = (
-            "python" if spec.path is not None else "command`, such as `{python} path/to/script.py"
-        )
-        what = f"{name}: there is no program {program!r} to run"
-        raise RecipeError(what, program, f"Correct its `{wrong}`.", "environment-program")
-    if spec.path is not None and not os.path.isfile(os.path.join(spec.cwd or "", spec.path)):
-        what = f"{name}: there is no script {spec.path!r}"
-        fix = "Correct its `path` or `cwd`."
-        raise RecipeError(what, f"path: {spec.path}", fix, "environment-script")
-    if spec.path is None and spec.servers is not None and given:
-        what = (
-            f"{name} has both `servers` and {given[0]} in its command, and Atropos takes only "
-            "one of them"
-        )
-        fix = "Remove one; `servers` may have every setting that `--openai.` flags have."
-        raise RecipeError(what, given[0], fix, "environment-command")
 
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:

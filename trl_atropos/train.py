@@ -132,7 +132,8 @@ def start_mps(log_dir: str) -> None:
     before CUDA, which looks for it only once. It ends with this process. Warns where it cannot be
     had, and goes on without."""
     from trl_atropos.errors import ServiceError
-    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs, tail
+    from trl_atropos.services.manager import MPS_FOLDER, Services, mps_runs
+    from trl_atropos.services.service_log import tail
 
     if mps_runs():
         return
@@ -478,7 +479,8 @@ def evaluator_of(
 ) -> "Evaluator | None":
     """The `Evaluator` of a recipe that has evaluations, which writes below `output_dir`. Where they
     are `needed`, one that fails is an error."""
-    from trl_atropos.services.evaluations import FOLDER, Evaluator
+    from trl_atropos.services.evaluation_results import FOLDER
+    from trl_atropos.services.evaluations import Evaluator
 
     training = recipe.training
     folder = os.path.join(output_dir, FOLDER)

@@ -23,10 +23,10 @@ from tests.check.mistakes import DDP, GPU, MISTAKES, tokenizing
 from tests.server_process import free_port
 from trl_atropos.check import examine, main
 from trl_atropos.check.memory import checkpoints
+from trl_atropos.environment_entry import RUNNER
 from trl_atropos.errors import ERROR, WARNING, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.recipe import parse
-from trl_atropos.services.environments import RUNNER
 
 ROOT = Path(__file__).parents[2]
 

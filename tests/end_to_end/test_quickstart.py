@@ -20,7 +20,7 @@ from tests.launching import ROOT, Run, free_urls, make_model, users_environment
 from tests.report.browser import Browser, find_browser
 from trl_atropos.report.page import build
 from trl_atropos.rollouts.spool import read_rollouts
-from trl_atropos.services.evaluations import read_result
+from trl_atropos.services.evaluation_results import read_result
 
 pytestmark = [pytest.mark.server, pytest.mark.slow(200)]
 QUICKSTART = yaml.safe_load((ROOT / "recipes/quickstart/colocate.yaml").read_text())

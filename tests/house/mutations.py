@@ -239,13 +239,13 @@ MUTATIONS: list[Mutation] = [
     ),
     # ------------------------------------------------------------------------------------- services
     Mutation(
-        "trl_atropos/services/evaluations.py",
-        "shares[problem] - before[problem] for problem in both",
-        "before[problem] - shares[problem] for problem in both",
+        "trl_atropos/services/evaluation_results.py",
+        "shares[problem] - first_share",
+        "first_share - shares[problem]",
         "tests/services/test_evaluation.py::test_the_gain_is_of_pairs",
     ),
     Mutation(
-        "trl_atropos/services/evaluations.py",
+        "trl_atropos/services/evaluation_results.py",
         "range(1, fewest.bit_length())",
         "range(1, fewest.bit_length() - 1)",
         "tests/services/test_evaluation.py::test_pass_at_k_is_told_for_powers_of_two_and_for_as_many_samples_as_every_problem_has",
@@ -283,8 +283,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/services/evaluations.py",
-        "(min(oldest for oldest, _ in known), max(",
-        "(max(oldest for oldest, _ in known), max(",
+        "min(reply.oldest for reply in replies), max(",
+        "max(reply.oldest for reply in replies), max(",
         "tests/services/test_evaluation.py::test_an_evaluation_was_sampled_by_the_oldest_and_newest_versions_of_all_servers",
     ),
     Mutation(
@@ -477,19 +477,19 @@ MUTATIONS: list[Mutation] = [
         "tests/commands/test_train_and_init.py::test_a_new_folder_holds_what_its_readme_says_and_recipes_that_can_be_run",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         'if longest and "--max-model-len" not in stated:',
         "if longest:",
         "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         'settings.get("lora_r") or 16',
         'settings.get("lora_r") or 8',
         "tests/commands/test_slurm.py::test_each_server_gets_the_flags_that_are_said_and_those_that_the_settings_need",
     ),
     Mutation(
-        "trl_atropos/commands/__init__.py",
+        "trl_atropos/commands/batch_script.py",
         "    if each > gpus:\n",
         "    if each >= gpus:\n",
         "tests/commands/test_slurm.py::test_an_adapters_servers_have_room_for_its_rank_and_its_trainer_may_be_one_node",
@@ -508,8 +508,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/commands/rehearsal.py",
-        "            size - len(rollouts),\n",
-        "            len(rollouts) - size,\n",
+        "dropped = size - len(rollouts)\n",
+        "dropped = len(rollouts) - size\n",
         "tests/commands/test_try.py::test_rollouts_that_would_be_dropped_or_of_which_something_is_unknown_are_counted_once",
     ),
     Mutation(

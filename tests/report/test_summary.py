@@ -6,7 +6,7 @@ import pytest
 
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import closing_lines, evaluation_lines
-from trl_atropos.services.evaluations import Result, measures
+from trl_atropos.services.evaluation_results import Result, measures
 
 
 @pytest.mark.parametrize(("probe", "told"), [(None, False), (0.0, True), (2e-6, True)])

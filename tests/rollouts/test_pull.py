@@ -14,7 +14,8 @@ import pytest
 
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.rollouts.conftest import Api, make_group
-from trl_atropos.services.environments import EnvironmentLog, EnvironmentSpec
+from trl_atropos.environment_entry import EnvironmentSpec
+from trl_atropos.services.environments import EnvironmentLog
 
 ENVIRONMENT = Path(__file__).parent / "plain_environment.py"
 WEIGHT_LINE = next(
@@ -217,7 +218,7 @@ def test_a_restarted_api_forgets_what_environments_delivered_before(restartable_
 FAULTS = {  # of the groups of an environment, and what its log says of each
     "cannot score": r"failed to collect a group; the last error was KeyError: 'weight' "
     rf"\({re.escape(str(ENVIRONMENT))}:{WEIGHT_LINE} in score\)$",
-    "returns none": "sampled a group and returned none: most environments do where all scores of a "
+    "returns none": "sampled a group and returned none: most environments do if all scores of a "
     "group are alike",
     "constant scores": "dropped a group because its scores are all equal",
     "too long": "dropped a group that has a rollout over the length limit",
@@ -325,7 +326,7 @@ def test_of_an_error_that_ends_retries_the_last_try_is_named_and_the_line_that_a
 
 
 LOOKS = """
-import asyncio, sitecustomize, types
+import asyncio, run, sys, types
 from atroposlib.envs.base import BaseEnv
 
 async def nothing(*_):
@@ -350,7 +351,9 @@ class Env(BaseEnv):
         self.workers = {"at work"} if 7 <= self.looks < 9 else set()
         self.status_dict = {"current_step": 10 * (self.looks == 12), "queue_size": 0}
 
-waits, sitecustomize._sleep = [], note
+waits, asyncio.sleep = [], note
+if "path" in sys.argv:
+    run.shorten_sleeps(BaseEnv)
 env = Env()
 env.workers = set()
 asyncio.run(env.env_manager())
@@ -358,10 +361,13 @@ print(waits)
 """
 
 
-def test_an_environment_looks_again_soon_after_it_has_sent_a_batch_and_does_not_wait_long_for_others():
-    """In Atropos' own main loop. The first wait is of 5 s by itself, the others of 0.1."""
-    command = [sys.executable, "-c", LOOKS]
+SHORT_WAITS = [1.5] + 4 * [0.02] + 2 * [0.1] + 2 * [0.1] + 3 * [0.02]  # idle, at work, idle again
+
+
+@pytest.mark.parametrize(("entry", "waits"), [("path", SHORT_WAITS), ("command", [5] + 11 * [0.1])])
+def test_runner_shortens_the_waits_of_atropos_main_loop_and_nothing_else_does(entry, waits):
+    """After it has sent a batch, an environment that has a `path` looks again soon."""
+    command = [sys.executable, "-c", LOOKS, entry]
     env = variables()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    idle, at_work, idle_again = 4 * [0.02] + 2 * [0.1], 2 * [0.1], 3 * [0.02]
-    assert done.stdout == f"{[1.5] + idle + at_work + idle_again}\n"
+    assert done.stdout == f"{waits}\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trl_atropos.environment_entry import RUNNER
 from trl_atropos.services.environment_source import _base_names, reshaping_requests, setting_names
-from trl_atropos.services.environments import RUNNER
 
 IMPORTS = "from atroposlib.envs.base import BaseEnv, BaseEnvConfig\n"
 CONFIG = "class MyConfig(BaseEnvConfig):\n    max_new_tokens: int = 64\n"

@@ -21,12 +21,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.rollout_factory import arguments, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, train
+from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError, RecipeError
 from trl_atropos.protocol import TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import parse
 from trl_atropos.server.plane import ControlPlane
-from trl_atropos.services.environments import EvaluationSpec
-from trl_atropos.services.evaluations import Evaluator, Result, interval, measures, pass_at
+from trl_atropos.services.evaluation_results import Result, interval, measures, pass_at
+from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services, free_port
 
 ENVIRONMENT = "tests/services/evaluated_environment.py"

@@ -21,10 +21,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollouts import malformed, oracle
+from trl_atropos.environment_entry import EvaluationSpec
 from trl_atropos.errors import EvaluationError
 from trl_atropos.services import evaluations
-from trl_atropos.services.environments import EvaluationSpec
-from trl_atropos.services.evaluations import Evaluator, Result, read_result, results_of
+from trl_atropos.services.evaluation_results import Result, read_result, results_of
+from trl_atropos.services.evaluations import Evaluator
 from trl_atropos.services.manager import Services
 
 PROBLEMS, SAMPLES = 4, 2
@@ -445,8 +446,8 @@ def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
     tmp_path, caplog, monkeypatch
 ):
     caplog.set_level("INFO", "trl_atropos")
-    assert evaluations.TOLD_EVERY == 60.0
-    monkeypatch.setattr(evaluations, "TOLD_EVERY", 1.0)
+    assert evaluations.MESSAGE_EVERY == 60.0
+    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 1.0)
     with hanging(tmp_path, ready=True) as made:
         assert made.ready(6, first=False, last=False, timeout=30)
         began = time.monotonic()
@@ -471,7 +472,7 @@ def test_hung_evaluation_is_told_each_minute_by_name_step_seconds_and_last_line(
 
 def test_evaluation_that_does_not_get_ready_is_told(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "trl_atropos")
-    monkeypatch.setattr(evaluations, "TOLD_EVERY", 0.6)
+    monkeypatch.setattr(evaluations, "MESSAGE_EVERY", 0.6)
     monkeypatch.delenv("COLUMNS", raising=False)  # by which lines are cut
     with hanging(tmp_path, ready=False) as made:
         wait_for_line("loading the problems", tmp_path)

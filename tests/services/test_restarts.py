@@ -18,9 +18,10 @@ from tests.forge import FORKED_ENGINES
 from tests.launching import Run, make_model
 from tests.rollouts.bare_trainer import BareTrainer
 from tests.server_process import free_port
+from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import ServiceError
 from trl_atropos.rollouts.source import AtroposSource, RunInfo
-from trl_atropos.services.environments import HOPELESS, Disconnector, EnvironmentSpec, Supervisor
+from trl_atropos.services.environments import HOPELESS, Disconnector, Supervisor
 from trl_atropos.services.guard import members
 from trl_atropos.services.manager import ATROPOS, Services
 from trl_atropos.services.manager import SETTLED as SETTLED_BY_DEFAULT

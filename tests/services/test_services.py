@@ -37,8 +37,8 @@ from trl_atropos.services.manager import (
     require_free_port,
     require_shared_memory,
     require_sockets,
-    tail,
 )
+from trl_atropos.services.service_log import tail
 from trl_atropos.train import apply_recipe_environment, start_mps, start_services
 
 GONE_WITHIN = 15.0
@@ -108,7 +108,7 @@ time.sleep(600)
 def test_of_a_service_that_takes_its_time_the_last_thing_that_it_did_is_told(
     services, monkeypatch, caplog
 ):
-    monkeypatch.setattr(manager, "TOLD_EVERY", 0.6)
+    monkeypatch.setattr(manager, "MESSAGE_EVERY", 0.6)
     monkeypatch.setenv("COLUMNS", "80")
     caplog.set_level("INFO", "trl_atropos")
     services.start(

@@ -22,7 +22,6 @@ from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient
 from trl_atropos.services.environment_source import parse_script, reshaping_requests
-from trl_atropos.services.environments import RUNNER
 from trl_atropos.services.manager import (
     port_of,
     require_free_port,
@@ -225,7 +224,7 @@ def _program(spec: EnvironmentSpec, command: list[str]) -> Iterator[Finding]:
     env = {**os.environ, **{name: str(value) for name, value in spec.env.items()}}
     ask = {"input": PROBE, "capture_output": True, "text": True, "env": env, "cwd": spec.cwd}
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    script = next((word for word in command[1:] if word.endswith(".py") and word != RUNNER), "")
+    script = spec.script_in(command)
     try:
         answer = subprocess.run(
             [python, "-", module or "json"], **ask, timeout=PYTHON_DEADLINE, check=True

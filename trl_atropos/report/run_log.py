@@ -36,7 +36,7 @@ from transformers import TrainerCallback, TrainerState
 
 from trl_atropos.report.run_folder import LOG
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
-from trl_atropos.services.evaluations import Result
+from trl_atropos.services.evaluation_results import Result
 
 logger = logging.getLogger(__name__)
 

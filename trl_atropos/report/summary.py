@@ -25,7 +25,7 @@ from trl_atropos.logging import columns, cut
 from trl_atropos.metrics.timing import bottleneck
 from trl_atropos.report.run_log import SECRET, RunLog, changed, portable, portable_value, versions
 from trl_atropos.rollouts.spool import write_file
-from trl_atropos.services.evaluations import Result
+from trl_atropos.services.evaluation_results import Result
 
 logger = logging.getLogger(__name__)
 
