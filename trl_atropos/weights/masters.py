@@ -324,7 +324,7 @@ def parts_of(sizes: list[int]) -> list[list[int]]:
     return parts
 
 
-def values_on_their_way(sizes: list[int]) -> int:
+def gradients_in_flight(sizes: list[int]) -> int:
     """How many of the gradients are in CPU memory at once, where they come part by part."""
     parts = parts_of(sizes)
     return min(2, len(parts)) * max(sum(sizes[number] for number in part) for part in parts)
