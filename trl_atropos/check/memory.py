@@ -9,7 +9,6 @@ cannot count frozen parameters.) It does not see what operators allocate within 
 """
 
 import math
-import shutil
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from trl_atropos.weights.masters import (
     state_bytes,
 )
 from trl_atropos.weights.probe import prepare_model
+from trl_atropos.weights.savable import free_bytes
 
 Items = dict[str, int]  # bytes by name
 
@@ -507,11 +507,7 @@ def disk(case: Case, elsewhere: bool) -> Iterator[Finding]:
     folder = Path(args.output_dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    # Earlier checkpoints are replaced one by one.
-    for file in folder.glob("checkpoint-*/**/*"):
-        if file.is_file():
-            free += file.stat().st_size
+    free = free_bytes(folder)
     if needed <= free:
         return
     what = "What the run saves does not fit on the disk of `output_dir`"

@@ -147,15 +147,23 @@ def merged_model(model: str, folder: str) -> str:
 def whole_checkpoints(output_dir: str) -> list[int]:
     """Returns the steps of the checkpoints in `output_dir` whose saving was not interrupted."""
     steps = []
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if not step.isdigit():
-            continue
+    for step, folder in checkpoint_folders(output_dir):
         if state_of(folder) is None:
             logger.warning("Passed over %s: its saving was interrupted.", folder)
         else:
-            steps.append(int(step))
+            steps.append(step)
     return steps
+
+
+def checkpoint_folders(output_dir: str) -> list[tuple[int, Path]]:
+    """Returns the steps and folders of all checkpoints, whole or not, in the order of their
+    steps."""
+    folders = []
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdigit() and folder.is_dir():
+            folders.append((int(step), folder))
+    return sorted(folders)
 
 
 def require_whole(checkpoint: str | Path) -> None:

@@ -28,7 +28,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import CheckpointError, RecipeError
-from trl_atropos.weights.checkpoint import disk_errors, state_of, step_of, whole_checkpoints
+from trl_atropos.weights.checkpoint import (
+    checkpoint_folders,
+    disk_errors,
+    state_of,
+    step_of,
+    whole_checkpoints,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +208,9 @@ def _require_one_run(paths: dict[int, Branches], output_dir: str) -> None:
 def require_no_checkpoints(output_dir: str) -> None:
     """Raises `RecipeError` if a new run would save its checkpoints beside those of an earlier
     one."""
-    steps = [step for step, folder in _folders(output_dir) if state_of(folder) is not None]
+    steps = [
+        step for step, folder in checkpoint_folders(output_dir) if state_of(folder) is not None
+    ]
     if not steps:
         return
     raise RecipeError(
@@ -259,7 +267,7 @@ def _move_aside(args: Any) -> None:
     if not args.should_save:
         return
     output_dir = args.output_dir
-    folders = [folder for _, folder in _folders(output_dir)]
+    folders = [folder for _, folder in checkpoint_folders(output_dir)]
     # those that are not whole are written anew
     if not any(state_of(folder) is not None for folder in folders):
         return
@@ -288,17 +296,6 @@ def say_which(checkpoint: str) -> None:
             "version did."
         )
         logger.warning(message, checkpoint, step)
-
-
-def _folders(output_dir: str) -> list[tuple[int, Path]]:
-    """Returns the steps and folders of all checkpoints, whole or not, in the order of their
-    steps."""
-    folders = []
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdigit() and folder.is_dir():
-            folders.append((int(step), folder))
-    return sorted(folders)
 
 
 def _folder(output_dir: str, step: int) -> Path:

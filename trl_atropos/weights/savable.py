@@ -179,16 +179,22 @@ def _require_room(trainer: Any, folder: Path) -> None:
         needed += state
         subject = "one checkpoint"
         fix += ", or save without the optimizer (`save_only_model: true`)"
-    free = shutil.disk_usage(folder).free
-    # Earlier checkpoints may be replaced one by one.
-    for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/**/*"):
-        if file.is_file():
-            free += file.stat().st_size
+    free = free_bytes(folder)
     if needed <= free:
         return
     what = f"There is too little room for {subject} on the disk of `output_dir`"
     seen = f"{needed / GIB:.1f} GiB needed, {free / GIB:.1f} free"
     raise RecipeError(what, seen, f"{fix}.", "disk")
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the free bytes of a folder's disk, and those of the checkpoints there, which may be
+    replaced one by one."""
+    free = shutil.disk_usage(folder).free
+    for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/**/*"):
+        if file.is_file():
+            free += file.stat().st_size
+    return free
 
 
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
