@@ -117,26 +117,26 @@ class Estimate:
         """Returns lines with the items of each process, and below them the sums."""
         case = self.case
         plan = self.plan
-        where = "process"
+        unit = "process"
         memory = "the machine"
         if plan.device == "cuda":
-            where = "device"
+            unit = "device"
             memory = "the device"
         size = f"micro-batches of {case.rollouts} x {case.length} tokens"
-        lines = [f"Peak memory per {where} in GiB, estimated ({size}):"]
+        lines = [f"Peak memory per {unit} in GiB, estimated ({size}):"]
         lines += _process_lines(f"trainer, in {self.trainer.when}", self.trainer)
-        who = "the trainer"
+        subject = "the trainer"
         if self.server is not None and self.servers == 1:
             lines += _process_lines("server", self.server)
-            who = "both"
+            subject = "both"
         elif self.server is not None:
             lines += _process_lines(f"server, each of {self.servers}", self.server)
-            who = "all"
+            subject = "all"
         elif case.flags is not None:
             lines.append("  The server is not started by this run, and not estimated.")
         if case.shares_weights:
             lines.append("  The trainer's base weights are the server's.")
-        title = f"  {who}, of {_gib(plan.total)} that {memory} has"
+        title = f"  {subject}, of {_gib(plan.total)} that {memory} has"
         lines.append(_line(title, self.total))
         if self.host and plan.host is None:
             lines.append(_line("  host memory, of a machine", self.host))
@@ -353,9 +353,9 @@ def _written(settings: Settings, case: Case) -> str:
     return " and ".join(texts)
 
 
-def _effect(before: Estimate, after: Estimate) -> str:
-    device = after.total - before.total
-    host = after.host - before.host
+def _effect(fit: Estimate, changed: Estimate) -> str:
+    device = changed.total - fit.total
+    host = changed.host - fit.host
     effects = []
     if device < 0:
         effects.append(f"saves {_gib(-device)}")

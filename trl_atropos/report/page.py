@@ -161,12 +161,12 @@ def _block(name: str, content: Any) -> str:
 def rewards(rollouts: pd.DataFrame, limit: int) -> list[dict[str, Any]]:
     """Returns the mean score of each environment's rollouts by the step that took them, over at
     most `limit` points of neighbouring steps."""
-    known = rollouts[rollouts["first_step"] > 0]
-    size = math.ceil(max(known["first_step"], default=1) / limit)  # steps of one point
+    trained = rollouts[rollouts["first_step"] > 0]
+    size = math.ceil(max(trained["first_step"], default=1) / limit)  # steps of one point
     # With a size of 10, steps 1 to 10 are the point 10, steps 11 to 20 the point 20.
-    last_steps = -(-known["first_step"] // size) * size
+    last_steps = -(-trained["first_step"] // size) * size
     curves = []
-    for environment, its_rollouts in known.groupby("environment"):
+    for environment, its_rollouts in trained.groupby("environment"):
         by_point = its_rollouts["score"].groupby(last_steps[its_rollouts.index])
         means = by_point.mean().round(6)
         curve = {"steps": means.index.tolist(), "means": means.tolist()}
@@ -271,10 +271,10 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
 
 
 def _read(chosen: pd.DataFrame) -> Iterator[Rollout]:
-    wanted = set(chosen["index"])
+    indices = set(chosen["index"])
     for path in chosen["path"].unique():
         for rollout in read_rollouts(Path(path)):
-            if rollout.index in wanted:
+            if rollout.index in indices:
                 yield rollout
 
 
@@ -284,8 +284,8 @@ def _fill_columns(
     own_advantages = _own_advantages(rollout)
     if own_advantages is not None:
         columns["advantage"][place] = float(own_advantages[rollout.mask].mean())
-    known = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
-    columns["logprob"].append(float(known.mean()) if len(known) else np.nan)
+    logprobs = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
+    columns["logprob"].append(float(logprobs.mean()) if len(logprobs) else np.nan)
     columns["trained_tokens"].append(int(rollout.mask.sum()))
     mean_gap = np.nan
     largest_gap = np.nan

@@ -73,8 +73,8 @@ class LineCallback(ProgressCallback):
         if "reward" not in (logs or {}):
             return
         self.training_bar.set_postfix_str(format_postfix(logs), refresh=False)
-        news = self.changed_bottleneck(logs)
-        line = format_line(state.global_step, state.max_steps, logs, news, columns())
+        remark = self.changed_bottleneck(logs)
+        line = format_line(state.global_step, state.max_steps, logs, remark, columns())
         self.training_bar.write(line)
         sys.stdout.flush()  # Python writes to a file only by the page
         if args.log_completions:
@@ -98,12 +98,12 @@ class LineCallback(ProgressCallback):
 
 
 def format_line(
-    step: int, max_steps: int, logs: dict[str, float], news: str = "", width: int | None = None
+    step: int, max_steps: int, logs: dict[str, float], remark: str = "", width: int | None = None
 ) -> str:
-    """Returns one line: the step, every column that was logged, and the news.
+    """Returns one line: the step, every column that was logged, and a remark.
 
     If `width` characters are too few, columns are left out in the order of `LEFT_OUT_FIRST`, and
-    the news get a line of their own.
+    the remark gets a line of its own.
     """
     if width is None:
         width = sys.maxsize
@@ -116,12 +116,12 @@ def format_line(
             break
         shown.remove(name)
         line = start + "  ".join(_cells(logs, shown))
-    if not news:
+    if not remark:
         return line
-    whole = f"{line}  ({news})"
+    whole = f"{line}  ({remark})"
     if len(whole) <= width:
         return whole
-    return f"{line}\n  ({news})"
+    return f"{line}\n  ({remark})"
 
 
 def format_postfix(logs: dict[str, float]) -> str:

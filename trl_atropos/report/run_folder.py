@@ -65,10 +65,10 @@ class Run:
     @property
     def steps(self) -> int:
         """Optimizer steps that are known to be done."""
-        known = [self.ended or 0, *self.logs]
+        steps = [self.ended or 0, *self.logs]
         if self.batches:
-            known.append(self.batches[-1].first_step - 1)
-        return max(known)
+            steps.append(self.batches[-1].first_step - 1)
+        return max(steps)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -245,12 +245,12 @@ def require_trainable(model: Any, beta: float) -> None:
 
 def _require_trained_alone(model: PeftModel, name: str) -> None:
     """Raises `RecipeError` unless the trainable parameters are those of the adapter `name`."""
-    own = _parameters_of(model, name)
+    adapter_ids = _parameters_of(model, name)
     trained = {}
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
             trained[key] = id(parameter)
-    if own.isdisjoint(trained.values()):
+    if adapter_ids.isdisjoint(trained.values()):
         raise RecipeError(
             f"Nothing of the adapter {name!r} is trainable: PEFT loads adapters frozen",
             seen=f"adapter {name!r}, {len(trained)} trainable parameters elsewhere",
@@ -269,7 +269,7 @@ def _require_trained_alone(model: PeftModel, name: str) -> None:
                 "`is_trainable`."
             )
             raise RecipeError(what, f"adapter {other!r}", fix, "adapter")
-    outside = [key for key, identity in trained.items() if identity not in own]
+    outside = [key for key, identity in trained.items() if identity not in adapter_ids]
     if outside:
         what = (
             f"{len(outside)} parameters outside of the adapter are trainable (first: "
@@ -378,25 +378,25 @@ def complete_reference(model: PeftModel) -> None:
 
 def require_all_optimized(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Raises `RecipeError` unless the optimizer holds exactly the trainable parameters."""
-    held = set()
+    optimized = set()
     for group in optimizer.param_groups:
-        held.update(id(parameter) for parameter in group["params"])
+        optimized.update(id(parameter) for parameter in group["params"])
     trained = set()
     lacking = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         trained.add(id(parameter))
-        if id(parameter) not in held:
+        if id(parameter) not in optimized:
             lacking.append(name)
-    others = len(held - trained)
+    others = len(optimized - trained)
     if lacking or others:
         example = f" (first: {lacking[0]!r})" if lacking else ""
         raise RecipeError(
             f"The optimizer must hold exactly the {len(trained)} trainable parameters of the "
             f"model, but it lacks {len(lacking)} of them{example}, and has {others} that are "
             "frozen or not the model's",
-            seen=f"{type(optimizer).__name__} of {len(held)} parameters",
+            seen=f"{type(optimizer).__name__} of {len(optimized)} parameters",
             fix="Name an optimizer with `optim` in place of `optimizers`, or give `optimizers` one "
             "of `[p for p in model.parameters() if p.requires_grad]`, of the very model that "
             "the trainer gets.",

@@ -248,9 +248,9 @@ def optimizer_resumed(
             optimizer = optimizer.inner
         # Torch takes the state of any optimizer for its own. A newer version of one optimizer only
         # adds entries.
-        for own_group, loaded_group in zip(fresh, groups_of(optimizer), strict=True):
-            lacking = sorted(own_group.keys() - loaded_group.keys())
-            foreign = sorted(loaded_group.keys() - own_group.keys())
+        for fresh_group, loaded_group in zip(fresh, groups_of(optimizer), strict=True):
+            lacking = sorted(fresh_group.keys() - loaded_group.keys())
+            foreign = sorted(loaded_group.keys() - fresh_group.keys())
             if lacking and foreign:
                 raise ValueError(f"it has {', '.join(foreign)} in place of {', '.join(lacking)}")
     except (KeyError, ValueError) as error:
@@ -274,12 +274,12 @@ def _put_in_force(
     stated = {part.split("=")[0].strip() for part in optim_args.split(",")}
     stated |= SETTINGS.keys()
     changed: dict[str, tuple[Any, Any]] = {}  # setting -> its value in the checkpoint, and now
-    for own_group, group in zip(fresh, optimizer.param_groups, strict=True):
-        for name in stated & own_group.keys() & group.keys():
-            if own_group[name] != group[name]:
+    for fresh_group, group in zip(fresh, optimizer.param_groups, strict=True):
+        for name in stated & fresh_group.keys() & group.keys():
+            if fresh_group[name] != group[name]:
                 setting = SETTINGS.get(name, name)
-                changed.setdefault(setting, (group[name], own_group[name]))
-                group[name] = own_group[name]
+                changed.setdefault(setting, (group[name], fresh_group[name]))
+                group[name] = fresh_group[name]
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
         rates = []
@@ -289,14 +289,14 @@ def _put_in_force(
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     elif "learning_rate" in changed:
-        saved, own = changed["learning_rate"]
+        saved, value = changed["learning_rate"]
         raise CheckpointError(
-            f"`learning_rate: {own}`, but the checkpoint was saved with {saved}, from which a "
+            f"`learning_rate: {value}`, but the checkpoint was saved with {saved}, from which a "
             f"{type(scheduler).__name__} goes on. Set `learning_rate: {saved}`, or another "
             "`lr_scheduler_type`."
         )
-    for name, (saved, own) in changed.items():
-        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, own, saved)
+    for name, (saved, value) in changed.items():
+        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, value, saved)
 
 
 @contextmanager
@@ -454,15 +454,15 @@ def _read_adapter(model: PeftModel, name: str, checkpoint: str) -> dict[str, tor
     with weight_errors(checkpoint):
         saved_config = vars(PeftConfig.from_pretrained(str(folder)))
         tensors = load_peft_weights(str(folder), device="cpu")
-    own_config = vars(model.peft_config[name])
+    config = vars(model.peft_config[name])
     for field in SCALING:
         saved = saved_config.get(field)
-        own = own_config.get(field)
-        if (saved or None) != (own or None):  # a pattern may be empty or absent
+        value = config.get(field)
+        if (saved or None) != (value or None):  # a pattern may be empty or absent
             raise CheckpointError(
                 f"The adapter {name!r} in {checkpoint} was saved with `{field}: {saved}`, and "
-                f"this run has `{field}: {own}`: the same tensors would be another policy. Resume "
-                "with the saved value, or begin anew from the adapter, without "
+                f"this run has `{field}: {value}`: the same tensors would be another policy. "
+                "Resume with the saved value, or begin anew from the adapter, without "
                 "`resume_from_checkpoint`."
             )
     return tensors
@@ -594,11 +594,11 @@ def require_untied(model: ModelConfig, trusted: bool) -> None:
 def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:
     """Returns which of the model's classes cannot be loaded, and a fix; two empty texts if all
     can."""
-    known = hasattr(transformers, config.architectures[0])
+    in_transformers = hasattr(transformers, config.architectures[0])
     # a class that the checkpoint brings
     code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     try:
-        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if in_transformers and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             problem = (
                 f"transformers has no causal language model for {config.model_type}, and no "
                 "processor of images is with it"
@@ -606,7 +606,7 @@ def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) 
             fix = "Take the whole checkpoint, or one of the language model alone."
             # TRL's trainer needs that of images
             transformers.AutoProcessor.from_pretrained(name, revision=revision)
-        elif code is not None and trusted and not known:
+        elif code is not None and trusted and not in_transformers:
             problem = (
                 "the code that comes with it does not run with transformers "
                 f"{transformers.__version__}"

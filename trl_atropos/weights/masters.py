@@ -401,12 +401,13 @@ def gradients_in_flight(sizes: list[int]) -> int:
 def _require_equal_shapes(saved: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
     saved_shapes = [list(master.shape) for master in saved]
     own_shapes = [list(master.shape) for master in masters]
-    for there, here in zip_longest(saved_shapes, own_shapes):
-        if there != here:
+    for saved_shape, shape in zip_longest(saved_shapes, own_shapes):
+        if saved_shape != shape:
             raise CheckpointError(
                 f"The checkpoint has master weights of {len(saved)} parameters, and {len(masters)} "
-                f"are trained; the first that differs has the shape {there} there and {here} here. "
-                "Resume with the model and the trained parameters of the run that saved it."
+                f"are trained; the first that differs has the shape {saved_shape} there and "
+                f"{shape} here. Resume with the model and the trained parameters of the run that "
+                "saved it."
             )
 
 
@@ -540,11 +541,11 @@ def _embedding_gradient(kernel, keys, gradient, *arguments):
     return kernel.call_boxed(keys, gradient.float(), *arguments).to(gradient.dtype)
 
 
-def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, wanted):
-    """Returns the gradients of input, weight and bias, of which those `wanted` are computed."""
-    of_weights = any(wanted[1:])
+def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, needed):
+    """Returns the gradients of input, weight and bias, of which those `needed` are computed."""
+    of_weights = any(needed[1:])
     if not of_weights or weight is None or weight.dtype not in HALF:
-        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, wanted)
+        return kernel.call_boxed(keys, gradient, x, shape, mean, deviation, weight, bias, needed)
     dtype = gradient.dtype
     if bias is not None:
         bias = bias.float()
@@ -557,7 +558,7 @@ def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, wei
         deviation.float(),
         weight.float(),
         bias,
-        wanted,
+        needed,
     )
     return tuple(None if wide is None else wide.to(dtype) for wide in gradients)
 

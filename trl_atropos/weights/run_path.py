@@ -148,8 +148,8 @@ def checkpoint_of(resume_from_checkpoint: Any, output_dir: str) -> str | None:
         return None
     others: list[int] = []
     if path.lower() == "true":
-        own, others = together(lambda: own_checkpoints(output_dir))
-        steps = set.intersection(*gather_object([set(own)]))
+        past, others = together(lambda: own_checkpoints(output_dir))
+        steps = set.intersection(*gather_object([set(past)]))
         path = ""
         if steps:
             path = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}")
@@ -181,11 +181,11 @@ def own_checkpoints(output_dir: str) -> tuple[list[int], list[int]]:
     if run is None:  # checkpoints alone were copied here, or a version without paths saved them
         _require_one_run(paths, output_dir)
         return list(paths), []
-    own = []
+    past = []
     others = []
     for step, path in paths.items():
         if is_past(path, step, run):
-            own.append(step)
+            past.append(step)
         else:
             others.append(step)
     others.sort()
@@ -195,7 +195,7 @@ def own_checkpoints(output_dir: str) -> tuple[list[int], list[int]]:
         if path and path[0] == run[0]:
             reason = "the run went back to an earlier step after it"
         logger.warning("Passed over %s: %s.", _folder(output_dir, step), reason)
-    return own, others
+    return past, others
 
 
 def _require_one_run(paths: dict[int, Branches], output_dir: str) -> None:
