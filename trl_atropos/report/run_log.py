@@ -127,7 +127,7 @@ class RunLog(TrainerCallback):
             self._file.write("\n")
 
     def close(self) -> None:
-        """Called when training is over, or was broken off."""
+        """Ends the log, when training is over or was broken off."""
         logging.getLogger("trl_atropos").removeHandler(self._warnings)
         with self._writing:
             if self._file is not None:

@@ -366,8 +366,8 @@ def trained_adapter(model: PeftModel) -> str:
 
 @torch.no_grad()
 def complete_reference(model: PeftModel) -> None:
-    """Makes TRL's reference a copy of the whole adapter: TRL leaves out embeddings and single
-    tokens, whose names end with the adapter's."""
+    """Makes TRL's reference a copy of the whole adapter. TRL's own copy lacks embeddings and single
+    tokens, because their names end with the adapter's."""
     places = tensors_of(model, REFERENCE)
     for key, tensor in tensors_of(model, REFERENCED).items():
         places[key].copy_(tensor)

@@ -315,7 +315,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Masters stand beside `inner`'s state: within it, loading would cast them to the
+        """Returns the masters beside `inner`'s state: within it, loading would cast them to the
         parameters' dtype."""
         self._take_over_writes()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
@@ -326,8 +326,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Afterwards the parameters are the rounded masters. Without masters in `state_dict`, they
-        stay the same."""
+        """Loads the state, and sets the parameters to the rounded masters. Without masters in
+        `state_dict`, the parameters stay the same."""
         self._take_over_writes()
         masters = list(self._masters.values())
         if "masters" in state_dict:
@@ -374,10 +374,10 @@ class MasterOptimizer(torch.optim.Optimizer):
 
 
 def parts_of(sizes: list[int]) -> list[list[int]]:
-    """Divides parameters, of which `sizes` are the numbers of values, into parts of at most `PART`
-    or of one each. Returns their places in the list.
+    """Divides parameters of `sizes` values into parts of at most `PART` values, or one parameter.
 
-    With a `PART` of 10, the sizes 6, 4, 1 and 25 give `[[0, 1], [2], [3]]`.
+    Returns their places in the list. With a `PART` of 10, the sizes 6, 4, 1 and 25 give
+    `[[0, 1], [2], [3]]`.
     """
     parts = []
     room = 0
@@ -431,8 +431,8 @@ def _rounded(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _threads(most: int) -> Iterator[None]:
-    """Computes with as many threads as this process has cores, up to `most`: accelerate's launcher
-    gives it one, unless told otherwise."""
+    """Computes with as many threads as this process has cores, up to `most`. accelerate's launcher
+    gives it one, unless you tell it otherwise."""
     usual = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(usual, min(most, cores)))
@@ -535,7 +535,7 @@ def sum_in_float32() -> torch.library.Library:
 
 
 def _embedding_gradient(kernel, keys, gradient, *arguments):
-    """`gradient`: of the embedded tokens, (..., width)."""
+    """Returns the table's gradient. `gradient` is that of the embedded tokens, (..., width)."""
     if gradient.dtype not in HALF:
         return kernel.call_boxed(keys, gradient, *arguments)
     return kernel.call_boxed(keys, gradient.float(), *arguments).to(gradient.dtype)
