@@ -75,8 +75,10 @@ class Process:
     @property
     def resting(self) -> int:
         """Bytes on the device that are left when a step is over."""
-        passing = sum(self.items.get(name, 0) for name in PASSING)
-        return self.total - passing
+        left = self.total
+        for name in PASSING:
+            left -= self.items.get(name, 0)
+        return left
 
 
 # -------------------------------------------------------------------------------------- the trainer
@@ -93,18 +95,26 @@ def trainer_memory(case: Case) -> Process:
     gradients = sum(gradient_sizes)
     if plan.sharding in ("zero2", "zero3", "fsdp"):
         gradients //= plan.processes
-        peak = peak | {GRADIENTS: min(peak[GRADIENTS], gradients)}
+        divided = min(peak[GRADIENTS], gradients)
+        peak = peak | {GRADIENTS: divided}
     step = {GRADIENTS: gradients}
     if "optimizer state" not in host and args.optim == "adamw_torch":
-        step[TEMPORARIES] = _roots(gradient_sizes, plan) // plan.shards
-    phases = {"forward and backward": constant | peak, "the optimizer's step": constant | step}
+        roots = _roots(gradient_sizes, plan)
+        step[TEMPORARIES] = roots // plan.shards
+    phases = {
+        "forward and backward": constant | peak,
+        "the optimizer's step": constant | step,
+    }
     if plan.device == "cpu":  # which is the host
         for items in phases.values():
             for name, size in host.items():
                 items[name] = items.get(name, 0) + size
         host = {}
         # The checkpoint is loaded before it is exchanged for the server's memory.
-        phases["loading"] = {"runtime": TRAINER_RUNTIME["cpu"], "weights": sizes.weights}
+        phases["loading"] = {
+            "runtime": TRAINER_RUNTIME["cpu"],
+            "weights": sizes.weights,
+        }
     totals = {name: sum(items.values()) for name, items in phases.items()}
     when = max(totals, key=totals.get)
     return Process("trainer", _without_zeros(phases[when]), host, when)
@@ -170,7 +180,8 @@ def _constant_items(case: Case, sizes: "Sizes", exact: bool) -> tuple[Items, Ite
         if plan.device == "cuda":
             staged = sizes.values
             if exact and args.optim in TORCHS_OWN:  # `MasterOptimizer` steps part by part
-                staged = gradients_in_flight([parameter.numel() for parameter in sizes.trained])
+                values = [parameter.numel() for parameter in sizes.trained]
+                staged = gradients_in_flight(values)
             host["gradients for the step"] = 4 * staged // plan.shards
         return items, host
     if "paged" in args.optim:  # the driver moves it to the host when the device is full
@@ -185,7 +196,10 @@ def _optimizer_items(case: Case, sizes: "Sizes", exact: bool) -> Items:
     has_masters = exact or of_deepspeed
     masters = 4 * sizes.values if has_masters else 0
     state = state_bytes(case.training.optim, sizes.trained, has_masters, sizes.embeddings)
-    return {"master weights": masters // plan.shards, "optimizer state": state // plan.shards}
+    return {
+        "master weights": masters // plan.shards,
+        "optimizer state": state // plan.shards,
+    }
 
 
 def _gradient_sizes(parameters: list[torch.Tensor], exact: bool) -> list[int]:
@@ -224,9 +238,13 @@ def shadow_model(
         prepare_model(model, warn=False)
     # operators choose their kernels by the device, and have none for meta
     with FakeTensorMode() as mode:
-        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        model._apply(_on_the_cpu)
         base_model(model).tie_weights()
     return model.train(), mode
+
+
+def _on_the_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -255,7 +273,8 @@ class Sizes:
         # FSDP2 keeps what is outside of the blocks whole from forward to backward, and fetches one
         # block ahead.
         outside = weights - sum(blocks)
-        gathered = min(weights, outside + 2 * max(blocks, default=0))
+        largest = max(blocks, default=0)
+        gathered = min(weights, outside + 2 * largest)
         return cls(weights, _nbytes(trained), trained, embeddings, gathered)
 
     @property
@@ -295,7 +314,8 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._free, key, size)
         self._now += size
         if self._now > sum(self.peak.values()):
-            self.peak = {ACTIVATIONS: self._now - self.gradients, GRADIENTS: self.gradients}
+            activations = self._now - self.gradients
+            self.peak = {ACTIVATIONS: activations, GRADIENTS: self.gradients}
 
     def note_gradient(self, parameter: torch.nn.Parameter) -> None:
         self.gradients += parameter.grad.nbytes
@@ -314,7 +334,8 @@ def trace(model: Any, mode: FakeTensorMode, case: Case, exact_gradients: bool) -
     """
     args = case.training
     plain = base_model(model)
-    live = LiveBytes([*model.parameters(), *model.buffers()])
+    existing = [*model.parameters(), *model.buffers()]
+    live = LiveBytes(existing)
     several = case.rollouts < args.per_device_train_batch_size  # micro-batches in each of TRL's
     accumulates = args.gradient_accumulation_steps > 1 or several
     if args.gradient_checkpointing:
@@ -352,11 +373,12 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
     mask = {}
     if not case.plain_attention:
         mask["attention_mask"] = torch.ones_like(ids)
-    hidden = model.base_model(input_ids=ids, **mask, use_cache=False)[0]
+    output = model.base_model(input_ids=ids, **mask, use_cache=False)
+    hidden = output[0]
     weight = model.get_output_embeddings().weight
     loss = hidden.sum() + weight.sum()
-    # is gone before the body's backward
-    torch.empty(_head_bytes(hidden, weight, case), dtype=torch.uint8)
+    head = _head_bytes(hidden, weight, case)
+    torch.empty(head, dtype=torch.uint8)  # is gone before the body's backward
     # one more forward, for logits over the whole vocabulary
     if case.training.distillation_coef > 0:
         output = model(input_ids=ids, **mask, logits_to_keep=case.length, use_cache=False)
@@ -396,7 +418,8 @@ def _head_bytes(hidden: torch.Tensor, weight: torch.Tensor, case: Case) -> int:
     rounded = 0
     if hidden.dtype != torch.float32:
         rounded = gradients * hidden.dtype.itemsize
-    return tile * dtype.itemsize + 4 * gradients + max(scratch, rounded)
+    logits = tile * dtype.itemsize
+    return logits + 4 * gradients + max(scratch, rounded)
 
 
 # --------------------------------------------------------------------------------------- the server
@@ -426,8 +449,8 @@ def server_memory(case: Case) -> Process:
     cache = case.kv_cache_bytes
     if cache is None:
         share = float(case.flags.get("--gpu-memory-utilization", UTILIZATION))
-        left = int(share * plan.total) - sum(items.values())
-        cache = max(0, left)
+        granted = int(share * plan.total)
+        cache = max(0, granted - sum(items.values()))
     items["KV cache"] = cache
     return Process("server", _without_zeros(items), host)
 
@@ -441,7 +464,8 @@ def _served_sizes(case: Case) -> tuple[int, int]:
     embeddings = {model.get_input_embeddings().weight, head.weight}  # one, if they are tied
     for weight in embeddings:
         rows, width = weight.shape
-        weights += -rows % PADDING * width * weight.itemsize
+        padding = -rows % PADDING  # of 151,937 rows, it is 63
+        weights += padding * width * weight.itemsize
     # Of every linear layer but the head (vllm/lora/layers/base_linear.py, `create_lora_weights`).
     values = 0
     for module in model.modules():
@@ -469,7 +493,8 @@ def _default_batch(plan: Plan) -> tuple[int, int]:
     if plan.device == "cpu":
         return CPU_BATCH
     device_gib = plan.total // GIB
-    return BATCH_DEFAULTS[max(gib for gib in BATCH_DEFAULTS if gib <= device_gib)]
+    largest = max(gib for gib in BATCH_DEFAULTS if gib <= device_gib)
+    return BATCH_DEFAULTS[largest]
 
 
 def smallest_cache(case: Case) -> int:
@@ -549,7 +574,8 @@ def checkpoints(training: Any) -> int:
         every = training.save_steps
         if every < 1:  # a share of the run
             every = math.ceil(every * training.max_steps) or training.max_steps
-        number = max(1, math.ceil(training.max_steps / every))  # the last step's, too
+        number = math.ceil(training.max_steps / every)  # the last step's, too
+        number = max(1, number)
     if training.save_total_limit is not None:
         number = min(number, training.save_total_limit + 1)
     return number
