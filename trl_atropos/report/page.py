@@ -104,8 +104,10 @@ def build(folder: Path, max_rollouts: int = MAX_ROLLOUTS) -> tuple[str, str]:
     template = (HERE / "page.html").read_text(encoding="utf-8")
     # in one pass: a title may have braces
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], template)
-    shown = f"{len(data['rollouts']['index'])} of {data['total_rollouts']} rollouts"
-    return page, f"{data['steps']} steps, {len(data['warnings'])} warnings, {shown}."
+    shown = len(data["rollouts"]["index"])
+    warnings = len(data["warnings"])
+    rollouts = f"{shown} of {data['total_rollouts']} rollouts"
+    return page, f"{data['steps']} steps, {warnings} warnings, {rollouts}."
 
 
 def _collect(run: Run, max_rollouts: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -185,7 +187,9 @@ def select(rollouts: pd.DataFrame, max_rollouts: int, max_tokens: int) -> np.nda
     while count:
         spread = np.linspace(0, len(names) - 1, count)
         chosen = np.unique(spread.round().astype(int))
-        excess = max(sizes[chosen].sum() / max_rollouts, tokens[chosen].sum() / max_tokens)
+        too_many = sizes[chosen].sum() / max_rollouts
+        too_long = tokens[chosen].sum() / max_tokens
+        excess = max(too_many, too_long)
         if excess <= 1 or count == 1:
             return np.flatnonzero(np.isin(group, chosen))
         fewer = min(count - 1, int(count / excess))
@@ -236,9 +240,11 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
     or gap.
     """
     # The trainer's log-probabilities of the others are from a part of the run that a resume undid.
-    trained = chosen[~chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))]
+    undone = chosen["fate"].isin((Fate.WAITING, Fate.PASSED_OVER))
+    trained = chosen[~undone]
     scored, unreadable = trainer_logprobs(folder, set(trained["index"]))
-    columns = chosen[SHOWN].to_dict("list") | chosen[FLAGS].astype(int).to_dict("list")
+    columns = chosen[SHOWN].to_dict("list")
+    columns |= chosen[FLAGS].astype(int).to_dict("list")
     columns |= {name: [] for name in COMPUTED}
     packed = Packed(columns, unreadable)
     filled = CHUNK_TOKENS
@@ -256,7 +262,8 @@ def pack(chosen: pd.DataFrame, folder: Path) -> Packed:
         packed.token_ids.update(prompt, completion)
         gap = _gap(scored.get(rollout.index), rollout)
         _fill_columns(columns, place, rollout, gap)
-        columns["place"].append([len(packed.chunks) - 1, len(chunk["rows"])])
+        number = len(packed.chunks) - 1
+        columns["place"].append([number, len(chunk["rows"])])
         row = [
             chunk["prompts"].index(prompt),
             completion,
@@ -283,15 +290,18 @@ def _fill_columns(
 ) -> None:
     own_advantages = _own_advantages(rollout)
     if own_advantages is not None:
-        columns["advantage"][place] = float(own_advantages[rollout.mask].mean())
-    logprobs = rollout.logprobs[rollout.mask & ~np.isnan(rollout.logprobs)]
+        trained = own_advantages[rollout.mask]
+        columns["advantage"][place] = float(trained.mean())
+    trained = rollout.logprobs[rollout.mask]
+    logprobs = trained[~np.isnan(trained)]
     columns["logprob"].append(float(logprobs.mean()) if len(logprobs) else np.nan)
     columns["trained_tokens"].append(int(rollout.mask.sum()))
     mean_gap = np.nan
     largest_gap = np.nan
     if gap is not None:
-        mean_gap = float(np.nanmean(np.abs(gap)))
-        largest_gap = float(np.nanmax(np.abs(gap)))
+        sizes = np.abs(gap)
+        mean_gap = float(np.nanmean(sizes))
+        largest_gap = float(np.nanmax(sizes))
     columns["gap"].append(mean_gap)
     columns["gap_max"].append(largest_gap)
     columns["last_token"].append(int(rollout.completion_ids[-1]))
@@ -307,8 +317,9 @@ def _own_advantages(rollout: Rollout) -> np.ndarray | None:
 def _stretches(mask: np.ndarray) -> list[int]:
     """Returns the lengths of trained and of masked stretches in turn: of the mask 1 1 0 0 1, they
     are 2, 2 and 1. A completion begins with a trained token."""
-    begins = np.diff(mask, prepend=~mask[:1], append=~mask[-1:])
-    return np.diff(np.flatnonzero(begins)).tolist()
+    changes = np.diff(mask, prepend=~mask[:1], append=~mask[-1:])
+    begins = np.flatnonzero(changes)  # 0, 2, 4, and 5 for the end
+    return np.diff(begins).tolist()
 
 
 def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
@@ -317,11 +328,10 @@ def _gap(scored: np.ndarray | None, rollout: Rollout) -> np.ndarray | None:
     if scored is None or len(scored) != len(rollout.logprobs):
         return None
     gap = scored - rollout.logprobs
-    # a policy that has diverged has infinite ones
-    gap = np.where(np.isfinite(gap), gap, np.float32(np.nan))
-    if np.isnan(gap).all():
+    is_known = np.isfinite(gap)  # a policy that has diverged has infinite ones
+    if not is_known.any():
         return None
-    return gap
+    return np.where(is_known, gap, np.float32(np.nan))
 
 
 def _thousandths(values: np.ndarray | None) -> list[int | None] | None:
@@ -380,7 +390,11 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str] | None, 
 def _byte_alphabet() -> dict[str, int]:
     """Returns the byte of each character of a byte-level vocabulary: GPT-2's `bytes_to_unicode` in
     reverse."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]
     bytes_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
     for number, byte in enumerate(others):

@@ -216,7 +216,8 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
     # the file below knows it before the first batch, too
     spool = run.batches[-1].spool if run.batches else ""
     try:
-        spool = json.loads((folder / META).read_text(encoding="utf-8"))["name"]
+        meta = (folder / META).read_text(encoding="utf-8")
+        spool = json.loads(meta)["name"]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -234,7 +235,8 @@ def rollouts_of(run: Run) -> tuple[pd.DataFrame, list[str]]:
             tables.append(_table(rollouts, str(path)))
     table = pd.concat(tables or [_table([], "")], ignore_index=True)
     batches = [batch for batch in run.batches if batch.spool == spool]
-    return table.assign(**_traced(table, headers, run, batches)), unreadable
+    traced = _traced(table, headers, run, batches)
+    return table.assign(**traced), unreadable
 
 
 def _table(rollouts: list[Rollout], path: str) -> pd.DataFrame:
@@ -273,11 +275,16 @@ def _traced(
         earlier = Fate.PASSED_OVER if run.whole else Fate.UNKNOWN
         fate[:] = np.where(indices >= end_of_last, Fate.WAITING, earlier)
     for number, batch in enumerate(batches):
-        # [first, end) of indices -> [first, end) of places in the table
-        ranges = [np.arange(*np.searchsorted(indices, span)) for span in batch.spans]
+        ranges = []
+        size = 0
+        for first_index, end_index in batch.spans:
+            first_place, end_place = np.searchsorted(indices, [first_index, end_index])
+            ranges.append(np.arange(first_place, end_place))
+            size += end_index - first_index
         places = np.concatenate(ranges)
-        fate[places] = Fate.TRAINED if batch.last_step <= run.steps else Fate.IN_TRAINING
-        if len(places) == sum(end - first for first, end in batch.spans):
+        is_over = batch.last_step <= run.steps
+        fate[places] = Fate.TRAINED if is_over else Fate.IN_TRAINING
+        if len(places) == size:
             batch_number[places] = number
         first_step[places] = batch.first_step
         last_step[places] = batch.last_step
