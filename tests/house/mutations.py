@@ -221,8 +221,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "return min(2, len(parts)) * max(",
-        "return len(parts) * max(",
+        "return min(2, len(parts)) * largest",
+        "return len(parts) * largest",
         "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_in_parts",
     ),
     Mutation(

@@ -6,7 +6,7 @@ has neither secrets nor paths of this machine.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ def complete_card(
     rewards = [entry["reward"] for entry in logs]
     has_curve = len(rewards) > 1
     if has_curve and draw:
-        draw_reward_curve(args.output_dir, rewards, [entry["step"] for entry in logs])
+        steps = [entry["step"] for entry in logs]
+        draw_reward_curve(args.output_dir, rewards, steps)
 
     parts = ["## Atropos run", _origin(args, state)]
     if rewards:
@@ -77,7 +78,8 @@ def complete_card(
         one_line = " ".join(command.split())
         parts.append(f"`{name}`:\n\n```bash\n{portable(one_line)}\n```")
     parts += ["### Settings", _settings(args, base, adapters)]
-    parts += ["### Versions", _bullets(f"{name}: {value}" for name, value in versions().items())]
+    lines = [f"{name}: {version}" for name, version in versions().items()]
+    parts += ["### Versions", _bullets(lines)]
 
     # TRL's template writes `None` for a model that is not on the Hub.
     text = card.text.replace("[None](https://huggingface.co/None)", f"`{portable(base)}`")
@@ -96,7 +98,7 @@ def _origin(args: AtroposGRPOConfig, state: TrainerState) -> str:
     return f"Trained on {source}, run `{run}`, {steps}, {datetime.now(UTC):%Y-%m-%d}."
 
 
-def _bullets(lines: Iterable[str]) -> str:
+def _bullets(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 

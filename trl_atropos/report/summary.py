@@ -72,7 +72,8 @@ def draw_reward_curve(
     window = min(WINDOW, max(1, len(rewards) // 10))
     running = []
     for end in range(1, len(rewards) + 1):
-        running.append(_mean(rewards[max(0, end - window) : end]))
+        begin = max(0, end - window)
+        running.append(_mean(rewards[begin:end]))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, rewards, color="#9db7d5", linewidth=1, label=label)
@@ -149,7 +150,9 @@ def _sample_lines(
     lines = [f"Sample completions {title} (prompt -> completion, reward):"]
     room = (columns() or WIDTH_OF_FILE) - len("   ->   0.000")
     for rollout in rollouts:
-        prompt = cut(repr(decode(rollout.prompt_ids)), room // 2)
-        completion = cut(repr(decode(rollout.completion_ids)), room - len(prompt))
+        prompt = repr(decode(rollout.prompt_ids))
+        prompt = cut(prompt, room // 2)
+        completion = repr(decode(rollout.completion_ids))
+        completion = cut(completion, room - len(prompt))
         lines.append(f"  {prompt} -> {completion}  {rollout.score:.3f}")
     return lines

@@ -131,12 +131,13 @@ def can_round_adapter(trainer: Trainer) -> bool:
 def round_adapter(model: PeftModel) -> None:
     """Rounds an adapter to the 16 bits of its base, in which the server computes it. PEFT keeps it
     in fp32, in which each of its layers would be computed. To be trained with masters."""
-    base = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
-    if base not in HALF:
+    parameters = list(model.parameters())
+    dtype = next(parameter.dtype for parameter in parameters if not parameter.requires_grad)
+    if dtype not in HALF:
         return
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(base)
+            parameter.data = parameter.data.to(dtype)
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -199,8 +200,12 @@ class MasterOptimizer(torch.optim.Optimizer):
                 self._pairs.append((parameter, master))
         self._parts = [self._pairs]
         if offload and type(self.inner).__module__.startswith("torch.optim."):
-            places = parts_of([master.numel() for _, master in self._pairs])
-            self._parts = [self._pairs[part[0] : part[-1] + 1] for part in places]
+            sizes = [master.numel() for _, master in self._pairs]
+            self._parts = []
+            for places in parts_of(sizes):  # which follow each other
+                begin = places[0]
+                end = places[-1] + 1
+                self._parts.append(self._pairs[begin:end])
         # pinned memory that gradients come to, for parts of even and of odd numbers
         self._staging: dict[int, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None  # on which they come
@@ -394,8 +399,11 @@ def gradients_in_flight(sizes: list[int]) -> int:
     """Returns how many values of the gradients are in CPU memory at once if they come part by
     part."""
     parts = parts_of(sizes)
-    values = [sum(sizes[number] for number in part) for part in parts]
-    return min(2, len(parts)) * max(values)
+    largest = 0
+    for part in parts:
+        values = sum(sizes[number] for number in part)
+        largest = max(largest, values)
+    return min(2, len(parts)) * largest
 
 
 def _require_equal_shapes(saved: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
@@ -434,12 +442,20 @@ def _threads(most: int) -> Iterator[None]:
     """Computes with as many threads as this process has cores, up to `most`. accelerate's launcher
     gives it one, unless you tell it otherwise."""
     usual = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+    processes = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) // processes
     torch.set_num_threads(max(usual, min(most, cores)))
     try:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def _buffers_of(optim: str) -> int:
+    for family, buffers in BUFFERS.items():
+        if family in optim:
+            return buffers
+    return BUFFERS["adam"]
 
 
 def state_bytes(
@@ -450,7 +466,7 @@ def state_bytes(
     An optimizer that is not in `BUFFERS` counts as AdamW. With `masters`, it works on fp32 copies
     of 16-bit parameters. bitsandbytes keeps `embeddings` (their `id`s) in 32 bits.
     """
-    buffers = next((number for name, number in BUFFERS.items() if name in optim), 2)
+    buffers = _buffers_of(optim)
     # torch's state is of the parameter's dtype, bitsandbytes' always of 4 bytes.
     is_wide = masters or "bit" in optim or "bnb" in optim
     total = 0.0
@@ -538,7 +554,8 @@ def _embedding_gradient(kernel, keys, gradient, *arguments):
     """Returns the table's gradient. `gradient` is that of the embedded tokens, (..., width)."""
     if gradient.dtype not in HALF:
         return kernel.call_boxed(keys, gradient, *arguments)
-    return kernel.call_boxed(keys, gradient.float(), *arguments).to(gradient.dtype)
+    wide = kernel.call_boxed(keys, gradient.float(), *arguments)
+    return wide.to(gradient.dtype)
 
 
 def _layer_norm_gradients(kernel, keys, gradient, x, shape, mean, deviation, weight, bias, needed):
