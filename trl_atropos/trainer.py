@@ -62,8 +62,10 @@ from trl_atropos.metrics.timing import (
     settle,
 )
 from trl_atropos.protocol import environment_token
+from trl_atropos.report.hub import model_only, repository_made
+from trl_atropos.report.model_card import complete_card
+from trl_atropos.report.progress import show_lines
 from trl_atropos.report.run_log import RunLog
-from trl_atropos.report.summary import complete_card, model_only, repository_made, show_lines
 from trl_atropos.rollouts.replay import ReplaySource
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import AtroposSource, Environments, RolloutSource, RunInfo
@@ -1191,7 +1193,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         """As in [`~transformers.Trainer`], without rollouts, logs and tokens of the run
-        (`report/summary.py`)."""
+        (`report/hub.py`)."""
         # no repository yet: the model is saved even if none can be made
         if self.hub_model_id is None:
             self.save_model(_internal_call=True)

@@ -221,8 +221,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "return min(2, len(parts)) * max(",
-        "return len(parts) * max(",
+        "return min(2, len(parts)) * largest",
+        "return len(parts) * largest",
         "tests/weights/test_masters.py::test_offloaded_masters_are_stepped_in_parts",
     ),
     Mutation(
@@ -233,8 +233,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/weights/masters.py",
-        "parameter._version != version and not torch.equal(",
-        "parameter._version != version or not torch.equal(",
+        "if is_written and not torch.equal(",
+        "if is_written or not torch.equal(",
         "tests/weights/test_masters.py::test_what_something_else_writes_to_the_parameters_is_kept",
     ),
     # ------------------------------------------------------------------------------------- services

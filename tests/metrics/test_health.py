@@ -19,7 +19,7 @@ from tests.trainer.test_distillation import taught
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import AtroposTrainingError
 from trl_atropos.metrics.health import FINE_AGAIN, SAMPLED, SIGNALS, Health, Movement, share_dropped
-from trl_atropos.report.summary import format_line
+from trl_atropos.report.progress import format_line
 from trl_atropos.rollouts.wire import MASKED
 
 ROWS = 16

@@ -44,7 +44,7 @@ from trl_atropos.metrics.timing import (
     Stopwatch,
     bottleneck,
 )
-from trl_atropos.report.summary import LineCallback
+from trl_atropos.report.progress import LineCallback
 from trl_atropos.rollouts.source import AtroposSource
 from trl_atropos.server_client import ServerClient
 from trl_atropos.weights.probe import Probe
@@ -597,7 +597,7 @@ def test_the_bottleneck_is_told_at_first_and_when_another_one_has_stayed_for_two
         neither,
         neither,
     ]
-    told = [lines._news(logged(**seconds)).partition(":")[0] for seconds in seen]
+    told = [lines.changed_bottleneck(logged(**seconds)).partition(":")[0] for seconds in seen]
     slow, busy = "the environments cannot keep up", "the trainer is the bottleneck"
     assert told == [
         slow,

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
 from tests.rollout_factory import arguments, make_group, make_trainer, record, uniform_batch
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.metrics.timing import PARTS, WAIT
-from trl_atropos.report.summary import LineCallback, format_line, format_postfix, show_lines
+from trl_atropos.report.progress import LineCallback, format_line, format_postfix, show_lines
 
 COLUMNS = 140
 CONTROL = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[[\d;]*m|([\r\n])")

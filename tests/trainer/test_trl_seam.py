@@ -491,7 +491,7 @@ def test_trls_head_works_on_tiles_of_the_size_that_the_estimate_counts():
 
 
 def test_a_push_is_an_upload_of_a_folder_by_the_shared_client():
-    """Which `trl_atropos/report/summary.py` has leave out what is not the model's."""
+    """`trl_atropos/report/hub.py` replaces it, to leave out what is not the model's."""
     assert "hf_api().upload_folder(" in inspect.getsource(Trainer.push_to_hub), (
         "transformers uploads in another way"
     )

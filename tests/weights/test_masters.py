@@ -300,7 +300,7 @@ def test_offloaded_masters_are_stepped_by_the_cores_of_their_process(tiny_model,
 def test_offloaded_masters_are_stepped_in_parts(sizes, parts, in_flight, monkeypatch):
     monkeypatch.setattr(masters, "PART", 10)
     assert masters.parts_of(sizes) == parts
-    assert masters.values_on_their_way(sizes) == in_flight
+    assert masters.gradients_in_flight(sizes) == in_flight
 
 
 def test_a_gradient_scaler_works_on_fp16_parameters_that_have_masters(tiny_model):

@@ -1,8 +1,7 @@
-"""A checkpoint: written to its end or not at all, and what a run takes from the one that it resumes
-from.
+"""Writes a checkpoint to its end or not at all, and loads the one that a run resumes from.
 
 `AtroposGRPOTrainer` saves with `save_whole`. On a resume, `trl_atropos.train` calls `require_whole`
-before anything that takes long; then the trainer calls `load_weights` or `load_adapters`, and loads
+before anything that takes long. Then the trainer calls `load_weights` or `load_adapters`, and loads
 the optimizer's state within `optimizer_resumed`.
 """
 
@@ -64,9 +63,8 @@ SETTINGS = {
 def save_whole(trainer: Any, write: Callable[[], None]) -> None:
     """Calls `write`, which saves a checkpoint, on every rank. An error or Ctrl-C leaves nothing
     half written."""
-    folder = Path(
-        trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    )
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    folder = Path(trainer._get_output_dir(None), name)
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of an earlier life of the run
     write = disk_errors(folder, "The checkpoint")(write)
     try:
@@ -82,8 +80,8 @@ def save_whole(trainer: Any, write: Callable[[], None]) -> None:
 
 @contextmanager
 def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
-    """Raises `SaveError`, with the reason, where the operating system refuses to write `what` to
-    `folder`."""
+    """Raises `SaveError`, with the reason, if the operating system refuses to write `what` to
+    `folder` within."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -98,8 +96,8 @@ def disk_errors(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def _refusal(folder: str | Path, error: Exception) -> str | None:
-    """Why the disk takes no more: torch does not say ("file write failed"), so that a file is
-    written to learn it."""
+    """Returns why the disk takes no more, `None` if it does. Torch only says "file write failed":
+    then we write a file to learn the reason."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     try:
@@ -109,12 +107,14 @@ def _refusal(folder: str | Path, error: Exception) -> str | None:
             file.flush()
     except OSError as refusal:
         return refusal.strerror or str(refusal)
-    return str(error) if isinstance(error, SafetensorError) else None
+    if isinstance(error, SafetensorError):
+        return str(error)
+    return None
 
 
 def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
-    """The trainer's state, which is written last; `None` if the checkpoint was not written to its
-    end."""
+    """Returns the trainer's state, which is written last. `None` if the checkpoint was not written
+    to its end."""
     try:
         return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -122,14 +122,19 @@ def state_of(checkpoint: str | Path) -> dict[str, Any] | None:
 
 
 def step_of(checkpoint: str | None) -> int:
-    """The optimizer steps that made a checkpoint; 0 for a model without a trainer's state."""
-    state = None if checkpoint is None else state_of(checkpoint)
-    return 0 if state is None else state["global_step"]
+    """Returns the optimizer steps that made a checkpoint; 0 for a model without a trainer's
+    state."""
+    if checkpoint is None:
+        return 0
+    state = state_of(checkpoint)
+    if state is None:
+        return 0
+    return state["global_step"]
 
 
 def merged_model(model: str, folder: str) -> str:
-    """The model, or if it is an adapter's folder, that adapter merged into its base and saved in
-    `folder`."""
+    """Returns `model`. If it is the folder of an adapter, merges it into its base, saves that in
+    `folder`, and returns `folder`."""
     if not Path(model, ADAPTER_CONFIG_NAME).exists():
         return model
     merged = AutoPeftModelForCausalLM.from_pretrained(model, dtype="auto").merge_and_unload()
@@ -140,19 +145,29 @@ def merged_model(model: str, folder: str) -> str:
 
 
 def whole_checkpoints(output_dir: str) -> list[int]:
-    """Steps of the checkpoints in `output_dir` whose saving was not interrupted."""
+    """Returns the steps of the checkpoints in `output_dir` whose saving was not interrupted."""
     steps = []
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdigit() and state_of(folder) is not None:
-            steps.append(int(step))
-        elif step.isdigit():
+    for step, folder in checkpoint_folders(output_dir):
+        if state_of(folder) is None:
             logger.warning("Passed over %s: its saving was interrupted.", folder)
+        else:
+            steps.append(step)
     return steps
 
 
+def checkpoint_folders(output_dir: str) -> list[tuple[int, Path]]:
+    """Returns the steps and folders of all checkpoints, whole or not, in the order of their
+    steps."""
+    folders = []
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdigit() and folder.is_dir():
+            folders.append((int(step), folder))
+    return sorted(folders)
+
+
 def require_whole(checkpoint: str | Path) -> None:
-    """Raises `CheckpointError` if a file to go on from is torn or missing. Reads only the ends of
+    """Raises `CheckpointError` if a file to resume from is torn or missing. Reads only the ends of
     files."""
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -165,12 +180,12 @@ def require_whole(checkpoint: str | Path) -> None:
         except (OSError, zipfile.BadZipFile) as error:
             what = f"{path} cannot be read ({error}): it was damaged, or not written to the end"
             raise CheckpointError(what, str(path), ANOTHER, "checkpoint") from error
-    there = {name: (folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
-    if not _sharded(folder) and len(set(there.values())) > 1:
-        lacking, other = sorted(there, key=there.get)
-        raise CheckpointError(
-            f"{folder} has {other}, but no {lacking}: it was damaged", other, ANOTHER, "checkpoint"
-        )
+    if _sharded(folder):
+        return
+    for lacking, other in ((OPTIMIZER_NAME, SCHEDULER_NAME), (SCHEDULER_NAME, OPTIMIZER_NAME)):
+        if (folder / other).exists() and not (folder / lacking).exists():
+            what = f"{folder} has {other}, but no {lacking}: it was damaged"
+            raise CheckpointError(what, other, ANOTHER, "checkpoint")
 
 
 def _sharded(folder: Path) -> bool:
@@ -188,52 +203,56 @@ def require_same_weights(checkpoint: str | Path, adapter: bool) -> None:
     of_model = any(folder.glob("model*.safetensors"))
     if of_adapter in (of_model, adapter):
         return
-    held = "an adapter"
+    saved = "an adapter"
     trained = "the whole model"
     fix = "Set `use_peft: true` and the adapter's settings"
     if adapter:
-        held = "a whole model"
+        saved = "a whole model"
         trained = "an adapter"
         fix = "Leave `use_peft` out"
-    what = f"The checkpoint in {folder} is of {held}, and this run trains {trained}"
+    what = f"The checkpoint in {folder} is of {saved}, and this run trains {trained}"
     fix += " as in the run that saved it, or leave `resume_from_checkpoint` out to begin anew."
-    raise CheckpointError(what, seen=held, fix=fix, code="checkpoint")
+    raise CheckpointError(what, seen=saved, fix=fix, code="checkpoint")
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups without their parameters: the learning rate, and what else there is to
-    set."""
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    """Returns the optimizer's groups without their parameters: the learning rate and other
+    hyperparameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items() if name != "params"})
+    return groups
 
 
 @contextmanager
 def optimizer_resumed(
     trainer: Any, checkpoint: str | Path, fresh: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Around the loading of the state of optimizer and schedule, which brings the settings of the
-    run that saved it: afterwards, those of this run are in force. `fresh` are `groups_of` the
-    optimizer before."""
+    """Puts the settings of this run in force, after the state of optimizer and schedule was loaded
+    within.
+
+    The state brings the settings of the run that saved it. `fresh` are `groups_of` the optimizer
+    before. Raises `CheckpointError` if the state is that of another optimizer or model.
+    """
     try:
         yield
-        kept = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
-        if trainer.is_world_process_zero() and not kept:
+        has_state = _sharded(Path(checkpoint)) or Path(checkpoint, OPTIMIZER_NAME).exists()
+        if trainer.is_world_process_zero() and not has_state:
             message = (
                 "%s holds no state of the optimizer and its schedule (`save_only_model: "
                 "true`): both begin anew."
             )
             logger.warning(message, checkpoint)
-        within = trainer.optimizer.optimizer  # of accelerate's
-        loaded = groups_of(within.inner if isinstance(within, MasterOptimizer) else within)
+        optimizer = trainer.optimizer.optimizer  # within accelerate's
+        if isinstance(optimizer, MasterOptimizer):
+            optimizer = optimizer.inner
         # Torch takes the state of any optimizer for its own. A newer version of one optimizer only
         # adds entries.
-        for before, after in zip(fresh, loaded, strict=True):
-            ours = sorted(before.keys() - after.keys())
-            theirs = sorted(after.keys() - before.keys())
-            if ours and theirs:
-                raise ValueError(f"it has {', '.join(theirs)} in place of {', '.join(ours)}")
+        for fresh_group, loaded_group in zip(fresh, groups_of(optimizer), strict=True):
+            lacking = sorted(fresh_group.keys() - loaded_group.keys())
+            foreign = sorted(loaded_group.keys() - fresh_group.keys())
+            if lacking and foreign:
+                raise ValueError(f"it has {', '.join(foreign)} in place of {', '.join(lacking)}")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"The optimizer's state in {checkpoint} is not that of `optim: "
@@ -250,38 +269,40 @@ def _put_in_force(
     scheduler: LRScheduler,
     optim_args: str,
 ) -> None:
-    """Sets what this run's settings say, and its `optim_args`, in place of what the state brought
-    along."""
-    named = {part.split("=")[0].strip() for part in optim_args.split(",")}
-    changed: dict[str, tuple[Any, Any]] = {}
-    for before, group in zip(fresh, optimizer.param_groups, strict=True):
-        for name in (SETTINGS.keys() | named) & before.keys() & group.keys():
-            if before[name] != group[name]:
-                changed.setdefault(SETTINGS.get(name, name), (group[name], before[name]))
-                group[name] = before[name]
+    """Replaces the hyperparameters that the state brought by those of this run's settings, and of
+    its `optim_args`."""
+    stated = {part.split("=")[0].strip() for part in optim_args.split(",")}
+    stated |= SETTINGS.keys()
+    changed: dict[str, tuple[Any, Any]] = {}  # setting -> its value in the checkpoint, and now
+    for fresh_group, group in zip(fresh, optimizer.param_groups, strict=True):
+        for name in stated & fresh_group.keys() & group.keys():
+            if fresh_group[name] != group[name]:
+                setting = SETTINGS.get(name, name)
+                changed.setdefault(setting, (group[name], fresh_group[name]))
+                group[name] = fresh_group[name]
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        scheduler._last_lr = [
-            base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)
-        ]
-        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+        rates = []
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            rates.append(base * factor(scheduler.last_epoch))
+        scheduler._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     elif "learning_rate" in changed:
-        theirs, ours = changed["learning_rate"]
+        saved, value = changed["learning_rate"]
         raise CheckpointError(
-            f"`learning_rate: {ours}`, but the checkpoint was saved with {theirs}, from which a "
-            f"{type(scheduler).__name__} goes on. Set `learning_rate: {theirs}`, or another "
+            f"`learning_rate: {value}`, but the checkpoint was saved with {saved}, from which a "
+            f"{type(scheduler).__name__} goes on. Set `learning_rate: {saved}`, or another "
             "`lr_scheduler_type`."
         )
-    for name, (theirs, ours) in changed.items():
-        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, ours, theirs)
+    for name, (saved, value) in changed.items():
+        logger.info("Resuming with %s %s in place of the checkpoint's %s.", name, value, saved)
 
 
 @contextmanager
 def weight_errors(checkpoint: str | Path) -> Iterator[None]:
-    """Around the loading of weights. Raises `CheckpointError` if they cannot be read, or do not fit
-    the model."""
+    """Raises `CheckpointError` if weights that are loaded within cannot be read, or do not fit the
+    model."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -302,11 +323,15 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
     families are saved under other names (GPT-NeoX' head, Mixtral's experts), and would go on with
     the weights that the model began with.
     """
-    # float32 holds every dtype that is trained; `copy_` makes of it what it was.
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with weight_errors(folder):
         saved, info = type(model).from_pretrained(
-            folder, config=model.config, local_files_only=True, **options
+            folder,
+            config=model.config,
+            local_files_only=True,
+            # It holds every dtype that is trained, and `load_state_dict` copies into that.
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lacking:
@@ -319,7 +344,10 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
 
 def _named(names: Sequence[str]) -> str:
     """Returns the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 # ----------------------------------------------------------------------------------------- adapters
@@ -327,16 +355,20 @@ def _named(names: Sequence[str]) -> str:
 
 def adapters_in(checkpoint: str | Path) -> list[str]:
     """Returns the names of the adapters that a checkpoint holds."""
-    folders = [path.name for path in sorted(Path(checkpoint).iterdir()) if path.is_dir()]
-    names = [PEFT_DEFAULT, *folders]
+    names = [PEFT_DEFAULT]
+    for path in sorted(Path(checkpoint).iterdir()):
+        if path.is_dir():
+            names.append(path.name)
     return [
         name for name in names if (adapter_folder(checkpoint, name) / ADAPTER_CONFIG_NAME).exists()
     ]
 
 
 def adapter_folder(checkpoint: str | Path, name: str) -> Path:
-    """Returns where `PeftModel.save_pretrained` writes an adapter."""
-    return Path(checkpoint) if name == PEFT_DEFAULT else Path(checkpoint, name)
+    """Returns the folder to which `PeftModel.save_pretrained` writes an adapter."""
+    if name == PEFT_DEFAULT:
+        return Path(checkpoint)
+    return Path(checkpoint, name)
 
 
 @torch.no_grad()
@@ -350,9 +382,8 @@ def load_adapters(model: PeftModel, checkpoint: str) -> None:
     and lies in the checkpoint itself.
 
     Raises:
-        CheckpointError: An adapter is missing, or is not the one that the model has; or, compared
-            after the load, a tensor of the model is not that of the file, bit for bit in the dtype
-            of the model.
+        CheckpointError: An adapter is missing, or is another one than the model's. Or after the
+            load, a tensor of the model is not that of the file, bit for bit in the model's dtype.
     """
     saved = {name: _read_adapter(model, name, checkpoint) for name in model.peft_config}
     for name, tensors in saved.items():
@@ -361,7 +392,7 @@ def load_adapters(model: PeftModel, checkpoint: str) -> None:
     for name, tensors in saved.items():
         _write_adapter(model, name, tensors)
         for key, place in _places(model, name, tensors).items():
-            if not torch.equal(place, tensors[key].to(device=place.device, dtype=place.dtype)):
+            if not _equal_in(place, tensors[key]):
                 raise CheckpointError(
                     f"After loading the adapter {name!r} from {checkpoint}, {key} is not what the "
                     f"file holds: an adapter of type {model.peft_config[name].peft_type.value} "
@@ -369,31 +400,34 @@ def load_adapters(model: PeftModel, checkpoint: str) -> None:
                 )
     further = sorted(set(adapters_in(checkpoint)) - saved.keys())
     if further:
-        logger.info(
-            "%s also holds adapters that this model does not have: %s.",
-            checkpoint,
-            ", ".join(further),
-        )
+        message = "%s also holds adapters that this model does not have: %s."
+        logger.info(message, checkpoint, ", ".join(further))
+
+
+def _equal_in(place: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Returns whether a saved tensor is that of the model, in the model's dtype."""
+    return torch.equal(place, saved.to(device=place.device, dtype=place.dtype))
 
 
 def require_adapter_loaded(
     model: torch.nn.Module, accelerator: Accelerator, checkpoint: str
 ) -> None:
-    """Raises `CheckpointError`, on every rank, unless the trained adapter is the one in the
-    checkpoint, bit for bit: DeepSpeed and FSDP load it by themselves, from files of their own, and
-    pass over names that they do not find."""
+    """Raises `CheckpointError`, on every rank, unless the trained adapter is that of the
+    checkpoint, bit for bit.
+
+    DeepSpeed and FSDP load it by themselves, from files of their own, and pass over names that they
+    do not find.
+    """
     name = trained_adapter(unwrap(model))
     file = adapter_folder(checkpoint, name) / ADAPTER_SAFE_WEIGHTS_NAME
-    if not file.exists():  # as where FSDP saves shards alone
+    if not file.exists():  # FSDP may save shards alone
         return
     with weight_errors(checkpoint):
         saved = load_file(file)
     different = []
     # to the end, because all ranks gather
     for key, tensor in iter_adapter_parameters(model, accelerator):
-        if key not in saved or not torch.equal(
-            saved[key].to(device=tensor.device, dtype=tensor.dtype), tensor
-        ):
+        if key not in saved or not _equal_in(tensor, saved[key]):
             different.append(key)
     if different:
         raise CheckpointError(
@@ -408,27 +442,27 @@ def _read_adapter(model: PeftModel, name: str, checkpoint: str) -> dict[str, tor
     folder = adapter_folder(checkpoint, name)
     files = [folder / file for file in (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)]
     if not any(file.exists() for file in files):
-        held = ", ".join(adapters_in(checkpoint)) or "none"
+        names = ", ".join(adapters_in(checkpoint)) or "none"
         raise CheckpointError(
             f"The checkpoint in {checkpoint} lacks the adapter {name!r} of this model: {files[0]} "
             "is not there",
-            seen=f"adapters in the checkpoint: {held}",
+            seen=f"adapters in the checkpoint: {names}",
             fix="Give the model the adapters of the run that saved it, under the same names, and "
             "the same `beta` (above 0, TRL adds the adapter `ref` to a `PeftModel`).",
             code="checkpoint",
         )
     with weight_errors(checkpoint):
-        theirs = vars(PeftConfig.from_pretrained(str(folder)))
+        saved_config = vars(PeftConfig.from_pretrained(str(folder)))
         tensors = load_peft_weights(str(folder), device="cpu")
-    ours = vars(model.peft_config[name])
+    config = vars(model.peft_config[name])
     for field in SCALING:
-        before = theirs.get(field)
-        now = ours.get(field)
-        if (before or None) != (now or None):  # a pattern may be empty or absent
+        saved = saved_config.get(field)
+        value = config.get(field)
+        if (saved or None) != (value or None):  # a pattern may be empty or absent
             raise CheckpointError(
-                f"The adapter {name!r} in {checkpoint} was saved with `{field}: {before}`, and "
-                f"this run has `{field}: {now}`: the same tensors would be another policy. Resume "
-                "with the saved value, or begin anew from the adapter, without "
+                f"The adapter {name!r} in {checkpoint} was saved with `{field}: {saved}`, and "
+                f"this run has `{field}: {value}`: the same tensors would be another policy. "
+                "Resume with the saved value, or begin anew from the adapter, without "
                 "`resume_from_checkpoint`."
             )
     return tensors
@@ -438,12 +472,14 @@ def _places(
     model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Returns the model's own tensors of an adapter, by the names that PEFT saves them under."""
-    own = model.state_dict(keep_vars=True)
-    places = get_peft_model_state_dict(model, own, name, save_embedding_layers=False)
+    state = model.state_dict(keep_vars=True)
+    places = get_peft_model_state_dict(model, state, name, save_embedding_layers=False)
     # PEFT also saves embeddings that an adapter is on, or that were resized.
-    with_embeddings = get_peft_model_state_dict(model, own, name, save_embedding_layers=True)
-    further = with_embeddings.keys() - places.keys()
-    return with_embeddings if further & tensors.keys() else places
+    with_embeddings = get_peft_model_state_dict(model, state, name, save_embedding_layers=True)
+    embeddings = with_embeddings.keys() - places.keys()
+    if embeddings & tensors.keys():
+        return with_embeddings
+    return places
 
 
 def _require_equal_names(
@@ -452,35 +488,36 @@ def _require_equal_names(
     name: str,
     checkpoint: str,
 ) -> None:
-    both = places.keys() & tensors.keys()
-    shapes = {key: (list(tensors[key].shape), list(places[key].shape)) for key in both}
-    others = [
-        f"{key} ({saved} there, {own} here)"
-        for key, (saved, own) in sorted(shapes.items())
-        if saved != own
-    ]
-    for what, wrong in (
-        ("lacks tensors of the adapter {}", sorted(places.keys() - tensors.keys())),
-        (
-            "has tensors for the adapter {} that this model does not have",
-            sorted(tensors.keys() - places.keys()),
+    """Raises `CheckpointError` unless the model and the file have tensors of the same names and
+    shapes."""
+    reshaped = []
+    for key in sorted(places.keys() & tensors.keys()):
+        saved_shape = list(tensors[key].shape)
+        own_shape = list(places[key].shape)
+        if saved_shape != own_shape:
+            reshaped.append(f"{key} ({saved_shape} there, {own_shape} here)")
+    problems = {
+        f"lacks tensors of the adapter {name!r}": sorted(places.keys() - tensors.keys()),
+        f"has tensors for the adapter {name!r} that this model does not have": sorted(
+            tensors.keys() - places.keys()
         ),
-        ("has the adapter {} in other shapes", others),
-    ):
-        if wrong:
+        f"has the adapter {name!r} in other shapes": reshaped,
+    }
+    for problem, keys in problems.items():
+        if keys:
             raise CheckpointError(
-                f"The checkpoint in {checkpoint} {what.format(repr(name))}: {_named(wrong)}. "
+                f"The checkpoint in {checkpoint} {problem}: {_named(keys)}. "
                 "Resume with the base model, target modules and ranks of the run that saved it."
             )
 
 
 def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
     places = _places(model, name, tensors)
-    own = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    if all(id(place) in own for place in places.values()):
+    own_ids = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    if all(id(place) in own_ids for place in places.values()):
         for key, place in places.items():
             place.copy_(tensors[key])
-    else:  # PEFT computes what it saves, as of prompts
+    else:  # PEFT computes what it saves, for example of prompts
         set_peft_model_state_dict(model, dict(tensors), name)
 
 
@@ -488,8 +525,8 @@ def _write_adapter(model: PeftModel, name: str, tensors: Mapping[str, torch.Tens
 
 
 def require_trainable(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` if the model cannot be loaded and trained. `trusted`: code that comes
-    with it may run."""
+    """Raises `RecipeError` if the model cannot be loaded and trained. If it is `trusted`, code that
+    comes with it may run."""
     name = model.model_name_or_path
     require_whole_model(name)
     try:
@@ -506,12 +543,12 @@ def require_trainable(model: ModelConfig, trusted: bool) -> None:
             "machine can download or has cached.",
             code="model",
         ) from error
-    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have one
+    quantised = getattr(config, "quantization_config", None)  # only quantised checkpoints have it
     if config.is_encoder_decoder:
-        wrong = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
+        problem = f"{config.model_type} has an encoder, and rollouts are for a decoder alone"
         fix = "Take a causal language model."
     elif quantised is not None and not model.use_peft:
-        wrong = (
+        problem = (
             f"its weights are quantised ({quantised.get('quant_method', '4 or 8 bits')}), and "
             "take no gradient"
         )
@@ -520,21 +557,23 @@ def require_trainable(model: ModelConfig, trusted: bool) -> None:
             "(`use_peft: true`)."
         )
     elif not config.architectures:
-        wrong = "its config.json names no architecture"
+        problem = "its config.json names no architecture"
         fix = 'Add `"architectures"`, such as ["Qwen3ForCausalLM"].'
     else:
-        wrong, fix = _missing_class(config, name, model.model_revision, trusted)
-    if wrong:
-        what = f"The model {name!r} cannot be trained: {wrong}"
+        problem, fix = _missing_class(config, name, model.model_revision, trusted)
+    if problem:
+        what = f"The model {name!r} cannot be trained: {problem}"
         raise RecipeError(what, seen=f"model_name_or_path: {name}", fix=fix, code="model")
 
 
 def require_untied(model: ModelConfig, trusted: bool) -> None:
-    """Raises `RecipeError` for an adapter on one side of tied embeddings, which a server holds as
+    """Raises `RecipeError` for an adapter on one of two tied embeddings, which a server holds as
     one tensor."""
-    targets = model.lora_target_modules or ()
-    named = {targets} if isinstance(targets, str) else set(targets)
-    ends = sorted({EMBEDDING, HEAD} & (named | set(model.lora_modules_to_save or ())))
+    targets = model.lora_target_modules or []
+    if isinstance(targets, str):
+        targets = [targets]
+    modules = {*targets, *(model.lora_modules_to_save or [])}
+    ends = sorted({EMBEDDING, HEAD} & modules)
     if not ends:
         return
     config = AutoConfig.from_pretrained(
@@ -553,29 +592,29 @@ def require_untied(model: ModelConfig, trusted: bool) -> None:
 
 
 def _missing_class(config: Any, name: str, revision: str | None, trusted: bool) -> tuple[str, str]:
-    """Which of the model's classes cannot be loaded, and what to do; two empty texts if all can."""
-    known = hasattr(transformers, config.architectures[0])
+    """Returns which of the model's classes cannot be loaded, and a fix; two empty texts if all
+    can."""
+    in_transformers = hasattr(transformers, config.architectures[0])
     # a class that the checkpoint brings
     code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     try:
-        if known and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            wrong = (
+        if in_transformers and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            problem = (
                 f"transformers has no causal language model for {config.model_type}, and no "
-                "processor of images "
+                "processor of images is with it"
             )
-            wrong = f"{wrong}is with it"
             fix = "Take the whole checkpoint, or one of the language model alone."
             # TRL's trainer needs that of images
             transformers.AutoProcessor.from_pretrained(name, revision=revision)
-        elif code is not None and trusted and not known:
-            wrong = (
+        elif code is not None and trusted and not in_transformers:
+            problem = (
                 "the code that comes with it does not run with transformers "
                 f"{transformers.__version__}"
             )
             fix = "Take a model whose class transformers has."
             get_class_from_dynamic_module(code, name, revision=revision)
     except (ImportError, OSError, ValueError, AttributeError) as error:
-        return f"{wrong} ({_first_sentence(error)})", fix
+        return f"{problem} ({_first_sentence(error)})", fix
     return "", ""
 
 
