@@ -16,14 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_atropos.errors import AtroposTrainingError, EvaluationError, RecipeError
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    parallel,
-    served_rank,
-    server_flags,
-    stated_settings,
-    values_of,
-)
+from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
+from trl_atropos.protocol import ADAPTER_MODES
 from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from yarl import URL
 
 from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
-from trl_atropos.protocol import server_flags
+from trl_atropos.flags import server_flags
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser, url_of
 from trl_atropos.server.plane import EVALUATION, ControlPlane, Refused, error, while_connected
 from trl_atropos.services.guard import KILL_DEADLINE

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 
 from trl_atropos.errors import AtroposTrainingError, ServiceError
+from trl_atropos.flags import server_flags
 from trl_atropos.protocol import (
     ADAPTER_MODES,
     NUMERICS,
     TOKEN_VARIABLE,
     VLLM_MODES,
     environment_token,
-    server_flags,
 )
 
 # Used where the command line says nothing. Loopback only: the control routes change weights. The
