@@ -23,6 +23,8 @@ PROTOCOL_VERSION = 10  # trainer and server must have the same
 ROUTE_PREFIX = "/trl_atropos"  # of the control routes
 TOKEN_VARIABLE = "TRL_ATROPOS_TOKEN"  # holds the token that the control routes require
 
+LEASE_BEGINNING = b"held\n"  # of the response that stays open while a trainer holds the server
+
 VLLM_MODES = ("colocate", "server", "nccl_lora", "lora", "restart")
 ADAPTER_MODES = ("nccl_lora", "lora")
 NUMERICS = ("default", "float32_head", "float16", "bitwise")

@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from trl_atropos.protocol import (
+    LEASE_BEGINNING,
     ROUTE_PREFIX,
     TOKEN_VARIABLE,
     EvaluationReply,
@@ -222,7 +223,7 @@ class ControlPlane:
                     "headers": [(b"content-type", b"text/plain")],
                 }
             )
-            await send({"type": "http.response.body", "body": b"held\n", "more_body": True})
+            await send({"type": "http.response.body", "body": LEASE_BEGINNING, "more_body": True})
             _keep_alive(self.server, request.scope["client"])
             while not gone.done() and not self.server.should_exit:
                 await asyncio.wait({gone}, timeout=POLL)
