@@ -41,7 +41,14 @@ from trl_atropos import protocol
 from trl_atropos.errors import AtroposTrainingError, ServiceError
 from trl_atropos.flags import server_flags
 from trl_atropos.server.launch import DEFAULTS, READY_VARIABLE, build_parser, url_of
-from trl_atropos.server.plane import EVALUATION, ControlPlane, Refused, error, while_connected
+from trl_atropos.server.plane import (
+    EVALUATION,
+    Change,
+    ControlPlane,
+    Refused,
+    error,
+    while_connected,
+)
 from trl_atropos.services.guard import KILL_DEADLINE
 from trl_atropos.services.manager import GRACE, Services, free_port, require_free_port
 from trl_atropos.services.signals import install_handlers
@@ -180,13 +187,15 @@ class Front(ControlPlane):
             ("GET", "/refusals"): self.refusals,
         }
         self.changes = {
-            "/attach": (self.attach, ""),
-            "/hold": (self.hold, "lease"),
-            "/pause": (self.pause, "lease"),
-            "/restart": (self.restart, ""),
-            "/fingerprints/trace": (lambda body: self._of_engine("/fingerprints/trace", body), ""),
-            "/fingerprints": (self.fingerprints, ""),
-            "/resume": (self.resume, ""),
+            "/attach": Change(self.attach),
+            "/hold": Change(self.hold, lease=True),
+            "/pause": Change(self.pause, lease=True),
+            "/restart": Change(self.restart),
+            "/fingerprints/trace": Change(
+                lambda body: self._of_engine("/fingerprints/trace", body)
+            ),
+            "/fingerprints": Change(self.fingerprints),
+            "/resume": Change(self.resume),
         }
 
     async def __call__(self, scope, receive, send) -> None:

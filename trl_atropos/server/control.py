@@ -30,7 +30,7 @@ from trl_atropos import protocol
 from trl_atropos.protocol import ADAPTER_NAME, ROUTE_PREFIX, TOKEN_VARIABLE
 from trl_atropos.server import compat
 from trl_atropos.server.launch import NUMERICS_VARIABLE, READY_VARIABLE
-from trl_atropos.server.plane import ControlPlane, Refusals, Refused, error
+from trl_atropos.server.plane import Change, ControlPlane, Refusals, Refused, error
 from trl_atropos.server.sampling import Sampling
 from trl_atropos.tensors.fingerprint import Assembly
 
@@ -88,20 +88,20 @@ class Control(ControlPlane):
             ("GET", "/refusals"): lambda body: self.refusals.answer(),
         }
         self.changes = {
-            "/attach": (self.attach, "lease"),
-            "/hold": (self.hold, "lease"),
-            "/pause": (self.pause, "lease"),
-            "/resume": (self.resume, ""),
-            "/channel": (self.open_channel, "lease"),
-            "/weights/load": (self.load_weights, "lease and pause"),
-            "/weights/again": (self.load_weights_again, "lease and pause"),
-            "/weights/finish": (self.finish_weights, "lease and pause"),
-            "/adapter/setup": (self.set_up_adapter, "lease"),
-            "/adapter/load": (self.load_adapter, "lease and pause"),
-            "/fingerprints/trace": (self.trace, ""),
-            "/fingerprints": (self.fingerprints, ""),
-            "/sleep": (self.sleep, "lease"),
-            "/wake": (self.wake, "lease and pause"),
+            "/attach": Change(self.attach, lease=True),
+            "/hold": Change(self.hold, lease=True),
+            "/pause": Change(self.pause, lease=True),
+            "/resume": Change(self.resume),
+            "/channel": Change(self.open_channel, lease=True),
+            "/weights/load": Change(self.load_weights, lease=True, pause=True),
+            "/weights/again": Change(self.load_weights_again, lease=True, pause=True),
+            "/weights/finish": Change(self.finish_weights, lease=True, pause=True),
+            "/adapter/setup": Change(self.set_up_adapter, lease=True),
+            "/adapter/load": Change(self.load_adapter, lease=True, pause=True),
+            "/fingerprints/trace": Change(self.trace),
+            "/fingerprints": Change(self.fingerprints),
+            "/sleep": Change(self.sleep, lease=True),
+            "/wake": Change(self.wake, lease=True, pause=True),
         }
 
     async def __call__(self, scope, receive, send):
