@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 
-import torch
 import vllm
 from packaging.version import Version
+from torch import nn
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
@@ -191,7 +191,7 @@ def cpu_experts() -> type | None:
 
 
 @contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """Removes vLLM's LoRA layers from around the base layers for a while: some versions do not find
     a checkpoint's names behind them."""
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -201,7 +201,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
         for name, child in parent.named_children():
             if not isinstance(child, BaseLayerWithLoRA):
                 continue
-            if isinstance(getattr(child, "base_layer", None), torch.nn.Module):
+            if isinstance(getattr(child, "base_layer", None), nn.Module):
                 wrapped.append((parent, name, child))
     for parent, name, child in wrapped:
         setattr(parent, name, child.base_layer)
@@ -236,7 +236,7 @@ def _forget(_adapter_id: int) -> None:
     """Takes the place of what vLLM does when an adapter leaves its cache."""
 
 
-def adapter_name_mapper(model: torch.nn.Module):
+def adapter_name_mapper(model: nn.Module):
     """Returns a mapper that renames modules of an adapter as vLLM's model does, without joining
     those that vLLM packs, or `None` if it renames none."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)  # as vLLM asks for it: most models have none

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -227,24 +228,24 @@ class Constants:
     """Values that a config determines and no publish changes: numbers of a model's modules, and its
     rotary tables."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, device: torch.device):
         self.device = device
         self._addresses: list[int] = []  # of the tables that `_table_fingerprints` is for
         self._table_fingerprints: Fingerprints | None = None
         self.values = self._values_of(model)
 
-    def changed(self, model: torch.nn.Module) -> list[str]:
+    def changed(self, model: nn.Module) -> list[str]:
         """Returns the names of those that are not what they were at first."""
         values = self._values_of(model)
         return [name for name, value in self.values.items() if values.get(name) != value]
 
-    def _values_of(self, model: torch.nn.Module) -> dict[str, float]:
+    def _values_of(self, model: nn.Module) -> dict[str, float]:
         """Returns the numbers, and the fingerprints of the tables."""
         values = layout.numbers_of(model)
         tables = layout.tables_of(model, self.device)
         return values | self._fingerprints_of(tables)
 
-    def _fingerprints_of(self, tables: dict[str, torch.Tensor]) -> dict[str, int]:
+    def _fingerprints_of(self, tables: dict[str, Tensor]) -> dict[str, int]:
         if not tables:
             return {}
         addresses = [table.data_ptr() for table in tables.values()]
@@ -277,10 +278,10 @@ class Message:
 
     tensors: list[ParameterSpec]
     copies: list[Copy] | None
-    buffer: torch.Tensor  # that it came in, as long as the message
+    buffer: Tensor  # that it came in, as long as the message
     all_copies: Copies | None = None  # from that buffer
 
-    def copy_from(self, buffer: torch.Tensor) -> None:
+    def copy_from(self, buffer: Tensor) -> None:
         """Makes the copies, from a buffer that holds the same tensors with new values."""
         if buffer.data_ptr() != self.buffer.data_ptr():
             copies = []
@@ -294,7 +295,7 @@ class Message:
         self.all_copies()
 
 
-def _same_view(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+def _same_view(view: Tensor, buffer: Tensor) -> Tensor:
     """Returns the elements of `buffer` that stand where `view` stands in its own buffer."""
     values = buffer.view(view.dtype)
     return values.as_strided(view.size(), view.stride(), view.storage_offset())
@@ -310,7 +311,7 @@ class WeightReceiver:
     message at once. Raises `ValueError` if new weights would not reach some layers.
     """
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig, channel: Channel):
+    def __init__(self, model: nn.Module, config: VllmConfig, channel: Channel):
         packed = layout.refusal_of_packed_layers()
         if packed is not None:
             raise ValueError(packed)
@@ -365,7 +366,7 @@ class WeightReceiver:
             return unloaded(self.model, self.loaded)
 
     def _load_and_note_copies(
-        self, buffer: torch.Tensor, tensors: list[ParameterSpec]
+        self, buffer: Tensor, tensors: list[ParameterSpec]
     ) -> list[Copy] | None:
         """Returns the copies that the loader made, or `None` if it did more than to copy."""
         tracer = layout.CopyTracer(buffer, layout.memory_of(self.model), swallows=False)
@@ -376,7 +377,7 @@ class WeightReceiver:
             return None
         return tracer.copies
 
-    def _load(self, buffer: torch.Tensor, tensors: list[ParameterSpec]) -> None:
+    def _load(self, buffer: Tensor, tensors: list[ParameterSpec]) -> None:
         if self.reloads and not self.loading:
             # vLLM keeps loaded weights until a layer is whole
             initialize_layerwise_reload(self.model)
@@ -416,7 +417,7 @@ def needs_reload(config: VllmConfig, device: torch.device) -> bool:
     )
 
 
-def unloaded(model: torch.nn.Module, loaded: set[str]) -> list[str]:
+def unloaded(model: nn.Module, loaded: set[str]) -> list[str]:
     """Returns the names of the parameters that are not among the loaded ones. A module of vLLM's
     may have several names."""
     addresses = {}
@@ -476,7 +477,7 @@ class AdapterReceiver:
         self.helper.rank_pattern = {}
         self.helper.alpha_pattern = {}
         self.helper.validate_legal(self.manager.lora_config)
-        self.messages: dict[int, torch.Tensor] = {}  # by adapter id
+        self.messages: dict[int, Tensor] = {}  # by adapter id
         self.plans: dict[int, AdapterPlan] = {}  # by adapter id
 
     def load(self, adapter_id: int) -> None:
@@ -506,7 +507,7 @@ class AdapterReceiver:
             plan.fingerprints = fingerprints_of(self._pieces(plan), self.tensors)
         return plan.fingerprints
 
-    def _empty_message(self) -> torch.Tensor:
+    def _empty_message(self) -> Tensor:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
 
     def _activate(self, adapter_id: int) -> None:
@@ -549,7 +550,7 @@ class AdapterReceiver:
             self.plans[adapter_id] = plan
         return plan
 
-    def _lora_model(self, adapter_id: int, message: torch.Tensor) -> LoRAModel:
+    def _lora_model(self, adapter_id: int, message: Tensor) -> LoRAModel:
         model = self.adapters.model
         names = [tensor.name for tensor in self.tensors]
         values = unpack(message, self.tensors)

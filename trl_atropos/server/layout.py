@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,8 +46,8 @@ ALIGNMENT = 256  # bytes; at least what vectorised kernels assume
 # writes into the padding of a vocabulary
 HARMLESS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # target in vLLM's memory, source that it is copied from
-Piece = tuple[torch.Tensor, Part]  # elements in vLLM's memory, their place in the parameter
+Copy = tuple[Tensor, Tensor]  # target in vLLM's memory, source that it is copied from
+Piece = tuple[Tensor, Part]  # elements in vLLM's memory, their place in the parameter
 
 # Names of this process's layers that compute with a packed copy of their weights: new weights would
 # not reach them.
@@ -65,13 +66,13 @@ class SharedArenaLoader(DefaultModelLoader):
             dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
         )
 
-    def load_weights(self, model: torch.nn.Module, model_config) -> None:
+    def load_weights(self, model: nn.Module, model_config) -> None:
         packed_layers.extend(compute_in_place(model, model_config))
         move_to_arena(model)
         super().load_weights(model, model_config)
 
 
-def compute_in_place(model: torch.nn.Module, model_config) -> list[str]:
+def compute_in_place(model: nn.Module, model_config) -> list[str]:
     """Makes the layers of a model compute with their parameters themselves. Returns the names of
     those that may not: a class which vLLM moved or replaced must lead to a refusal, and not to old
     weights."""
@@ -107,7 +108,7 @@ def refusal_of_packed_layers() -> str | None:
     )
 
 
-def _multiply_with_the_weight(layer: torch.nn.Module) -> None:
+def _multiply_with_the_weight(layer: nn.Module) -> None:
     """Takes the place of the method by which vLLM packs the weight of a linear layer or an
     embedding."""
     layer.cpu_linear = linear
@@ -117,7 +118,7 @@ class InPlaceExperts(compat.cpu_experts() or object):
     """Computes experts as vLLM's class does, on tensors as loaded: `w1` is (experts, gate and up,
     hidden), `w2` (experts, hidden, intermediate)."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs nothing."""
 
     def apply(
@@ -145,7 +146,7 @@ class InPlaceExperts(compat.cpu_experts() or object):
                 result *= topk_weights[tokens, choices, None].to(result.dtype)
             output.index_add_(0, tokens, result)
 
-    def _activate(self, activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
+    def _activate(self, activation: MoEActivation, both: Tensor) -> Tensor:
         # as vLLM's SwigluOAIAndMul, for which the CPU build has no kernel
         if activation is MoEActivation.SWIGLUOAI:
             gate = both[:, ::2].clamp(max=7.0)
@@ -156,7 +157,7 @@ class InPlaceExperts(compat.cpu_experts() or object):
         return inner
 
 
-def move_to_arena(model: torch.nn.Module) -> None:
+def move_to_arena(model: nn.Module) -> None:
     """Moves the memory of all parameters of `model` into one new shared arena. Values are not
     copied. Views of that memory move along: Mamba-2 layers read the weights of their convolution
     through such a buffer."""
@@ -180,7 +181,7 @@ def move_to_arena(model: torch.nn.Module) -> None:
         tensor.data = memory.as_strided(tensor.size(), tensor.stride(), offset)
 
 
-def _pointer(tensor: torch.Tensor) -> int:
+def _pointer(tensor: Tensor) -> int:
     """Returns the data pointer of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
@@ -200,7 +201,7 @@ class CopyTracer(TorchDispatchMode):
     nor such a copy. If there are none, the noted copies do all that was done.
     """
 
-    def __init__(self, source: torch.Tensor, memory: set[int] | None = None, swallows: bool = True):
+    def __init__(self, source: Tensor, memory: set[int] | None = None, swallows: bool = True):
         super().__init__()
         self.memory = memory
         self.swallows = swallows
@@ -241,11 +242,11 @@ def _pointers(*values: Any) -> set[int]:
     pointers = set()
     for value in values:
         items = value if isinstance(value, list | tuple) else [value]
-        pointers.update(_pointer(item) for item in items if isinstance(item, torch.Tensor))
+        pointers.update(_pointer(item) for item in items if isinstance(item, Tensor))
     return pointers
 
 
-def memory_of(model: torch.nn.Module) -> set[int]:
+def memory_of(model: nn.Module) -> set[int]:
     """Returns the data pointers of the storages of all parameters and buffers."""
     return _pointers(*model.parameters(), *model.buffers())
 
@@ -260,7 +261,7 @@ def memory_of_adapters(adapters: Any) -> set[int]:
     return _pointers(*buffers)
 
 
-def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
+def unique_storages(model: nn.Module) -> dict[int, torch.UntypedStorage]:
     """Returns the storages behind the model's parameters that another process can open, by data
     pointer, in order."""
     storages: dict[int, torch.UntypedStorage] = {}
@@ -275,7 +276,7 @@ def unique_storages(model: torch.nn.Module) -> dict[int, torch.UntypedStorage]:
 
 
 def _traced(
-    model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
+    model: nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> Iterator[tuple[ParameterSpec, list[Copy], str | None]]:
     """Yields each parameter with the copies that vLLM's loader would make of it, and with its
     trouble: what else the loader would do, or why it cannot be known. Nothing is written."""
@@ -306,9 +307,7 @@ def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
     """Keeps the old parameter if a loader puts a new one in its place, and makes the tracer note
     it."""
 
-    def keep(
-        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
-    ) -> torch.nn.Parameter | None:
+    def keep(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         old = module._parameters.get(name)
         if old is None or _pointer(old) not in tracer.memory:
             return None
@@ -322,7 +321,7 @@ def _parameters_kept(tracer: CopyTracer) -> RemovableHandle:
 
 
 def trace(
-    model: torch.nn.Module, specs: list[ParameterSpec], device: torch.device
+    model: nn.Module, specs: list[ParameterSpec], device: torch.device
 ) -> tuple[dict[str, View], dict[str, str]]:
     """Returns (views, refused): the place of each parameter that is one strided view of the model's
     memory, and for each other parameter the reason why it is not. `View.storage` counts the
@@ -428,7 +427,7 @@ def _strides_in_targets(
 
 
 def pieces_of(
-    model: torch.nn.Module, specs: list[ParameterSpec]
+    model: nn.Module, specs: list[ParameterSpec]
 ) -> tuple[list[list[Piece]], dict[str, str]]:
     """Returns (pieces, refused): for each parameter its elements in this worker's memory, and by
     name why vLLM does not keep a parameter bit for bit."""
@@ -458,7 +457,7 @@ def _why_not_comparable(spec: ParameterSpec, copies: list[Copy]) -> str | None:
     return None
 
 
-def places_of(model: torch.nn.Module) -> dict[str, tuple]:
+def places_of(model: nn.Module) -> dict[str, tuple]:
     """Returns address, shape and strides of each parameter by its names. They differ once another
     parameter has replaced it."""
     places = {}
@@ -468,7 +467,7 @@ def places_of(model: torch.nn.Module) -> dict[str, tuple]:
     return places
 
 
-def unnamed(model: torch.nn.Module, pieces: list[list[Piece]]) -> dict[str, str]:
+def unnamed(model: nn.Module, pieces: list[list[Piece]]) -> dict[str, str]:
     """Returns the parameters of the server's model in which no piece of a trainer's parameter is
     kept, each with the reason."""
     addresses = []
@@ -488,7 +487,7 @@ def unnamed(model: torch.nn.Module, pieces: list[list[Piece]]) -> dict[str, str]
     return reasons
 
 
-def numbers_of(model: torch.nn.Module) -> dict[str, float]:
+def numbers_of(model: nn.Module) -> dict[str, float]:
     """Returns the numbers that modules and the implementations of attention compute with besides
     tensors (scales, caps, epsilons)."""
     numbers: dict[str, float] = {}
@@ -504,7 +503,7 @@ def numbers_of(model: torch.nn.Module) -> dict[str, float]:
     return numbers
 
 
-def tables_of(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def tables_of(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Returns the tables of rotary embeddings, which a config determines."""
     tables = {}
     for path, module in model.named_modules():
