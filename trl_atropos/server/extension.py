@@ -94,8 +94,8 @@ class WorkerExtension:
             pieces, refused = self._trl_atropos_trace_weights(specs)
             self._trl_atropos_fingerprints = fingerprints_of(pieces, specs)
         parts = []
-        for pieces_of_one in pieces:
-            parts.append([part for _, part in pieces_of_one])
+        for parameter_pieces in pieces:
+            parts.append([part for _, part in parameter_pieces])
         return {"parts": parts, "refused": refused}
 
     def _trl_atropos_trace_weights(
@@ -218,8 +218,8 @@ def _refusals(config: VllmConfig, device: str) -> list[str]:
 def fingerprints_of(pieces: list[list[Piece]], specs: list[ParameterSpec]) -> Fingerprints:
     """Returns one fingerprint for each piece, parameter by parameter."""
     entries = []
-    for spec, pieces_of_one in zip(specs, pieces, strict=True):
-        for values, part in pieces_of_one:
+    for spec, parameter_pieces in zip(specs, pieces, strict=True):
+        for values, part in parameter_pieces:
             entries.append((values, part, spec.shape, len(entries)))
     return Fingerprints(entries, len(entries))
 
@@ -582,8 +582,8 @@ class AdapterReceiver:
         """Raises `ValueError` if a tensor of the trainer did not arrive whole. If several workers
         divide the model, each has only a part."""
         lost = []
-        for tensor, pieces_of_one in zip(self.tensors, self._pieces(plan), strict=True):
-            arrived = sum(target.numel() for target, _ in pieces_of_one)
+        for tensor, parameter_pieces in zip(self.tensors, self._pieces(plan), strict=True):
+            arrived = sum(target.numel() for target, _ in parameter_pieces)
             if arrived and (self.splits or arrived == tensor.shape[0] * tensor.shape[1]):
                 continue
             lost.append(tensor.name)

@@ -471,8 +471,8 @@ def unnamed(model: nn.Module, pieces: list[list[Piece]]) -> dict[str, str]:
     """Returns the parameters of the server's model in which no piece of a trainer's parameter is
     kept, each with the reason."""
     addresses = []
-    for pieces_of_one in pieces:
-        addresses += [target.data_ptr() for target, _ in pieces_of_one]
+    for parameter_pieces in pieces:
+        addresses += [target.data_ptr() for target, _ in parameter_pieces]
     addresses.sort()
     reasons = {}
     for name, parameter in model.named_parameters():
