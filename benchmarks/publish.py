@@ -24,7 +24,8 @@ from peft import LoraConfig
 
 from benchmarks.floors import Floors
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
-from trl_atropos.protocol import LORA_RANKS, TOKEN_VARIABLE
+from trl_atropos.flags import LORA_RANKS
+from trl_atropos.protocol import TOKEN_VARIABLE
 from trl_atropos.server_client import Servers
 from trl_atropos.services.manager import Services, free_port
 from trl_atropos.weights.colocate import Colocate

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import TOKEN_VARIABLE, stated_flags
+from trl_atropos.flags import stated_flags
+from trl_atropos.protocol import TOKEN_VARIABLE
 
 SITE = str(Path(__file__).resolve().with_name("environment_site"))
 RUNNER = f"{SITE}/run.py"  # runs the script of a `path` in a run

@@ -33,14 +33,8 @@ from trl_atropos.environment_entry import (
     require_program,
 )
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    environment_token,
-    served_rank,
-    server_flags,
-    stated_flags,
-    values_of,
-)
+from trl_atropos.flags import served_rank, server_flags, stated_flags, values_of
+from trl_atropos.protocol import ADAPTER_MODES, environment_token
 from trl_atropos.rollouts.replay import recorded_files
 from trl_atropos.rollouts.spool import write_file
 from trl_atropos.services.environment_source import setting_names

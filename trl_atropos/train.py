@@ -119,7 +119,7 @@ def without_vllm():
 def apply_recipe_environment(argv: list[str]) -> dict[str, Any]:
     """Sets the variables under `env:` of the recipe now: torch, numpy and huggingface_hub read
     theirs on import. Returns all that is stated."""
-    from trl_atropos.protocol import stated_settings
+    from trl_atropos.flags import stated_settings
 
     stated = stated_settings(argv)
     if isinstance(stated.get("env"), dict):
@@ -394,7 +394,7 @@ def control_token() -> str:
 def require_room(recipe: "Recipe") -> None:
     """Raises `ServiceError` if a service that is to be started finds no port, sockets or shared
     memory."""
-    from trl_atropos.protocol import parallel
+    from trl_atropos.flags import parallel
     from trl_atropos.services.manager import (
         require_free_port,
         require_shared_memory,

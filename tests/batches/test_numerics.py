@@ -31,7 +31,7 @@ from trl_atropos.batches import packing
 from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import server_flags
+from trl_atropos.flags import server_flags
 from trl_atropos.server.launch import vllm_arguments
 
 CPU = torch.device("cpu")

@@ -368,14 +368,14 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/server/plane.py",
-        "count, *_ = self._reasons.pop(kind, (0,))",
-        "count, *_ = self._reasons.get(kind, (0,))",
+        "self._reasons.pop(kind, _Reason())",
+        "self._reasons.get(kind, _Reason())",
         "tests/server/test_plane.py::test_of_many_reasons_those_that_came_last_are_kept",
     ),
     Mutation(
         "trl_atropos/server/plane.py",
-        "self._known[key] = min(oldest, *span), max(newest, *span)",
-        "self._known[key] = min(oldest, *span), span[1]",
+        "self._known[key] = (min(oldest, *span), max(newest, *span))",
+        "self._known[key] = (min(oldest, *span), span[1])",
         "tests/server/test_plane.py::test_an_evaluation_has_the_oldest_and_the_newest_version_that_sampled_for_it",
     ),
     # ------------------------------------------------------------------------------------- rollouts

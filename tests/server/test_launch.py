@@ -13,14 +13,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_atropos.check.launch import Plan, case_of
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    PARALLEL,
-    TOKEN_VARIABLE,
-    environment_token,
-    parallel,
-    stated_flags,
-)
+from trl_atropos.flags import PARALLEL, parallel, stated_flags
+from trl_atropos.protocol import ADAPTER_MODES, TOKEN_VARIABLE, environment_token
 from trl_atropos.recipe import RecipeError, parse
 from trl_atropos.server.launch import main, ready_text, set_up_token, vllm_arguments
 

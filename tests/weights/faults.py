@@ -29,7 +29,7 @@ from tests.weights.live import MODES, Weights, disturb, publish, snapshot
 from tests.weights.watched import Sampled, sample, score
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.errors import ServerError
-from trl_atropos.server_client import ServerClient, Servers
+from trl_atropos.server_client import Reply, ServerClient, Servers
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
 SETUP_TIMEOUT = 60.0  # seconds: of all calls before the fault, on a machine that may be busy
@@ -52,7 +52,7 @@ class PointClient(ServerClient):
     when, route = "", ""
     act: Act
 
-    def _send(self, method: str, path: str, *rest: Any, **options: Any) -> requests.Response:
+    def _send(self, method: str, path: str, *rest: Any, **options: Any) -> Reply:
         here = bool(self.route) and path.endswith(self.route)
         if here and self.when == "in":
             self._once()

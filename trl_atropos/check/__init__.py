@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
 def examine(argv: list[str]) -> Report:
     """What is wrong with the run that these arguments of the main job describe."""
     from trl_atropos.check.launch import Launch, packages, read, refused
-    from trl_atropos.protocol import stated_settings
+    from trl_atropos.flags import stated_settings
     from trl_atropos.report.run_log import versions
 
     options, argv = build_parser().parse_known_args(argv)

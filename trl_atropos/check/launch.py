@@ -23,7 +23,7 @@ from trl_atropos.batches.micro_batches import FIRST
 from trl_atropos.config import steps_between
 from trl_atropos.errors import WARNING
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags
+from trl_atropos.flags import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 from trl_atropos.server.launch import vllm_arguments

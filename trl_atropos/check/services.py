@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from trl_atropos.check.launch import Case, Launch, refused, requirements
 from trl_atropos.errors import ERROR, WARNING, ServiceError
 from trl_atropos.errors import AtroposTrainingError as Finding
-from trl_atropos.protocol import parallel, server_flags, stated_flags
+from trl_atropos.flags import parallel, server_flags, stated_flags
 from trl_atropos.recipe import EnvironmentSpec, Recipe, number_of
 from trl_atropos.rollouts.api import AtroposClient
 from trl_atropos.server_client import ServerClient

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from trl_atropos.commands.batch_script import render, slurm_parser
 from trl_atropos.errors import AtroposTrainingError, EvaluationError
-from trl_atropos.protocol import stated_settings
+from trl_atropos.flags import stated_settings
 from trl_atropos.services.signals import install_handlers
 
 if TYPE_CHECKING:

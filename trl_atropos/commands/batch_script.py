@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_atropos.errors import RecipeError
-from trl_atropos.protocol import (
-    ADAPTER_MODES,
-    parallel,
-    served_rank,
-    server_flags,
-    stated_settings,
-    values_of,
-)
+from trl_atropos.flags import parallel, served_rank, server_flags, stated_settings, values_of
+from trl_atropos.protocol import ADAPTER_MODES
 
 SLURM = """\
 Writes a batch script for a run over several nodes of a SLURM cluster: the first

@@ -23,7 +23,8 @@ from trl_atropos.check import width, wrapped
 from trl_atropos.check.launch import Launch, read
 from trl_atropos.environment_entry import EnvironmentSpec
 from trl_atropos.errors import AtroposTrainingError, RolloutError, ServerError, ServiceError
-from trl_atropos.protocol import environment_token, stated_flags, stated_settings
+from trl_atropos.flags import stated_flags, stated_settings
+from trl_atropos.protocol import environment_token
 from trl_atropos.recipe import Recipe
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout, end_tokens
