@@ -135,7 +135,7 @@ def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, s
     """The weights are whole: it must not take them for torn when the trainer leaves."""
     publisher = make_trainer().policy_publisher
     publisher.before_step()
-    publisher._pausing.result()
+    publisher._call.result()
     assert server.control("GET", "/info").json()["paused"]
     publisher.close()
     assert server.generate(prompt="abc=", max_tokens=2).ok
