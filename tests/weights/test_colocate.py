@@ -17,7 +17,8 @@ from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
-from trl_atropos.weights.probe import LONG_EVERY, Tolerance
+from trl_atropos.weights.probe import LONG_EVERY
+from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 
@@ -236,7 +237,7 @@ def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(
     ]
     counts = [re.search(r"so in (\d) of (\d) probes", warning).groups() for warning in warnings]
     assert counts == [("1", "1"), ("2", "2"), ("4", "4")]
-    assert "What has helped" in warnings[0]
+    assert "Try, in this order" in warnings[0]
 
 
 def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
@@ -253,7 +254,7 @@ def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of
 ):
     trainer = make_trainer()
     Wrong(trainer, size=0.05, positions=slice(None))
-    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*What has helped"
+    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*Try, in this order"
     with pytest.raises(ProbeError, match=message) as caught:
         trainer.train()
     assert "do not trust rollouts" not in str(caught.value)

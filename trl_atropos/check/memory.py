@@ -36,7 +36,7 @@ from trl_atropos.weights.masters import (
     state_bytes,
     values_on_their_way,
 )
-from trl_atropos.weights.probe import prepare_model
+from trl_atropos.weights.model_setup import prepare_model
 
 PASSING = ACTIVATIONS, GRADIENTS, TEMPORARIES = "activations", "gradients", "temporaries"
 # tokens and entries of the vocabulary that TRL's head works on at once (trl/kernels)
