@@ -42,6 +42,7 @@ WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all 
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 
 Named = tuple[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]  # by parameter name
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]  # by parameter name
 
 

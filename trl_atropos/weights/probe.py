@@ -259,7 +259,7 @@ class Probe:
             raise ProbeError(message)
         logger.warning("%s", message)
 
-    # ------------------------------------------------------------------------------------- lengths
+    # -------------------------------------------------------------------------------------- lengths
 
     def _find_longest(self, agreed: int) -> tuple[int, int | None, str]:
         """Compares longer and longer sequences. Returns the longest on which both sides agree, the
@@ -323,7 +323,7 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.servers.info.vocab_size, (length,), generator=generator).tolist()
 
-    # ------------------------------------------------------------------------ sampling and scoring
+    # ------------------------------------------------------------------------- sampling and scoring
 
     def _check_version(self, client: ServerClient) -> None:
         version = client.info().policy_version
@@ -380,7 +380,7 @@ class Probe:
             model.train(training)
         return logprobs.double().cpu()
 
-    # ---------------------------------------------------------------------------------- comparison
+    # ----------------------------------------------------------------------------------- comparison
 
     def _compare_twice(
         self, plan: Plan, sample: Callable[[], list[Samples]]
@@ -452,7 +452,7 @@ class Probe:
             )
         return f"No step was taken yet: {reason} compute this model differently. {CURES}"
 
-    # ------------------------------------------------------------------------------------ rounding
+    # ------------------------------------------------------------------------------------- rounding
 
     def _set_bounds(self, first: ProbeResult) -> None:
         """Takes the bounds of later probes from the first one, which shows the model's own

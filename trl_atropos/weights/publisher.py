@@ -358,7 +358,7 @@ class ServerPublisher(PolicyPublisher):
         """Returns whether no publish follows this one."""
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
-    # ------------------------------------------------------------- the arrows between two phases
+    # ---------------------------------------------------------------- the arrows between two phases
 
     def _enter(self, phase: Phase, call: Future | None = None) -> None:
         self._call = call
@@ -442,7 +442,7 @@ class ServerPublisher(PolicyPublisher):
         loaded. An optimizer's kernels may write without being counted."""
         return sum(parameter._version for parameter in self._trainer.model.parameters())
 
-    # ----------------------------------------------------------------------------------- the proof
+    # ------------------------------------------------------------------------------------ the proof
 
     def _prove(self) -> None:
         """Begins to compare fingerprints and, if one is due, a probe. Both are judged before the
