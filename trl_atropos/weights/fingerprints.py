@@ -204,6 +204,15 @@ def _some_of(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + others
 
 
+class LocalPart(NamedTuple):
+    """This rank's part of a parameter or buffer."""
+
+    values: torch.Tensor
+    part: Part
+    shape: torch.Size  # of the whole
+    number: int  # of its fingerprint in the result
+
+
 class OwnFingerprints:
     """
     Computes the trainer's fingerprints, of parameters in the dtypes in which they are published.
@@ -236,15 +245,16 @@ class OwnFingerprints:
         if not (self.here or sharded):
             return NO_FINGERPRINTS
         entries = self.entries()
-        parts = []  # (values, part, shape of the whole, number)
+        parts = []
         for number, entry in enumerate(entries):
             shape = gather.shape_of(entry.parameter)
             for values, part in gather.local_parts(entry.parameter, self.accelerator):
-                parts.append((values, part, shape, number))
+                parts.append(LocalPart(values, part, shape, number))
         buffers = [buffer for _, buffer in self.buffers()]
         if not sharded or self.accelerator.is_main_process:
             for number, buffer in enumerate(buffers, start=len(entries)):
-                parts.append((buffer, Part.whole(buffer.shape), buffer.shape, number))
+                whole = Part.whole(buffer.shape)
+                parts.append(LocalPart(buffer, whole, buffer.shape, number))
         dtypes = [entry.dtype for entry in entries] + [buffer.dtype for buffer in buffers]
         sums = self._of_parts(parts, dtypes)
         if sharded:
@@ -252,33 +262,36 @@ class OwnFingerprints:
             dist.all_reduce(sums)
         return sums
 
-    def _of_parts(self, parts: list[Any], dtypes: list[torch.dtype]) -> torch.Tensor:
+    def _of_parts(self, parts: list[LocalPart], dtypes: list[torch.dtype]) -> torch.Tensor:
         device = self.accelerator.device
-        for values, *_, number in parts:
-            if values.dtype != dtypes[number] or values.device.type != device.type:
+        for part in parts:
+            is_converted = part.values.dtype != dtypes[part.number]
+            if is_converted or part.values.device.type != device.type:
                 return self._of_copies(parts, dtypes, device)
-        addresses = [values.data_ptr() for values, *_ in parts]
+        addresses = [part.values.data_ptr() for part in parts]
         if self._prepared is None or self._addresses != addresses:
             self._addresses = addresses
             self._prepared = Fingerprints(parts, len(dtypes))
         return self._prepared.compute()
 
     def _of_copies(
-        self, parts: list[Any], dtypes: list[torch.dtype], device: torch.device
+        self, parts: list[LocalPart], dtypes: list[torch.dtype], device: torch.device
     ) -> torch.Tensor:
         """Converts the parts, or copies them to the device, one by one, because a copy of all might
         not fit."""
-        num_bytes = [values.numel() * dtypes[number].itemsize for values, *_, number in parts]
+        num_bytes = [part.values.numel() * dtypes[part.number].itemsize for part in parts]
         if self._scratch.numel() < max(num_bytes):
             self._scratch = torch.empty(max(num_bytes), dtype=torch.uint8, device=device)
             self._converted = []
         sums = torch.zeros(len(dtypes), 2, dtype=torch.int64, device=device)
-        for index, (values, part, shape, number) in enumerate(parts):
-            copy = self._scratch[: num_bytes[index]].view(dtypes[number]).view(values.shape)
-            copy.copy_(values)
+        for index, part in enumerate(parts):
+            scratch = self._scratch[: num_bytes[index]].view(dtypes[part.number])
+            copy = scratch.view(part.values.shape)
+            copy.copy_(part.values)
             if index == len(self._converted):
-                self._converted.append(Fingerprints([(copy, part, shape, 0)], 1))
-            sums[number] += self._converted[index].compute()[0]
+                in_scratch = part._replace(values=copy, number=0)
+                self._converted.append(Fingerprints([in_scratch], 1))
+            sums[part.number] += self._converted[index].compute()[0]
         return sums
 
 

@@ -59,6 +59,35 @@ class Unit(NamedTuple):
     layer: LoraLayer | None
 
 
+class UsedModule(NamedTuple):
+    """A module of the plain model."""
+
+    prefix: str  # of its parameters' names
+    module: torch.nn.Module
+    layer: LoraLayer | None  # the outermost adapted layer around it
+
+
+class UsedParameter(NamedTuple):
+    """A parameter of the plain model."""
+
+    parameter: torch.nn.Parameter
+    layer: LoraLayer | None  # the outermost adapted layer around it
+
+
+class Place(NamedTuple):
+    """The attribute of a module that holds a parameter."""
+
+    module: torch.nn.Module
+    attribute: str
+    parameter: torch.nn.Parameter
+
+    def put(self, parameter: torch.nn.Parameter) -> None:
+        setattr(self.module, self.attribute, parameter)
+
+    def current(self) -> torch.Tensor:
+        return getattr(self.module, self.attribute).detach()
+
+
 def sharding_of(accelerator: Accelerator) -> str:
     """Returns how the processes share the parameters: "none", "ddp", "zero1/2", "zero3" or
     "fsdp2"."""
@@ -224,26 +253,28 @@ def _merge(unit: Unit, accelerator: Accelerator) -> list[torch.Tensor]:
     """Returns the unit's parameters with the active adapters merged into them. PEFT merges in
     place, and unmerging is not exact: so whole copies stand in for the layer's parameters
     meanwhile."""
-    modules = list(unit.layer.modules())
     places = []
-    for module in modules:
-        for leaf, parameter in module.named_parameters(recurse=False):
-            places.append((module, leaf, parameter))
-    tensors = _gather([parameter for _, _, parameter in places], accelerator)
-    written = {entry.parameter for entry in unit.entries}
-    layers = [module for module in modules if isinstance(module, LoraLayer)]
+    layers = []
+    for module in unit.layer.modules():
+        if isinstance(module, LoraLayer):
+            layers.append(module)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            places.append(Place(module, attribute, parameter))
+    tensors = _gather([place.parameter for place in places], accelerator)
+    changing = {entry.parameter for entry in unit.entries}
     states = [(layer, list(layer.merged_adapters), dict(layer._caches)) for layer in layers]
     try:
-        for module, leaf, parameter in places:
+        for place in places:
             tensor = tensors.pop(0)
-            copy = tensor.clone() if parameter in written else tensor
-            setattr(module, leaf, torch.nn.Parameter(copy, requires_grad=False))
+            if place.parameter in changing:
+                tensor = tensor.clone()
+            place.put(torch.nn.Parameter(tensor, requires_grad=False))
         for layer in reversed(layers):  # an adapted layer may be the base of another
             layer.merge()
-        merged = {parameter: getattr(module, leaf).detach() for module, leaf, parameter in places}
+        merged = {place.parameter: place.current() for place in places}
     finally:
-        for module, leaf, parameter in places:
-            setattr(module, leaf, parameter)
+        for place in places:
+            place.put(place.parameter)
         for layer, adapters, caches in states:
             layer.merged_adapters[:] = adapters
             layer._caches = caches
@@ -289,13 +320,13 @@ def _full_units(
             "An adapter cannot be merged into quantised weights without rounding them. Load the "
             "model without quantisation (`quantization_config`, `load_in_4bit`)."
         )
-    used: dict[str, tuple[torch.nn.Parameter, LoraLayer | None]] = {}
+    used = {}
     for prefix, module, layer in _walk(model):
         for leaf, parameter in module.named_parameters(recurse=False):
-            used[prefix + leaf] = (parameter, layer)
+            used[prefix + leaf] = UsedParameter(parameter, layer)
     _check_ties(model, used)
-    dtypes = Counter(parameter.dtype for parameter, _ in used.values())
-    model_dtype = dtypes.most_common(1)[0][0]
+    dtypes = Counter(use.parameter.dtype for use in used.values())
+    usual_dtype, _ = dtypes.most_common(1)[0]
     units: list[Unit] = []
     seen: set[torch.nn.Parameter] = set()
     for name, (parameter, layer) in used.items():
@@ -304,8 +335,10 @@ def _full_units(
         seen.add(parameter)
         if layer is None or not units or units[-1].layer is not layer:
             units.append(Unit([], layer))
-        converts = dtype is not None and parameter.dtype == model_dtype
-        units[-1].entries.append(Entry(name, parameter, dtype if converts else parameter.dtype))
+        published_dtype = parameter.dtype
+        if dtype is not None and parameter.dtype == usual_dtype:
+            published_dtype = dtype
+        units[-1].entries.append(Entry(name, parameter, published_dtype))
     return units
 
 
@@ -331,9 +364,8 @@ def buffers_of(model: torch.nn.Module) -> list[Named]:
 
 def _walk(
     module: torch.nn.Module, name: str = "", layer: LoraLayer | None = None
-) -> Iterator[tuple[str, torch.nn.Module, LoraLayer | None]]:
-    """Yields every module in use, with the prefix of its names in the plain model and the outermost
-    adapted layer."""
+) -> Iterator[UsedModule]:
+    """Yields every module that the plain model uses, below one of this `name`."""
     if isinstance(module, LoraLayer):
         yield from _walk(module.base_layer, name, layer or module)
         return
@@ -352,23 +384,22 @@ def _walk(
             "`trainable_token_indices`)."
         )
     prefix = f"{name}." if name else ""
-    yield prefix, module, layer
+    yield UsedModule(prefix, module, layer)
     for leaf, child in module.named_children():
         child_name = name if leaf in TRANSPARENT else prefix + leaf
         yield from _walk(child, child_name, layer)
 
 
-def _check_ties(
-    model: torch.nn.Module, used: dict[str, tuple[torch.nn.Parameter, LoraLayer | None]]
-) -> None:
+def _check_ties(model: torch.nn.Module, used: dict[str, UsedParameter]) -> None:
     """Raises `GatherError` if an adapter is on one side of a tied pair: a server holds one tensor
     for both, and the adapter would make them two."""
     for target, source in model.all_tied_weights_keys.items():
         if target not in used or source not in used:
             continue
-        target_parameter, target_layer = used[target]
-        source_parameter, source_layer = used[source]
-        if target_parameter is not source_parameter or target_layer is not source_layer:
+        at_target = used[target]
+        at_source = used[source]
+        same_parameter = at_target.parameter is at_source.parameter
+        if not same_parameter or at_target.layer is not at_source.layer:
             module = source.split(".")[-2]
             raise GatherError(
                 f"{target!r} and {source!r} are one tensor in the checkpoint, but the adapter "
