@@ -17,7 +17,7 @@ from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
-from trl_atropos.weights.probe import LONG_EVERY
+from trl_atropos.weights.probe_schedule import LONG_EVERY
 from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server

@@ -26,6 +26,7 @@ from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, fingerprint, joined
 from trl_atropos.weights import gather
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.transfer import Fingerprinted
 
 logger = logging.getLogger(__name__)
@@ -212,6 +213,10 @@ class LocalPart(NamedTuple):
     shape: torch.Size  # of the whole
     number: int  # of its fingerprint in the result
 
+    @classmethod
+    def whole(cls, values: torch.Tensor, number: int) -> "LocalPart":
+        return cls(values, Part.whole(values.shape), values.shape, number)
+
 
 class OwnFingerprints:
     """
@@ -253,8 +258,7 @@ class OwnFingerprints:
         buffers = [buffer for _, buffer in self.buffers()]
         if not sharded or self.accelerator.is_main_process:
             for number, buffer in enumerate(buffers, start=len(entries)):
-                whole = Part.whole(buffer.shape)
-                parts.append(LocalPart(buffer, whole, buffer.shape, number))
+                parts.append(LocalPart.whole(buffer, number))
         dtypes = [entry.dtype for entry in entries] + [buffer.dtype for buffer in buffers]
         sums = self._of_parts(parts, dtypes)
         if sharded:
@@ -302,7 +306,7 @@ def checkpoint_specs(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     shapes = gather.shapes_of(trainer.model, trainer.accelerator, dtype)
     for name, buffer in gather.buffers_of(trainer.model):
         shapes[name] = (buffer.shape, buffer.dtype)
-    return gather.CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
+    return CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
 
 
 def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -> Fingerprinted:

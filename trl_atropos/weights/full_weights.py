@@ -29,6 +29,7 @@ from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
 from trl_atropos.weights import gather
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
 from trl_atropos.weights.transfer import (
     Transfer,
@@ -92,13 +93,13 @@ class FullWeights(Transfer):
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
         is_whole = gather.sharding_of(accelerator) in gather.WHOLE
         if transport == "memory" and is_whole:
-            specs = gather.CheckpointPlan(model, shapes).specs()
+            specs = CheckpointPlan(model, shapes).specs()
             together(lambda: self._open_views(specs))
         self.in_place = bool(self.views)
         num_parameters = len(shapes)
         for name, buffer in self._buffers():
             shapes[name] = (buffer.shape, buffer.dtype)
-        self._plan = gather.CheckpointPlan(model, shapes)
+        self._plan = CheckpointPlan(model, shapes)
         self._specs = self._plan.specs()[:num_parameters]
         is_computed = bool(self._plan.groups) or isinstance(trainer.model, PeftModel)
         self._stays = is_whole and not is_computed

@@ -2,8 +2,7 @@
 
 `iter_full_parameters` and `iter_adapter_parameters` take the trainer's model as it is now, wrapped
 or not, and yield (name, whole tensor) on every rank, for one process, DDP, ZeRO-1 to 3 and FSDP2,
-with or without LoRA. `CheckpointPlan` converts these to the tensors of a checkpoint, which vLLM's
-`load_weights` reads.
+with or without LoRA. `checkpoint_plan.py` converts these to the tensors of a checkpoint.
 
 Gathering is a collective: every rank iterates to the end, also a rank whose server has died.
 Adapters are merged in copies: the model is never written to. A consumer that drops each tensor
@@ -12,9 +11,8 @@ merged.
 """
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,12 +25,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from trl_atropos.errors import GatherError
-from trl_atropos.protocol import CheckpointTensor, ParameterSpec
 from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.weights.adapters import trained_adapter
 
@@ -407,119 +402,3 @@ def _check_ties(model: torch.nn.Module, used: dict[str, UsedParameter]) -> None:
                 f"it whole and tied: `modules_to_save=[{module!r}]` with "
                 "`ensure_weight_tying=True`."
             )
-
-
-# -------------------------------------------------------------------- the tensors of the checkpoint
-
-
-class CheckpointPlan:
-    """
-    Converts a model's parameters to the tensors of its checkpoint.
-
-    When Transformers loads a checkpoint it renames some modules and joins the experts of a layer to
-    one parameter. Its own `revert_weight_conversion`, with which it saves, undoes that. Here it
-    runs on the meta device first, to show which parameter every checkpoint tensor comes from. Most
-    are views of one parameter, and cost nothing to make.
-
-    Args:
-        model: the plain model.
-        shapes: the parameters' whole shapes and dtypes by name, if the model itself is sharded or
-            has others.
-
-    Attributes:
-        pieces: the checkpoint tensors of each parameter that consists of views.
-        groups: for each other parameter, all that are converted together with it.
-    """
-
-    def __init__(self, model: PreTrainedModel, shapes: Shapes | None = None):
-        self.model = model
-        self.shapes = shapes or {
-            name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()
-        }
-        markers = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in self.shapes.items()
-        }
-        self.pieces = self._find_pieces(markers)
-        others = {name: marker for name, marker in markers.items() if name not in self.pieces}
-        self.groups = self._find_groups(others)
-
-    def _find_pieces(self, markers: dict[str, torch.Tensor]) -> dict[str, list[CheckpointTensor]]:
-        """Returns the views of each parameter that views cover."""
-        owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
-        views: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
-        for name, tensor in self._convert(markers).items():
-            owner = owners.get(tensor.untyped_storage()._cdata)
-            if owner is not None:
-                piece = CheckpointTensor(
-                    name=name,
-                    size=list(tensor.shape),
-                    stride=list(tensor.stride()),
-                    offset=tensor.storage_offset(),
-                )
-                views[owner].append(piece)
-        pieces = {}
-        for name, marker in markers.items():
-            covered = sum(math.prod(piece.size) for piece in views[name])
-            if covered == marker.numel():
-                pieces[name] = views[name]
-        return pieces
-
-    def _find_groups(self, markers: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Returns for each parameter all that are converted together with it. Two belong together
-        if each of them alone would be converted to a tensor of the same name."""
-        groups: dict[str, list[str]] = {}
-        sources: dict[str, list[str]] = {}  # of each tensor
-        for name, marker in markers.items():
-            group = [name]
-            for tensor in self._convert({name: marker}):
-                for member in sources.get(tensor, []):
-                    group += [other for other in groups[member] if other not in group]
-                sources.setdefault(tensor, []).append(name)
-            groups.update(dict.fromkeys(group, group))
-        return groups
-
-    def _convert(self, markers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with torch.no_grad(), _CopiesAreViews():
-            return revert_weight_conversion(self.model, dict(markers))
-
-    def specs(self) -> list[ParameterSpec]:
-        """Returns the parameters, with the checkpoint tensors of each that consists of views."""
-        return [
-            ParameterSpec.of(name, shape, dtype, self.pieces.get(name, []))
-            for name, (shape, dtype) in self.shapes.items()
-        ]
-
-    def tensors(self, named_tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yields a checkpoint's tensors for parameters that come one at a time. Those of a group
-        wait for each other."""
-        waiting: dict[str, torch.Tensor] = {}
-        for name, tensor in named_tensors:
-            if name in self.pieces:
-                whole = tensor.contiguous()
-                for piece in self.pieces[name]:
-                    offset = whole.storage_offset() + piece.offset
-                    yield piece.name, whole.as_strided(piece.size, piece.stride, offset)
-                continue
-            waiting[name] = tensor
-            members = self.groups[name]
-            if all(member in waiting for member in members):
-                group = {member: waiting.pop(member) for member in members}
-                yield from revert_weight_conversion(self.model, group).items()
-        if waiting:
-            raise ValueError(
-                f"parameters that the checkpoint stores together with {sorted(waiting)} never came"
-            )
-
-
-class _CopiesAreViews(TorchDispatchMode):
-    """Leaves out the copies that only make a tensor contiguous, so that the result still shows
-    where it came from."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.clone.default:
-            return torch.ops.aten.alias.default(args[0])
-        # reshapes the clone of what has no view of that shape
-        if func is torch.ops.aten._unsafe_view.default:
-            return args[0].new_empty(args[1])
-        return func(*args, **(kwargs or {}))

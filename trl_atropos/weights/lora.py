@@ -29,11 +29,12 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ADAPTER_NAME, ParameterSpec
 from trl_atropos.server_client import Servers
 from trl_atropos.tensors.channel import message_layout, unpack
-from trl_atropos.tensors.fingerprint import Fingerprints, Part
+from trl_atropos.tensors.fingerprint import Fingerprints
 from trl_atropos.weights.adapters import tensors_of, trained_adapter
 from trl_atropos.weights.fingerprints import (
     NO_FINGERPRINTS,
     Fingerprinted,
+    LocalPart,
     fingerprinted_base,
     of_stream,
 )
@@ -71,13 +72,11 @@ class MemoryLora(Transfer):
         self._trainer = trainer
         if self.base is not None:
             self.base.attach(trainer)
-            self.check = self.base.check
         _require_servable(trainer.model, self.servers)
         self._tensors = _tensors_of(trainer, self.servers)
         self._scales = _scales_of(trainer.model, self._tensors)
         self._values: list[torch.Tensor] | None = None
-        # A copy of the adapter as it is published, and the fingerprints of that memory.
-        self._copy: tuple[list[torch.Tensor], Fingerprints] | None = None
+        self._copy: list[torch.Tensor] | None = None  # of the adapter as it is published
         _, self._num_bytes = message_layout(self._tensors)
         self.servers.on_connected_ranks(lambda: self._connect(trainer))
 
@@ -104,6 +103,10 @@ class MemoryLora(Transfer):
             len(replies),
             transport,
         )
+
+    def check(self) -> None:
+        if self.base is not None:
+            self.base.check()
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
@@ -136,14 +139,11 @@ class MemoryLora(Transfer):
         if not self.servers.clients:
             return NO_FINGERPRINTS
         if self._copy is None:
-            slots = unpack(torch.empty_like(self._message), self._tensors)
-            parts = []
-            for number, slot in enumerate(slots):
-                parts.append((slot, Part.whole(slot.shape), slot.shape, number))
-            self._copy = (slots, Fingerprints(parts, len(slots)))
-        slots, fingerprints = self._copy
-        self._fill(slots, values)
-        return fingerprints.compute()
+            self._copy = unpack(torch.empty_like(self._message), self._tensors)
+            parts = [LocalPart.whole(slot, number) for number, slot in enumerate(self._copy)]
+            self._copy_fingerprints = Fingerprints(parts, len(parts))
+        self._fill(self._copy, values)
+        return self._copy_fingerprints.compute()
 
     def _gathered(self) -> list[torch.Tensor]:
         """Returns the adapter's whole tensors. They are kept if they are the parameters

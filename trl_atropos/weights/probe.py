@@ -12,7 +12,8 @@ Before the first step, a difference is one of how vLLM and Transformers compute 
 begin at some length only, so the run's longest rollouts are compared (`Probe.run_longest`), and
 again by every eighth probe.
 
-The publisher calls `begin` after a publish that `Schedule` finds due, and `judge` before the next.
+The publisher calls `begin` after a publish that `probe_schedule.py` finds due, and `judge` before
+the next.
 """
 
 import logging
@@ -20,7 +21,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from trl_atropos.errors import ProbeError, ServerError
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.weights.gather import base_model
 from trl_atropos.weights.model_setup import num_positions
+from trl_atropos.weights.probe_schedule import Schedule
 from trl_atropos.weights.tolerance import (
     EXACT,
     NO_TOLERANCE,
@@ -52,11 +53,6 @@ TAIL = 16  # prompt tokens after the first full KV block
 # tokens that continue a long prompt, once: four samples of it would take four times the memory
 LONG_SAMPLED = 16
 LENGTH_STEP = 32  # tokens: precision of the length from which on both sides differ
-# Share of a run's time on a GPU that probes may take, and publishes between two probes, unless the
-# configuration says how often to probe.
-MAX_SHARE = 0.02
-LEAST_APART = 4
-LONG_EVERY = 8  # of so many probes, one is near the run's longest rollouts
 
 CURES = (
     "Try, in this order: the same dtype on both sides; `attn_implementation: eager`; a server's "
@@ -67,43 +63,6 @@ CURES = (
 
 # Of each sample: its token ids and their log-probabilities.
 Samples = list[tuple[list[int], list[float]]]
-
-
-@dataclass
-class Schedule:
-    """Decides after which publishes the probe runs: the first, the last, and some between them."""
-
-    every: int | None  # publishes; 0: no probe at all; None: as `MAX_SHARE` allows
-    publishes: int = 0
-    probed: int = 0  # number of the last publish that was probed
-    probes: int = 0
-    seconds: float = 0.0  # of the trainer's time that the last probe took
-    ended: float = -math.inf  # when it ended, in seconds
-
-    def due(self, now: float, last: bool) -> bool:
-        """Returns whether to probe the publish that ended at `now`. Counts it."""
-        self.publishes += 1
-        if self.every == 0:
-            return False
-        if last or self.publishes == 1:
-            return True
-        if self.every is None:
-            rested = now - self.ended >= self.seconds / MAX_SHARE
-            return rested and self.publishes - self.probed >= LEAST_APART
-        return (self.publishes - 1) % self.every == 0
-
-    def ran(self, seconds: float, ended: float) -> None:
-        """Notes how many seconds of the trainer's time a probe took, and when it ended."""
-        self.probed = self.publishes
-        self.seconds = seconds
-        self.ended = ended
-        self.probes += 1
-
-    @property
-    def long(self) -> bool:
-        """Whether a probe that is due now has a long prompt. The probe after it waits for the time
-        that it takes."""
-        return self.probes % LONG_EVERY == LONG_EVERY - 1
 
 
 class Plan(NamedTuple):

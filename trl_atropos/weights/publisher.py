@@ -3,17 +3,13 @@
     hold -> (a checkpoint may be loaded) -> begin
          -> [pause -> send -> version + 1 -> resume -> prove] after every step
 
-The trainer calls its `PolicyPublisher` on every rank: `load` and `attach` while it is built,
-`hold`, `begin` and `close` around training. `begin` wraps `optimizer.step` itself, because
-callbacks and torch's step hooks are skipped when a step raises. `Phase` lists the states of the
-servers, and the methods of `ServerPublisher` that change them stand together. A `Transfer`, one for
-each `vllm_mode`, moves the weights between pause and resume.
+The trainer calls its publisher on every rank, as `policy_publisher.py` describes. `Phase` lists the
+states of the servers, and the methods of `ServerPublisher` that change them stand together. A
+`Transfer`, one for each `vllm_mode`, moves the weights between pause and resume.
 """
 
-import functools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
@@ -26,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl_atropos.config import AtroposGRPOConfig
 from trl_atropos.distributed import on_main, together
 from trl_atropos.errors import AttachError, ServerError
-from trl_atropos.metrics.timing import PUBLISH, Stopwatch
+from trl_atropos.metrics.timing import PUBLISH
 from trl_atropos.protocol import ServerInfo, tokenizer_fingerprint
 from trl_atropos.server_client import Servers
 from trl_atropos.services.signals import deferred
@@ -35,119 +31,11 @@ from trl_atropos.weights.colocate import Colocate
 from trl_atropos.weights.fingerprints import Proof
 from trl_atropos.weights.full_weights import FullWeights, Restart
 from trl_atropos.weights.lora import FileLora, MemoryLora
+from trl_atropos.weights.policy_publisher import NullPublisher, PolicyPublisher, do_nothing
 from trl_atropos.weights.probe import Probe
 from trl_atropos.weights.transfer import Transfer, leave_room, shares_gpu
 
 logger = logging.getLogger(__name__)
-
-
-class PolicyPublisher:
-    """
-    Counts versions and publishes nothing. `ServerPublisher` publishes.
-
-    Attributes:
-        policy_version (`int`): Version of the weights that the servers sample from. Every optimizer
-            step makes a version.
-        probe_max_abs_diff (`float`, *optional*): Largest difference between server and trainer in
-            any probe, in nats (natural logarithm of a probability).
-        stopwatch (`Stopwatch`): The trainer's. The publisher books all its time as `publish`,
-            except the optimizer's step.
-        on_pause (`Callable`): Called on every rank once in a publish, while the servers are paused.
-            Requests that arrive then begin with the next version.
-    """
-
-    def __init__(self):
-        self.policy_version = 0
-        self.probe_max_abs_diff: float | None = None
-        self.stopwatch = Stopwatch()
-        self.on_pause: Callable[[], None] = _do_nothing
-        self._unwrap: Callable[[], None] = _do_nothing
-        self._metrics: dict[str, list[float]] = defaultdict(list)
-
-    @property
-    def adapter_way(self) -> Way:
-        """The way in which an adapter reaches the servers."""
-        return None
-
-    @property
-    def trainer_version(self) -> int:
-        """Version of the trainer's weights. A batch that arrives now is trained at this version."""
-        return self.policy_version
-
-    def load(self, model: Any, args: Any, peft_config: Any = None) -> Any:
-        """Returns the model to train. The trainer calls it with its own arguments before it is
-        built."""
-        return model
-
-    def attach(self, trainer: Any) -> None:
-        """Prepares publishing from `trainer`, an `AtroposGRPOTrainer` that has just been built."""
-
-    def hold(self) -> None:
-        """Stops sampling until `begin`, so that a checkpoint may be loaded into the weights."""
-
-    def begin(self, optimizer: Any, policy_version: int) -> None:
-        """Publishes the weights that training starts with, and wraps `optimizer.step` to publish
-        all that follow."""
-        self.policy_version = policy_version
-        step = optimizer.step
-
-        def counted(*args, **kwargs):
-            result = step(*args, **kwargs)
-            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
-                self.policy_version += 1
-            return result
-
-        self._wrap_step(optimizer, counted)
-
-    def computing(self) -> None:
-        """Called when the trainer has a batch and needs no samples before the next publish."""
-
-    def before_backward(self) -> None:
-        """Called on every rank before a backward pass, in which DeepSpeed changes the weights."""
-
-    def before_step(self) -> None:
-        """Called on every rank when all work before an optimizer step is queued on the device."""
-
-    def replace(self, load: Callable[[], None]) -> None:
-        """Calls `load`, which replaces the trainer's weights after the last step."""
-        load()
-
-    def close(self) -> None:
-        """Ends publishing. Called on every way out, also after an error; may be called twice."""
-        self._unwrap()
-        self._unwrap = _do_nothing
-        self.on_pause = _do_nothing
-
-    def server_max_length(self) -> int | None:
-        """Returns the longest rollout of the server, in tokens, or `None` if there is no server."""
-        return None
-
-    def why_silent(self) -> str:
-        """Returns a description of servers that sample nothing, or `""`. Called on rank 0, from any
-        thread, when no rollouts arrive."""
-        return ""
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Returns the mean of each metric since the last call."""
-        means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
-        self._metrics.clear()
-        return means
-
-    def _wrap_step(self, optimizer: Any, wrapper: Callable[..., Any]) -> None:
-        """Puts `wrapper` in place of `optimizer.step` until `close`."""
-        step = optimizer.step
-
-        def unwrap() -> None:
-            optimizer.step = step
-
-        # Keeps the mark by which torch's schedulers recognise a step that they count.
-        optimizer.step = functools.update_wrapper(wrapper, step)
-        self._unwrap = unwrap
-
-
-class NullPublisher(PolicyPublisher):
-    """Publishes nothing and counts versions, for a policy that nothing samples from (recorded
-    rollouts, for example)."""
 
 
 def publisher_of(args: AtroposGRPOConfig) -> PolicyPublisher:
@@ -291,7 +179,7 @@ class ServerPublisher(PolicyPublisher):
         self._proof.forget()
         if self._probe is not None:
             self._probe.forget()
-        self._publish(_do_nothing)
+        self._publish(do_nothing)
         self._judge_weights()
         if self._probe is not None:
             self._probe.run_longest()
@@ -550,7 +438,3 @@ def _synchronize() -> None:
     """Returns when the device has done what is queued on it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _do_nothing() -> None:
-    """Stands for a call that is not needed."""
