@@ -94,7 +94,7 @@ class Proof:
 
     @property
     def complete(self) -> bool:
-        """Whether all parameters of this rank's servers can be compared. Those that were are equal,
+        """True if all parameters of this rank's servers can be compared. Those that were are equal,
         or `judge` would have raised."""
         if self._left_out or not self.subjects:
             return False

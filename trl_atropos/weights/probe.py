@@ -66,7 +66,7 @@ Samples = list[tuple[list[int], list[float]]]
 
 
 class Plan(NamedTuple):
-    """What one probe samples, and by how much it may differ."""
+    """The samples of one probe, and the bounds on their difference."""
 
     prompt_ids: list[int]
     num_tokens: int

@@ -42,6 +42,6 @@ class Schedule:
 
     @property
     def long(self) -> bool:
-        """Whether a probe that is due now has a long prompt. The probe after it waits for the time
+        """True if a probe that is due now has a long prompt. The probe after it waits for the time
         that it takes."""
         return self.probes % LONG_EVERY == LONG_EVERY - 1

@@ -76,9 +76,9 @@ class Phase(Enum):
         RESUMING --_judge_weights--> SAMPLING
         any --close--> SAMPLING
 
-    A server that does not pause leaves SAMPLING; any other error leaves the state as it is. `close`
-    first resumes a server if it is PAUSING, or HELD with unchanged weights. A server that is still
-    paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
+    If a server does not pause, or not resume, the state is SAMPLING. Any other error keeps the state.
+    `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server that is
+    still paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
     """
 
     SAMPLING = auto()
@@ -90,6 +90,7 @@ class Phase(Enum):
 
     @property
     def is_paused(self) -> bool:
+        """True if the servers sample nothing until they are resumed."""
         return self in (Phase.HELD, Phase.PAUSED, Phase.ASLEEP)
 
 
