@@ -76,7 +76,7 @@ class Phase(Enum):
         RESUMING --_judge_weights--> SAMPLING
         any --close--> SAMPLING
 
-    If a server does not pause, or not resume, the state is SAMPLING. Any other error keeps the state.
+    The state is SAMPLING if a server fails to pause or to resume. Any other error keeps the state.
     `close` first resumes servers that are PAUSING, or HELD with unchanged weights. A server that is
     still paused when `close` ends its lease decides by itself: it exits if its weights may be torn.
     """

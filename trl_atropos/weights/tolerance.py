@@ -1,4 +1,4 @@
-"""How far server and trainer may differ: the judgement of a probe (`probe.py`).
+"""Bounds on the differences between server and trainer, by which a probe (`probe.py`) is judged.
 
 All differences are in nats: natural logarithms of probabilities.
 
