@@ -47,10 +47,10 @@ class CheckpointPlan:
 
     def _find_pieces(self, markers: Tensors) -> dict[str, list[CheckpointTensor]]:
         """Returns the views of each parameter that views cover."""
-        owners = {marker.untyped_storage()._cdata: name for name, marker in markers.items()}
+        owners = {_storage_of(marker): name for name, marker in markers.items()}
         views: dict[str, list[CheckpointTensor]] = {name: [] for name in markers}
         for name, tensor in self._convert(markers).items():
-            owner = owners.get(tensor.untyped_storage()._cdata)
+            owner = owners.get(_storage_of(tensor))
             if owner is not None:
                 piece = CheckpointTensor(
                     name=name,
@@ -74,10 +74,14 @@ class CheckpointPlan:
         for name, marker in markers.items():
             group = [name]
             for tensor in self._convert({name: marker}):
-                for member in sources.get(tensor, []):
-                    group += [other for other in groups[member] if other not in group]
-                sources.setdefault(tensor, []).append(name)
-            groups.update(dict.fromkeys(group, group))
+                partners = sources.setdefault(tensor, [])
+                for partner in partners:
+                    for member in groups[partner]:
+                        if member not in group:
+                            group.append(member)
+                partners.append(name)
+            for member in group:
+                groups[member] = group
         return groups
 
     def _convert(self, markers: Tensors) -> Tensors:
@@ -111,6 +115,11 @@ class CheckpointPlan:
             raise ValueError(
                 f"parameters that the checkpoint stores together with {sorted(waiting)} never came"
             )
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number that identifies the memory of a tensor, also on the meta device."""
+    return tensor.untyped_storage()._cdata
 
 
 class _CopiesAreViews(TorchDispatchMode):

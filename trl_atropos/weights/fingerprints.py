@@ -25,8 +25,19 @@ from trl_atropos.errors import FingerprintError
 from trl_atropos.protocol import FingerprintsReply, ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.fingerprint import Fingerprints, Part, fingerprint, joined
-from trl_atropos.weights import gather
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
+from trl_atropos.weights.gather import (
+    Entry,
+    Named,
+    base_model,
+    buffers_of,
+    entries_of,
+    is_whole,
+    iter_full_parameters,
+    local_parts,
+    shape_of,
+    shapes_of,
+)
 from trl_atropos.weights.transfer import Fingerprinted
 
 logger = logging.getLogger(__name__)
@@ -230,8 +241,8 @@ class OwnFingerprints:
 
     def __init__(
         self,
-        entries: Callable[[], list[gather.Entry]],
-        buffers: Callable[[], list[gather.Named]],
+        entries: Callable[[], list[Entry]],
+        buffers: Callable[[], list[Named]],
         accelerator: Accelerator,
         here: bool,
     ):
@@ -246,14 +257,14 @@ class OwnFingerprints:
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
-        sharded = gather.sharding_of(self.accelerator) not in gather.WHOLE
+        sharded = not is_whole(self.accelerator)
         if not (self.here or sharded):
             return NO_FINGERPRINTS
         entries = self.entries()
         parts = []
         for number, entry in enumerate(entries):
-            shape = gather.shape_of(entry.parameter)
-            for values, part in gather.local_parts(entry.parameter, self.accelerator):
+            shape = shape_of(entry.parameter)
+            for values, part in local_parts(entry.parameter, self.accelerator):
                 parts.append(LocalPart(values, part, shape, number))
         buffers = [buffer for _, buffer in self.buffers()]
         if not sharded or self.accelerator.is_main_process:
@@ -303,10 +314,10 @@ def checkpoint_specs(trainer: Any, servers: Servers) -> list[ParameterSpec]:
     """Returns the parameters as the servers have them, and the checkpoint's buffers (a router's
     correction bias), with the tensors of a checkpoint that each consists of."""
     dtype = getattr(torch, servers.info.dtype)
-    shapes = gather.shapes_of(trainer.model, trainer.accelerator, dtype)
-    for name, buffer in gather.buffers_of(trainer.model):
+    shapes = shapes_of(trainer.model, trainer.accelerator, dtype)
+    for name, buffer in buffers_of(trainer.model):
         shapes[name] = (buffer.shape, buffer.dtype)
-    return CheckpointPlan(gather.base_model(trainer.model), shapes).specs()
+    return CheckpointPlan(base_model(trainer.model), shapes).specs()
 
 
 def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -> Fingerprinted:
@@ -318,14 +329,14 @@ def fingerprinted_weights(trainer: Any, servers: Servers, merged: bool = True) -
 
     # All take the trainer's model as it is then: FSDP2 replaces its parameters when training
     # begins.
-    def entries() -> list[gather.Entry]:
-        return gather.entries_of(trainer.model, accelerator, dtype)
+    def entries() -> list[Entry]:
+        return entries_of(trainer.model, accelerator, dtype)
 
-    def buffers() -> list[gather.Named]:
-        return gather.buffers_of(trainer.model)
+    def buffers() -> list[Named]:
+        return buffers_of(trainer.model)
 
     def compute_merged() -> torch.Tensor:
-        parameters = gather.iter_full_parameters(trainer.model, accelerator, dtype)
+        parameters = iter_full_parameters(trainer.model, accelerator, dtype)
         return of_stream(itertools.chain(parameters, buffers()), here)
 
     if merged and isinstance(trainer.model, PeftModel):
@@ -342,7 +353,7 @@ def fingerprinted_base(trainer: Any, servers: Servers) -> Fingerprinted:
 
 
 @torch.no_grad()
-def of_stream(named: Iterable[gather.Named], here: bool) -> torch.Tensor:
+def of_stream(named: Iterable[Named], here: bool) -> torch.Tensor:
     """Computes the fingerprints of whole parameters while all ranks gather them, if this rank needs
     them `here`."""
     sums = []

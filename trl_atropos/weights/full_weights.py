@@ -28,9 +28,17 @@ from trl_atropos.errors import AttachError
 from trl_atropos.protocol import ParameterSpec
 from trl_atropos.server_client import ServerClient, Servers
 from trl_atropos.tensors.channel import Copies, message_layout, unpack
-from trl_atropos.weights import gather
 from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.fingerprints import Fingerprinted, fingerprinted_weights
+from trl_atropos.weights.gather import (
+    Named,
+    Tensors,
+    base_model,
+    buffers_of,
+    is_whole,
+    iter_full_parameters,
+    shapes_of,
+)
 from trl_atropos.weights.transfer import (
     Transfer,
     choose_transport,
@@ -77,7 +85,8 @@ class FullWeights(Transfer):
         super().__init__(servers)
         self.transport = transport
         self.chunk_bytes: int | None = None  # of one message, in place of `CHUNK_BYTES`
-        self.views: list[gather.Tensors] = []  # of each server's memory
+        self.views: list[Tensors] = []  # of each server's memory
+        self._view_bytes = 0  # of all of them
         self._known: list[list[ParameterSpec]] = []  # the messages that the servers know
         self._tensors: list[torch.Tensor] = []  # the trainer's
         self._addresses: list[int] = []  # of those, when their copies were noted
@@ -88,11 +97,11 @@ class FullWeights(Transfer):
         self._dtype = getattr(torch, self.servers.info.dtype)
         accelerator = trainer.accelerator
         device = accelerator.device
-        model = gather.base_model(trainer.model)
-        shapes = gather.shapes_of(trainer.model, accelerator, self._dtype)
+        model = base_model(trainer.model)
+        shapes = shapes_of(trainer.model, accelerator, self._dtype)
         transport = on_main(lambda: choose_transport(self.transport, self.servers, device))
-        is_whole = gather.sharding_of(accelerator) in gather.WHOLE
-        if transport == "memory" and is_whole:
+        whole = is_whole(accelerator)
+        if transport == "memory" and whole:
             specs = CheckpointPlan(model, shapes).specs()
             together(lambda: self._open_views(specs))
         self.in_place = bool(self.views)
@@ -102,7 +111,7 @@ class FullWeights(Transfer):
         self._plan = CheckpointPlan(model, shapes)
         self._specs = self._plan.specs()[:num_parameters]
         is_computed = bool(self._plan.groups) or isinstance(trainer.model, PeftModel)
-        self._stays = is_whole and not is_computed
+        self._stays = whole and not is_computed
         self.servers.on_connected_ranks(lambda: self._connect(transport, device))
 
     def fingerprinted(self) -> list[Fingerprinted]:
@@ -113,20 +122,21 @@ class FullWeights(Transfer):
         if any(info.refusals for info in self.servers.infos):
             return
         opened = []
+        num_bytes = 0
         for client in self.servers.clients:
             views, _ = open_views(self._parameters(), client.attach(specs))
             opened.append(views)
+            num_bytes += sum(view.nbytes for view in views.values())
         self.views = opened
+        self._view_bytes = num_bytes
 
-    def _parameters(self) -> Iterator[gather.Named]:
-        return gather.iter_full_parameters(
-            self._trainer.model, self._trainer.accelerator, self._dtype
-        )
+    def _parameters(self) -> Iterator[Named]:
+        return iter_full_parameters(self._trainer.model, self._trainer.accelerator, self._dtype)
 
-    def _buffers(self) -> list[gather.Named]:
+    def _buffers(self) -> list[Named]:
         """Returns the checkpoint's buffers, for servers that take all of it through their
         loader."""
-        return [] if self.views else gather.buffers_of(self._trainer.model)
+        return [] if self.views else buffers_of(self._trainer.model)
 
     def _connect(self, transport: str, device: torch.device) -> None:
         num_servers = len(self.servers.clients)
@@ -156,12 +166,14 @@ class FullWeights(Transfer):
 
     @torch.no_grad()
     def send(self, policy_version: int) -> int:
+        gathered: Iterable[Named] = ()
         if self._stays and self._copy_to_views():
-            messages = (self._fill(number, fixed) for number, fixed in enumerate(self._fixed))
-            return self._written + together(lambda: self._send_messages(messages))
-        written = sum(view.nbytes for views in self.views for view in views.values())
-        tensors = self._plan.tensors(itertools.chain(self._write_views(), self._buffers()))
-        return written + together(lambda: self._send_messages(self._pack(tensors), tensors))
+            messages = self._fill_messages()
+        else:
+            parameters = itertools.chain(self._write_views(), self._buffers())
+            gathered = self._plan.tensors(parameters)
+            messages = self._pack(gathered)
+        return self._view_bytes + together(lambda: self._send_messages(messages, gathered))
 
     # ------------------------------------------------------------------------ copies that are noted
 
@@ -183,13 +195,21 @@ class FullWeights(Transfer):
         model = self._trainer.model
         self._tensors = [*model.parameters(), *model.buffers()]
         # not converted: the memory itself
-        parameters = gather.iter_full_parameters(model, self._trainer.accelerator)
+        parameters = iter_full_parameters(model, self._trainer.accelerator)
         tensors = dict(itertools.chain(parameters, self._buffers()))
         if not all(tensor.is_contiguous() for tensor in tensors.values()):
             return False
-        copies = [(view, tensors[name]) for views in self.views for name, view in views.items()]
+        copies = []
+        for views in self.views:
+            for name, view in views.items():
+                copies.append((view, tensors[name]))
         self._to_views = Copies(copies)
-        self._written = sum(view.nbytes for view, _ in copies)
+        self._note_messages(tensors)
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        return True
+
+    def _note_messages(self, tensors: Tensors) -> None:
+        """Divides the tensors that a server has no view of into messages."""
         self._fixed = []
         room = 0  # left in the last message
         num_servers = len(self.servers.clients)
@@ -207,24 +227,23 @@ class FullWeights(Transfer):
                 message = self._fixed[-1]
                 message.tensors.append(spec)
                 message.sources.append(source)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        return True
 
-    def _fill(self, number: int, fixed: FixedMessage) -> Message:
-        """Copies the tensors of a message to the buffer that is sent, all at once."""
-        buffer = self._channel.staging(self._room, number)
-        content = buffer[: fixed.num_bytes]
-        address = content.data_ptr()
-        if fixed.copies is None or fixed.address != address:
-            slots = unpack(content, fixed.tensors)
-            fixed.address = address
-            fixed.copies = Copies(zip(slots, fixed.sources, strict=True))
-        fixed.copies()
-        return Message(fixed.tensors, content)
+    def _fill_messages(self) -> Iterator[Message]:
+        """Copies the tensors of each message to the buffer that is sent, all at once."""
+        for number, fixed in enumerate(self._fixed):
+            buffer = self._channel.staging(self._room, number)
+            content = buffer[: fixed.num_bytes]
+            address = content.data_ptr()
+            if fixed.copies is None or fixed.address != address:
+                slots = unpack(content, fixed.tensors)
+                fixed.address = address
+                fixed.copies = Copies(zip(slots, fixed.sources, strict=True))
+            fixed.copies()
+            yield Message(fixed.tensors, content)
 
     # ----------------------------------------------------------------- tensors as they are gathered
 
-    def _write_views(self) -> Iterator[gather.Named]:
+    def _write_views(self) -> Iterator[Named]:
         """Writes parameters into the servers' memory, and yields those that a server has no view
         of."""
         num_servers = len(self.servers.clients)
@@ -238,7 +257,7 @@ class FullWeights(Transfer):
     def _views_of(self, name: str) -> list[torch.Tensor]:
         return [views[name] for views in self.views if name in views]
 
-    def _pack(self, tensors: Iterator[gather.Named]) -> Iterator[Message]:
+    def _pack(self, tensors: Iterator[Named]) -> Iterator[Message]:
         """Copies tensors to the buffer that is sent, one by one as they come."""
         specs = []
         filled = 0
@@ -263,9 +282,7 @@ class FullWeights(Transfer):
 
     # -------------------------------------------------------------------------------------- sending
 
-    def _send_messages(
-        self, messages: Iterator[Message], gathered: Iterable[gather.Named] = ()
-    ) -> int:
+    def _send_messages(self, messages: Iterator[Message], gathered: Iterable[Named] = ()) -> int:
         """Sends all messages, on ranks with a server. Every rank gathers to the end, also after one
         failed to send."""
         try:
@@ -360,9 +377,9 @@ class Restart(Transfer):
     def send(self, policy_version: int) -> int:
         model = self._trainer.model
         dtype = getattr(torch, self.servers.info.dtype)
-        parameters = gather.iter_full_parameters(model, self._trainer.accelerator, dtype)
+        parameters = iter_full_parameters(model, self._trainer.accelerator, dtype)
         # gathered on every rank, kept on rank 0
-        named = itertools.chain(parameters, gather.buffers_of(model))
+        named = itertools.chain(parameters, buffers_of(model))
         state = {}
         for name, tensor in named:
             if self.servers.clients:
@@ -373,7 +390,7 @@ class Restart(Transfer):
     def _save_and_restart(self, state: dict[str, torch.Tensor], version: int) -> None:
         path = self.folder / f"v{version}"
         shutil.rmtree(path, ignore_errors=True)  # the same version twice: training began again
-        gather.base_model(self._trainer.model).save_pretrained(path, state_dict=state)
+        base_model(self._trainer.model).save_pretrained(path, state_dict=state)
         self._trainer.processing_class.save_pretrained(path)
         self.servers.each_here(lambda client: client.restart(str(path)))
         self._published = [*self._published, path][-KEPT_CHECKPOINTS:]

@@ -31,7 +31,6 @@ from trl_atropos.errors import GatherError
 from trl_atropos.tensors.fingerprint import Part
 from trl_atropos.weights.adapters import trained_adapter
 
-WHOLE = ("none", "ddp", "zero1/2")  # kinds of sharding where each rank has all parameters
 # Modules that activation checkpointing and torch.compile put around others: they are no part of a
 # checkpoint's names.
 TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -103,6 +102,11 @@ def sharding_of(accelerator: Accelerator) -> str:
     return "ddp"
 
 
+def is_whole(accelerator: Accelerator) -> bool:
+    """Returns whether every process has all parameters whole."""
+    return sharding_of(accelerator) in ("none", "ddp", "zero1/2")
+
+
 def iter_full_parameters(
     model: torch.nn.Module, accelerator: Accelerator, dtype: torch.dtype | None = None
 ) -> Iterator[Named]:
@@ -147,9 +151,8 @@ def local_parts(
 ) -> Iterator[tuple[torch.Tensor, Part]]:
     """Yields this rank's part of a parameter, and where it stands in the parameter. If parameters
     are sharded, the parts of all ranks make up the parameter once."""
-    kind = sharding_of(accelerator)
     whole = Part.whole(shape_of(parameter))
-    if kind == "zero3":
+    if sharding_of(accelerator) == "zero3":
         shard = parameter.ds_tensor.detach().flatten()
         begin = shard.numel() * dist.get_rank(parameter.ds_process_group)
         count = min(shard.numel(), parameter.ds_numel - begin)  # the last ones are padded
@@ -161,8 +164,8 @@ def local_parts(
             local = parameter.detach().to_local()
             yield local, Part(first_row * whole.stride[0], list(local.shape), whole.stride)
     else:
-        tensor = _gather([parameter], accelerator)[0]
-        if kind in WHOLE or accelerator.is_main_process:
+        (tensor,) = _gather([parameter], accelerator)
+        if is_whole(accelerator) or accelerator.is_main_process:
             yield tensor, whole
 
 

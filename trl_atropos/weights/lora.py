@@ -39,12 +39,11 @@ from trl_atropos.weights.fingerprints import (
     of_stream,
 )
 from trl_atropos.weights.gather import (
-    WHOLE,
     Named,
     base_model,
+    is_whole,
     iter_adapter_parameters,
     plain_name,
-    sharding_of,
     unwrap,
 )
 from trl_atropos.weights.transfer import Transfer, choose_transport, open_channel, send_messages
@@ -151,7 +150,7 @@ class MemoryLora(Transfer):
         values = self._values
         if not values:
             values = [tensor for _, tensor in _adapter_of(self._trainer)]
-        if sharding_of(self._trainer.accelerator) in WHOLE:
+        if is_whole(self._trainer.accelerator):
             self._values = values
         return list(values)
 
@@ -211,6 +210,9 @@ class FileLora(Transfer):
         _config_of(self._trainer.model).save_pretrained(str(path))
         self._directories.append((version, path))
         self.servers.each_here(lambda client: client.swap_adapter(ADAPTER_NAME, str(path)))
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
         used = min(client.info().oldest_version_in_flight for client in self.servers.clients)
         for older, directory in self._directories[:-KEPT_VERSIONS]:
             if older < used:  # no request can ask for it any more
