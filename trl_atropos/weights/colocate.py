@@ -42,9 +42,11 @@ class Colocate(Transfer):
     def load(self, model: Any, args: Any, peft_config: Any) -> tuple[Transfer, Any]:
         self.servers.connect(one_per_rank=True)
         if args.device.type == "cpu":
-            # With several processes accelerate numbers it, and `model.to("cpu:0")` copies what is
-            # on "cpu".
-            PartialState().device = vars(args)["_setup_devices"] = torch.device("cpu")
+            # With several processes accelerate numbers the device, and `model.to("cpu:0")` copies
+            # what is on "cpu".
+            device = torch.device("cpu")
+            PartialState().device = device
+            vars(args)["_setup_devices"] = device
         info = self.servers.infos[0]
         refusals = info.refusals
         dtype = None if refusals else info.dtype
@@ -103,11 +105,9 @@ class Colocate(Transfer):
 
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
-        if (
-            trainer.accelerator.device.type == "cuda"
-            and trainer.accelerator.is_main_process
-            and not mps_runs()
-        ):
+        accelerator = trainer.accelerator
+        on_gpu = accelerator.device.type == "cuda"
+        if on_gpu and accelerator.is_main_process and not mps_runs():
             logger.info(
                 "Trainer and server take turns on the GPU. NVIDIA's MPS ends that: `mps: true` "
                 "starts it."

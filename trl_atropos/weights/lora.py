@@ -121,8 +121,9 @@ class MemoryLora(Transfer):
     def _fill(self, slots: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Copies the adapter's values into `slots`, in the server's dtype."""
         if self._scales:  # the scaling goes into B while it still has the trainer's precision
+            factors = list(self._scales.values())
             unscaled = [values[index] for index in self._scales]
-            scaled = torch._foreach_mul(unscaled, list(self._scales.values()))
+            scaled = torch._foreach_mul(unscaled, factors)
             for index, product in zip(self._scales, scaled, strict=True):
                 values[index] = product
         torch._foreach_copy_(slots, values)

@@ -105,7 +105,8 @@ def _numbers(place: Any, pattern: re.Pattern) -> list[tuple[str, float]]:
     numbers = []
     for name, value in vars(place).items():
         is_number = isinstance(value, float) and value != 0
-        if is_number and pattern.search(name) and not NO_NOISE.search(name):
+        is_noise = pattern.search(name) and not NO_NOISE.search(name)
+        if is_number and is_noise:
             numbers.append((name, value))
     return numbers
 

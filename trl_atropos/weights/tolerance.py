@@ -81,11 +81,13 @@ class Tolerance(NamedTuple):
         """Returns a sentence with the worst token of tensors of one shape, and the bounds."""
         differences = (sampled - scored).abs()
         worst = int(differences.nan_to_num(nan=math.inf).argmax())
+        token = tokens.flatten()[worst]
+        on_server = sampled.flatten()[worst]
+        in_trainer = scored.flatten()[worst]
         return (
-            f"token {tokens.flatten()[worst]} has log-probability {sampled.flatten()[worst]:.6f} "
-            f"on the server and {scored.flatten()[worst]:.6f} in the trainer (max difference "
-            f"{result.max_abs_diff:.2e}, mean {result.mean_abs_diff:.2e}, allowed "
-            f"{self.max_abs:.0e} and {self.mean_abs:.0e})."
+            f"token {token} has log-probability {on_server:.6f} on the server and {in_trainer:.6f} "
+            f"in the trainer (max difference {result.max_abs_diff:.2e}, mean "
+            f"{result.mean_abs_diff:.2e}, allowed {self.max_abs:.0e} and {self.mean_abs:.0e})."
         )
 
 

@@ -41,6 +41,9 @@ class Transfer(ABC):
     """
     Moves weights to the servers, one subclass per mode. All methods are called on every rank.
 
+    `pause`, `send` and `resume` are those of TRL's `WeightTransferProtocol`
+    (`trl.experimental.async_grpo`). `load` and `attach` do the work of its `init_weight_transfer`.
+
     Attributes:
         in_place (`bool`): This process writes into the server's memory, so that its death would
             leave the weights torn.
