@@ -76,7 +76,7 @@ from trl_atropos.services.output_lock import locked
 from trl_atropos.weights import adapters, masters
 from trl_atropos.weights import checkpoint as checkpoints
 from trl_atropos.weights.gather import base_model, local_parts, shape_of, unwrap
-from trl_atropos.weights.probe import (
+from trl_atropos.weights.model_setup import (
     keep_soft_cap,
     name_backbone,
     num_positions,

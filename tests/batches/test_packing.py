@@ -21,7 +21,7 @@ from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches import packing, trial
 from trl_atropos.batches.micro_batches import without_padding
-from trl_atropos.weights.probe import keep_soft_cap, prepare_model
+from trl_atropos.weights.model_setup import keep_soft_cap, prepare_model
 
 CPU = torch.device("cpu")
 # Tokens. Two rollouts side by side are as long; the longest are longer than the window of

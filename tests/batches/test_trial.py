@@ -25,7 +25,7 @@ from tests.weights.architectures import (
 )
 from trl_atropos.batches import packing, trial
 from trl_atropos.errors import RecipeError
-from trl_atropos.weights.probe import prepare_model
+from trl_atropos.weights.model_setup import prepare_model
 
 QWEN2_MOE = {**BASE, **EXPERTS, "shared_expert_intermediate_size": 64, "use_sliding_window": True}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -15,7 +15,7 @@ from benchmarks.packed_loop import PackedLoop, Row
 from benchmarks.step_trainers import make_rows
 from benchmarks.weights import _rows_of, build_parser, table
 from tests.forge import FORKED_ENGINES
-from trl_atropos.weights.probe import Tolerance
+from trl_atropos.weights.tolerance import Tolerance
 
 COMMAND = [sys.executable, "-m", "trl_atropos.cli", "bench"]
 PATIENCE = 900.0  # seconds for one run on a machine that is busy with other things

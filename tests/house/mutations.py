@@ -154,8 +154,8 @@ MUTATIONS: list[Mutation] = [
     # -------------------------------------------------------------------------------------- weights
     Mutation(
         "trl_atropos/weights/fingerprints.py",
-        "if self._known is None or self._known[0] != addresses:",
-        "if self._known is None:",
+        "if self._prepared is None or self._addresses != addresses:",
+        "if self._prepared is None:",
         "tests/weights/test_fingerprints.py::test_a_trainer_computes_the_fingerprints_of_what_it_publishes_wherever_that_is",
     ),
     Mutation(

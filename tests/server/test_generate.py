@@ -16,7 +16,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_atropos.rollouts.versions import VersionBook
-from trl_atropos.weights.probe import Tolerance
+from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 PROMPT = [64, 65, 66, 28]

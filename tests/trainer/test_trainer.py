@@ -28,7 +28,7 @@ from tests.weights.architectures import FAMILIES
 from tests.weights.architectures import make_model as save_family
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.errors import RolloutError
-from trl_atropos.weights.probe import silence
+from trl_atropos.weights.model_setup import silence
 from trl_atropos.weights.publisher import NullPublisher
 
 FIXES = {

@@ -18,7 +18,7 @@ from tests.server_process import Server
 from tests.weights import trainers
 from trl_atropos import AtroposGRPOTrainer
 from trl_atropos.server_client import Servers
-from trl_atropos.weights.publisher import ServerPublisher, transfer_of
+from trl_atropos.weights.publisher import Phase, ServerPublisher, transfer_of
 
 PUBLISH_TIMEOUT = 60.0  # seconds
 CUDA = torch.cuda.is_available()
@@ -139,8 +139,8 @@ def publish(trainer: AtroposGRPOTrainer, step) -> None:
         publisher._steps += 1
 
     publisher._publish(counted)
-    if publisher._resuming is not None:
-        publisher._resuming.result()
+    if publisher._phase is Phase.RESUMING:
+        publisher._call.result()
 
 
 def assert_proven(

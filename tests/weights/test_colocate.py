@@ -17,7 +17,8 @@ from tests.server_process import running_server
 from tests.weights.faults import settle
 from tests.weights.trainers import make_publisher, tolerance
 from trl_atropos.errors import AttachError, CheckpointError, ProbeError, ServerError
-from trl_atropos.weights.probe import LONG_EVERY, Tolerance
+from trl_atropos.weights.probe_schedule import LONG_EVERY
+from trl_atropos.weights.tolerance import Tolerance
 
 pytestmark = pytest.mark.server
 
@@ -135,7 +136,7 @@ def test_a_server_that_paused_for_a_step_that_never_came_goes_on(make_trainer, s
     """The weights are whole: it must not take them for torn when the trainer leaves."""
     publisher = make_trainer().policy_publisher
     publisher.before_step()
-    publisher._pausing.result()
+    publisher._call.result()
     assert server.control("GET", "/info").json()["paused"]
     publisher.close()
     assert server.generate(prompt="abc=", max_tokens=2).ok
@@ -236,7 +237,7 @@ def test_tokens_that_differ_at_every_probe_are_warned_of_when_they_have_doubled(
     ]
     counts = [re.search(r"so in (\d) of (\d) probes", warning).groups() for warning in warnings]
     assert counts == [("1", "1"), ("2", "2"), ("4", "4")]
-    assert "What has helped" in warnings[0]
+    assert "Try, in this order" in warnings[0]
 
 
 def test_single_tokens_that_differ_twice_stop_the_run(make_trainer):
@@ -253,7 +254,7 @@ def test_a_difference_before_the_first_step_is_one_of_implementations_and_not_of
 ):
     trainer = make_trainer()
     Wrong(trainer, size=0.05, positions=slice(None))
-    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*What has helped"
+    message = r"max difference \d.\d\de-02.*equal bit for bit: it is vLLM and Transformers that.*Try, in this order"
     with pytest.raises(ProbeError, match=message) as caught:
         trainer.train()
     assert "do not trust rollouts" not in str(caught.value)

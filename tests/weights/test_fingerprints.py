@@ -36,7 +36,8 @@ from trl_atropos.tensors.channel import unpack
 from trl_atropos.tensors.fingerprint import Assembly, Fingerprints, Part, fingerprint, joined
 from trl_atropos.weights import colocate, gather
 from trl_atropos.weights.fingerprints import OwnFingerprints, Proof
-from trl_atropos.weights.probe import Probe, Tolerance
+from trl_atropos.weights.probe import Probe
+from trl_atropos.weights.tolerance import Tolerance
 from trl_atropos.weights.transfer import Fingerprinted
 
 NUMBER = 250  # publishes that must be found right, in each of 8 ways

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trl_atropos.weights.gather import CheckpointPlan, buffers_of
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
+from trl_atropos.weights.gather import buffers_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS = {

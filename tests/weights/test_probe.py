@@ -9,16 +9,13 @@ import torch
 from transformers import AutoConfig
 
 from tests.rollout_factory import make_trainer, uniform_batch
-from trl_atropos.weights.probe import (
-    LEAST_APART,
-    LONG_EVERY,
-    MAX_SHARE,
-    Probe,
+from trl_atropos.weights.model_setup import num_positions
+from trl_atropos.weights.probe import Probe
+from trl_atropos.weights.probe_schedule import LEAST_APART, LONG_EVERY, MAX_SHARE, Schedule
+from trl_atropos.weights.tolerance import (
     ProbeResult,
     RoundingWarnings,
-    Schedule,
     Tolerance,
-    num_positions,
     rounding_limit,
 )
 

@@ -8,8 +8,8 @@ import torch
 from tests.server_process import Server
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer, ReplaySource
 from trl_atropos.server_client import Servers
-from trl_atropos.weights.probe import Tolerance
 from trl_atropos.weights.publisher import ServerPublisher, transfer_of
+from trl_atropos.weights.tolerance import Tolerance
 
 
 def make_publisher(

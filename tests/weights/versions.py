@@ -17,8 +17,8 @@ from tests.server_process import Server
 from tests.weights.live import disturb, restore, snapshot
 from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.server_client import ServerClient
+from trl_atropos.weights.checkpoint_plan import CheckpointPlan
 from trl_atropos.weights.colocate import replace
-from trl_atropos.weights.gather import CheckpointPlan
 from trl_atropos.weights.transfer import open_views
 
 # of a change between two versions: nearly every log-probability changes by more than the tolerance

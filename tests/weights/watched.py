@@ -18,7 +18,7 @@ from torch.func import functional_call
 from tests.server_process import Server
 from tests.weights.live import Weights, snapshot
 from trl_atropos import AtroposGRPOTrainer
-from trl_atropos.weights.publisher import ServerPublisher
+from trl_atropos.weights.publisher import Phase, ServerPublisher
 
 NUM_SEQUENCES = 32
 LONG_SEQUENCES = 8  # of them: longer than two KV blocks
@@ -131,27 +131,27 @@ class WatchedPublisher(ServerPublisher):
 
     def before_step(self) -> None:
         # a server that has paused begins no request
-        if self.transfer.steps_in_place and self._pausing is None:
+        if self.transfer.steps_in_place and self._phase is Phase.SAMPLING:
             self._await_requests()
         super().before_step()
 
-    def _pause(self) -> None:
-        if not self._paused and self._pausing is None:
+    def _pause(self, phase: Phase = Phase.PAUSED) -> None:
+        if self._phase is Phase.SAMPLING:
             self._await_requests()
-        super()._pause()
+        super()._pause(phase)
 
     def _await_requests(self) -> None:
         # some may end before the pause takes hold, on a busy machine
         wait_for_requests(self._server, 3)
         self._began = time.monotonic()
 
-    def _send(self) -> None:
-        super()._send()
+    def _resume(self) -> None:
+        super()._resume()
         crossed = self.servers.clients[0].info().oldest_version_in_flight < self.policy_version
         self.seen.append(Publish(self.policy_version, self._began, time.monotonic(), crossed))
 
-    def _run_probe(self) -> None:
-        super()._run_probe()
+    def _prove(self) -> None:
+        super()._prove()
         now = snapshot(self._trainer.model)
         before = self.weights[self.seen[-2].version] if len(self.seen) > 1 else None
         self.weights[self.policy_version] = now

@@ -27,7 +27,7 @@ from trl_atropos.flags import parallel, server_flags
 from trl_atropos.recipe import Recipe, number_of, parse, read_yaml
 from trl_atropos.report.run_log import PACKAGES, versions
 from trl_atropos.server.launch import vllm_arguments
-from trl_atropos.weights.probe import drops_soft_cap
+from trl_atropos.weights.model_setup import drops_soft_cap
 
 UTILIZATION = 0.92  # vLLM's default of `--gpu-memory-utilization` (vllm/config/cache.py)
 GIB = 1 << 30

@@ -35,7 +35,7 @@ from trl_atropos.weights.masters import (
     round_adapter,
     state_bytes,
 )
-from trl_atropos.weights.probe import prepare_model
+from trl_atropos.weights.model_setup import prepare_model
 from trl_atropos.weights.savable import free_bytes
 
 Items = dict[str, int]  # bytes by name

@@ -28,7 +28,7 @@ from trl_atropos.services.manager import (
     require_shared_memory,
     require_sockets,
 )
-from trl_atropos.weights.probe import num_positions
+from trl_atropos.weights.model_setup import num_positions
 
 ANSWER = 5.0  # seconds
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
