@@ -27,7 +27,7 @@ from tests.batches import families
 from tests.batches.test_packing import FORWARD
 from tests.rollout_factory import make_trainer, uniform_batch
 from trl_atropos import AtroposGRPOConfig
-from trl_atropos.batches import packing
+from trl_atropos.batches import numerics, packing
 from trl_atropos.batches.numerics import Exact, Row, check_head, replaced, use, use_float32_head
 from trl_atropos.batches.packing import How, score_all
 from trl_atropos.errors import RecipeError
@@ -153,6 +153,15 @@ def test_every_value_is_the_kernels(kernel, monkeypatch):
     torch.testing.assert_close(after, before, atol=0.1, rtol=0)
     if kernel == "logprobs":
         assert torch.equal(after, before.bfloat16().float())
+
+
+def test_example_of_pages_is_true(monkeypatch):
+    monkeypatch.setattr(numerics, "PAGE", 2)
+    lengths = torch.tensor([[3, 2], [3, 2]], dtype=torch.int32)
+    pages = numerics.Pages(torch.tensor([0, 1, 2, 0, 1]), {"rollout_lengths": lengths})
+    assert pages.count == 4
+    assert pages.slots.tolist() == [0, 1, 2, 4, 5]
+    assert pages.table.tolist() == [[0, 1], [2, 3]]
 
 
 def test_values_are_replaced_bit_for_bit_and_gradients_stay():
@@ -322,7 +331,7 @@ def test_settings_that_do_not_go_with_it_are_refused(given, told):
             {"numerics": "float16", "vllm_mode": "server"},
             torch.bfloat16,
             False,
-            "but for `dtype: float32`",
+            "only with `dtype: float32`",
         ),
     ],
 )

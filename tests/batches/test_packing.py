@@ -155,6 +155,30 @@ def test_the_row_has_each_token_once_and_scores_go_back_to_their_columns(policy,
     assert int(inputs["rollout_lengths"][0].sum()) == inputs["input_ids"].size(1)
 
 
+def test_examples_in_the_comments_are_true():
+    """Of rollouts `. a | b .` and `c d | e f`, then of `c d | b .` and `c d | e f`."""
+    how = packing.How(packing.ATTENTION, CPU, torch.float32)
+    packed = packing.Layout.of([1, 2], [1, 2], 2, 2, how)
+    assert packed.tokens.tolist() == [[1, 2, 4, 5, 6, 7]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.scored.tolist() == [[0, 1, 0, 0, 1, 1]]
+    assert packed.predicts.tolist() == [0, 3, 4]
+    assert packed.columns.tolist() == [0, 2, 3]
+
+    padded = packing.Layout.padded(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 0], [1, 1]]))
+    assert padded.tokens.tolist() == [[1, 2, 1, 1], [4, 5, 6, 7]]
+    assert padded.scored.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
+    assert padded.predicts.tolist() == [0, 5, 6]
+    assert padded.columns.tolist() == [0, 2, 3]
+
+    shared = packing.Layout.of([2, 2], [1, 2], 2, 2, how._replace(shares=True), alike=[0, 0])
+    assert shared.tokens.tolist() == [[0, 1, 2, 5, 6, 7]]
+    assert shared.inputs["position_ids"].tolist() == [[0, 1, 2, 1, 2, 3]]
+    assert shared.inputs["rollout_keys"].tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
+    assert shared.inputs["rollout_lengths"].tolist() == [[1, 2, 3], [1, 3, 4]]
+    assert packing._mask(2, 4, 2, CPU).int().tolist() == [[[[0, 1, 1, 0], [0, 0, 1, 1]]]]
+
+
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
     """But for its last token, which predicts another one in each of them."""
@@ -168,32 +192,9 @@ def test_a_prompt_that_rollouts_share_stands_in_the_row_once(policy, multiple):
     positions = layout.inputs["position_ids"][0, : len(useful)]
     assert positions.tolist() == [0, 1, 2, *range(7), 3, 4, 5, 3, 4, 5, 6, 3, 4, 5, 6]
     assert layout.inputs["rollout_lengths"][:, :5].tolist() == [[3, 7, 3, 4, 4], [3, 7, 6, 7, 7]]
-    keys = [
-        0,
-        1,
-        2,
-        *range(3, 10),
-        0,
-        1,
-        2,
-        10,
-        11,
-        12,
-        0,
-        1,
-        2,
-        13,
-        14,
-        15,
-        16,
-        0,
-        1,
-        2,
-        17,
-        18,
-        19,
-        20,
-    ]
+    shared = range(3)
+    keys = [*shared, *range(3, 10)]  # of the prompt, and of the third rollout
+    keys += [*shared, *range(10, 13), *shared, *range(13, 17), *shared, *range(17, 21)]
     assert layout.inputs["rollout_keys"].tolist()[: len(keys)] == keys
     assert len(layout.inputs["rollout_keys"]) == int(layout.inputs["rollout_lengths"][1].sum())
     assert layout.tokens.size(1) == math.ceil(len(useful) / multiple) * multiple

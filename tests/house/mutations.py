@@ -123,8 +123,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/packing.py",
-        "gives = (number > 1) & (prompts[first] > 1)",
-        "gives = number >= 1",
+        "is_shared = (sizes > 1) & (prompts[first] > 1)",
+        "is_shared = sizes >= 1",
         "tests/batches/test_packing.py::test_a_prompt_that_rollouts_share_stands_in_the_row_once",
     ),
     Mutation(
@@ -135,8 +135,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/packing.py",
-        "distance < (sliding_window if narrow else key_length)",
-        "distance <= (sliding_window if narrow else key_length)",
+        "distance < reach",
+        "distance <= reach",
         "tests/batches/test_packing.py::test_one_kernel_is_given_the_keys_of_each_rollout",
     ),
     Mutation(
@@ -147,8 +147,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/numerics.py",
-        "gradient.sum(0) if of_bias else None",
-        "gradient.mean(0) if of_bias else None",
+        "of_bias = gradient.sum(0)",
+        "of_bias = gradient.mean(0)",
         "tests/batches/test_numerics.py::test_the_forward_pass_and_its_gradients_are_those_of_the_model",
     ),
     # -------------------------------------------------------------------------------------- weights

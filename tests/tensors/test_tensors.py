@@ -7,15 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl_atropos.protocol import ParameterSpec
 from trl_atropos.tensors import channel
 from trl_atropos.tensors.channel import (
     ChannelError,
     GlooChannel,
     MemoryChannel,
+    message_layout,
     open_group,
     open_receiver,
     unpack,
 )
+from trl_atropos.tensors.fingerprint import Part, rectangles
 from trl_atropos.tensors.shared_memory import allocate_arena, export_storage, open_storage
 from trl_atropos.weights.colocate import replace
 from trl_atropos.weights.full_weights import FullWeights
@@ -94,6 +97,29 @@ def test_tensors_of_any_size_are_unpacked_as_they_were_packed(room):
         received[name].dtype == tensor.dtype and received[name].equal(tensor)
         for name, tensor in sent.items()
     )
+
+
+def test_example_of_a_message_is_true():
+    tensors = [
+        ParameterSpec(name="a", shape=[3], dtype="bfloat16"),
+        ParameterSpec(name="b", shape=[8], dtype="float32"),
+    ]
+    assert message_layout(tensors) == ([0, 16], 48)
+
+
+def test_examples_of_rectangles_are_true():
+    shape = (2, 2, 4)
+    place = torch.empty(shape, device="meta")[:, 0, 1:3]
+    (rectangle,) = rectangles(torch.zeros(2, 2).bfloat16(), Part.of(place), shape)
+    assert rectangle.values.shape == (2, 2)
+    assert (rectangle.row, rectangle.row_step) == (0, 2)
+    assert (rectangle.column, rectangle.column_step) == (1, 1)
+
+    run = Part(offset=2, size=[9], stride=[1])
+    end, whole, beginning = rectangles(torch.zeros(9).bfloat16(), run, (3, 4))
+    assert (end.row, end.column, *end.values.shape) == (0, 2, 1, 2)
+    assert (whole.row, whole.column, *whole.values.shape) == (1, 0, 1, 4)
+    assert (beginning.row, beginning.column, *beginning.values.shape) == (2, 0, 1, 3)
 
 
 def test_a_view_with_swapped_strides_is_saved_as_a_contiguous_copy():
