@@ -177,28 +177,11 @@ class Recipe:
         )
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
-        """What the run writes for Atropos' `--config`, which drops settings that an environment
-        does not have. `None` for a command without `servers`."""
+        """Returns what the run writes for Atropos' `--config`, or `None` for a command without
+        `servers`. Atropos drops settings that the environment does not have."""
         if spec.path is None and spec.servers is None:
             return None
-        usual = {
-            "base_url": "{vllm_url}/v1",
-            "model_name": "{model}",
-            "server_type": "vllm",
-            "api_key": NO_KEY,
-        }
-        stated = spec.servers or [
-            {"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls
-        ]
-        servers = [usual | server for server in stated]
-        for server in servers:
-            texts = {key: value for key, value in server.items() if isinstance(value, str)}
-            server |= {
-                key: spec.fill_in(value, self.placeholders()) for key, value in texts.items()
-            }
-        # Atropos ignores the URL of a single server unless the environment has a list itself. It
-        # heeds those of two.
-        servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
+        servers = self._servers_of(spec)
         if spec.path is None:
             return {"openai": servers}
         training = self.training
@@ -228,23 +211,53 @@ class Recipe:
             "stated": list(spec.config),
         }
 
+    def _servers_of(self, spec: EnvironmentSpec) -> list[dict[str, Any]]:
+        """Returns the servers of an environment, as Atropos' server configs."""
+        placeholders = self.placeholders()
+        stated = spec.servers
+        if stated is None:
+            stated = [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
+        servers = []
+        for settings in stated:
+            server = {
+                "base_url": "{vllm_url}/v1",
+                "model_name": "{model}",
+                "server_type": "vllm",
+                "api_key": NO_KEY,
+                **settings,
+            }
+            for key, value in server.items():
+                if isinstance(value, str):
+                    server[key] = spec.fill_in(value, placeholders)
+            servers.append(server)
+        if len(servers) == 1:
+            # Atropos ignores the URL of a single server unless the environment has a list itself.
+            # It heeds those of two.
+            servers.append(dict(servers[0]))
+        return servers
+
     def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
         """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose
         requests have `key` as their API key."""
         content = self.environment_file(spec)
         for server in content["openai"]:
-            server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
-        kind = "evaluate"
-        fixed = {"data_dir_to_save_evals": str(folder)}
-        if spec.problems is not None:
+            if server["api_key"] == NO_KEY:
+                server["api_key"] = key
+        if spec.problems is None:
+            kind = "evaluate"
+            fixed = {"data_dir_to_save_evals": str(folder)}
+        else:
             kind = "process"
-            fixed = {"total_steps": spec.problems, "group_size": spec.samples}
-            fixed |= {
-                "temperature": self.training.temperature
-                if spec.temperature is None
-                else spec.temperature
+            temperature = spec.temperature
+            if temperature is None:
+                temperature = self.training.temperature
+            fixed = {
+                "total_steps": spec.problems,
+                "group_size": spec.samples,
+                "temperature": temperature,
+                "data_path_to_save_groups": str(folder / GROUPS),
+                "include_messages": False,
             }
-            fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
         content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -262,18 +275,17 @@ class Recipe:
             write_file(path, yaml.safe_dump(content, sort_keys=False).encode(), sync=False)
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
-        """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of
-        its command."""
-        flags = stated_flags(self.environment_command(spec)).items()
-        own = {
-            flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")
-        }
-        return spec.config | own
+        """Returns the settings of an environment that the recipe states: its `config`, or the
+        `--env.` flags of its command."""
+        settings = dict(spec.config)
+        for flag, value in stated_flags(self.environment_command(spec)).items():
+            if flag.startswith("--env."):
+                settings[flag.removeprefix("--env.")] = value
+        return settings
 
     def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> Path:
-        return Path(
-            os.path.abspath(self.training.output_dir), "environments", f"{spec.name}.{kind}"
-        )
+        folder = os.path.abspath(self.training.output_dir)
+        return Path(folder, "environments", f"{spec.name}.{kind}")
 
 
 class _Parser(TrlParser):
@@ -663,63 +675,61 @@ def _check_program(recipe: Recipe, spec: EnvironmentSpec) -> None:
 
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
-    """Whether the settings of an environment that the recipe states go with those of the run."""
-    training = recipe.training
+    """Raises `RecipeError` for settings of an environment that do not go with those of the run."""
     stated = recipe.stated(spec)
-    name = f"Environment {spec.name!r}"
     for setting, value in stated.items():
-        if setting.endswith("temperature") and number_of(value) not in (None, training.temperature):
-            written = (
-                f"{value} (`config: {setting}`)"
-                if setting in spec.config
-                else f"{value} (--env.{setting})"
-            )
-            seen = f"temperature {written}, temperature: {training.temperature}"
-            what = (
-                f"{name} samples at temperature {written}, but `temperature` is "
-                f"{training.temperature}"
-            )
-            raise RecipeError(
-                f"{what}, at which every token is scored",
-                seen,
-                "Make the two equal.",
-                "temperature",
-            )
+        if setting.endswith("temperature"):
+            place = f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+            _check_temperature(recipe, spec, value, place)
     size = number_of(stated.get("group_size"))
-    batch = training.generation_batch_size
-    if size and batch % size:
+    batch = recipe.training.generation_batch_size
+    if not size or batch % size == 0:
+        return
+    if size < batch:
+        what = (
+            f"which do not fill a generation batch of {batch} rollouts: the Atropos API "
+            "would never deliver one"
+        )
+        fix = "Change `per_device_train_batch_size` to make the batch a multiple of the group size."
+    else:
         what = f"but a generation batch has only {batch} rollouts"
         fix = (
             "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the "
             "group size."
         )
-        if size < batch:
-            what = (
-                f"which do not fill a generation batch of {batch} rollouts: the Atropos API "
-                "would never deliver one"
-            )
-            fix = (
-                "Change `per_device_train_batch_size` to make the batch a multiple of the group "
-                "size."
-            )
-        seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size"
+    what = f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, {what}"
+    seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
+    raise RecipeError(what, seen, fix, "group-size")
+
+
+def _check_temperature(recipe: Recipe, spec: EnvironmentSpec, value: Any, place: str) -> None:
+    """Raises `RecipeError` if an environment samples at another temperature than the trainer's."""
+    trained = recipe.training.temperature
+    if number_of(value) not in (None, trained):
+        sampled = f"{value} ({place})"
+        what = (
+            f"Environment {spec.name!r} samples at temperature {sampled}, but `temperature` is "
+            f"{trained}, at which every token is scored"
         )
+        seen = f"temperature {sampled}, temperature: {trained}"
+        raise RecipeError(what, seen, "Make the two equal.", "temperature")
 
 
 def _check_setting_names(spec: EnvironmentSpec) -> None:
     """Raises `RecipeError` for settings that the environment's class does not have, as far as its
     script tells."""
-    names = setting_names(spec.script) if spec.config else None
-    for setting, value in spec.config.items() if names is not None else ():
+    if not spec.config:
+        return
+    names = setting_names(spec.script)
+    if names is None:
+        return
+    for setting, value in spec.config.items():
         if setting not in names:
             close = difflib.get_close_matches(setting, names, n=1)
-            fix = (
-                f"Did you mean `{close[0]}`?"
-                if close
-                else f"Its settings are: {', '.join(sorted(names))}."
-            )
+            if close:
+                fix = f"Did you mean `{close[0]}`?"
+            else:
+                fix = f"Its settings are: {', '.join(sorted(names))}."
             what = (
                 f"Environment {spec.name!r} has no setting `{setting}`, and Atropos would "
                 "ignore it silently"
@@ -728,7 +738,8 @@ def _check_setting_names(spec: EnvironmentSpec) -> None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a setting of an environment is, in a flag as text."""
+    """Returns the number that a setting of an environment is, which is text in a flag. Returns
+    `None` for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError):

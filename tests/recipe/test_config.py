@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -388,6 +388,17 @@ def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config)
                 rf"^        {one.name} \(`.*`, \*optional\*(.*)\):$", config.__doc__, re.MULTILINE
             )
             assert header[1] == default.replace("`f", "`F")
+
+
+def test_recipe_does_not_change_and_another_one_has_other_settings(tiny_model, tmp_path):
+    argv = ["--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
+    recipe = parse([*argv, "--max_steps", "1", "--use_cpu", "true", "--bf16", "false"])
+    other = recipe.with_training(output_dir="elsewhere")
+    assert (recipe.training.output_dir, other.training.output_dir) == (str(tmp_path), "elsewhere")
+    assert other.services is recipe.services
+    for part, name in ((recipe, "training"), (recipe.services, "start_vllm")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, None)
 
 
 def test_every_field_of_trl_is_still_there():
