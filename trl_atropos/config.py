@@ -603,14 +603,14 @@ class AtroposGRPOConfig(GRPOConfig):
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:
-        """Whether the gradient depends on which rollouts share a micro-batch, because means over
-        each are taken. Then micro-batches stay as TRL draws them."""
+        """True if the gradient depends on which rollouts share a micro-batch, because the loss takes
+        means over each. Then micro-batches stay as TRL draws them."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
 
     @property
     def chooses_token_budget(self) -> bool:
-        """Whether a GPU's micro-batches are as large as its memory allows."""
+        """True if a GPU's micro-batches are as large as its memory allows."""
         return (
             self.max_tokens_per_micro_batch is None
             and self.gradient_accumulation_steps == 1

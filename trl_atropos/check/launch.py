@@ -93,7 +93,7 @@ class Launch:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run will be on another machine than this one, which has no GPU."""
+        """True if the run will be on another machine than this one, which has no GPU."""
         return bool(self.device_memory_gb or self.devices) and not torch.cuda.is_available()
 
 
@@ -267,7 +267,7 @@ def _too_few(recipe: Recipe, launch: Launch, gpus: int) -> Iterator[tuple[str, s
 
 @dataclass(frozen=True)
 class Case:
-    """What the memory is estimated of."""
+    """A run whose memory is estimated."""
 
     recipe: Recipe
     plan: Plan
@@ -284,7 +284,7 @@ class Case:
 
     @property
     def trains_with_masters(self) -> bool:
-        """Whether float32 masters are kept if the model is in 16 bits, as `AtroposGRPOTrainer`
+        """True if float32 masters are kept for a model in 16 bits, as `AtroposGRPOTrainer`
         decides."""
         if not self.training.master_weights or self.plan.sharding != "none":
             return False
@@ -382,7 +382,7 @@ class Case:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether attention keeps its weights. CUDA's kernels for float32 know no groups of heads,
+        """True if attention keeps its weights. CUDA's kernels for float32 know no groups of heads,
         which transformers leaves to them for rollouts of one length
         (transformers/integrations/sdpa_attention.py, `use_gqa_in_sdpa`)."""
         text = self.config.get_text_config()
@@ -394,7 +394,7 @@ class Case:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the trainer's parameters are the server's memory, as far as the settings tell."""
+        """True if the trainer's parameters are the server's memory, as far as the settings tell."""
         return self.training.vllm_mode == "colocate" and self.flags is not None and self.parts == 1
 
 

@@ -1,8 +1,9 @@
-"""What `check` finds about services and environments: room for the services that the run starts,
-what answers where it starts none, and the Python, code and settings of each environment.
+"""Finds what is wrong with the services and environments of a recipe.
 
-`check/__init__.py` calls `services`, `lengths` and `environments`. What the run writes for an
-environment itself is not looked at.
+`services` looks for room for those that the run starts, and asks those that answer already.
+`lengths` compares numbers of tokens. `environments` looks at the Python, the code and the stated
+settings of each environment, but not at what the run itself writes for it. `check/__init__.py`
+calls the three.
 """
 
 import ast
