@@ -603,8 +603,8 @@ class AtroposGRPOConfig(GRPOConfig):
 
     @property
     def loss_depends_on_micro_batches(self) -> bool:
-        """True if the gradient depends on which rollouts share a micro-batch, because the loss takes
-        means over each. Then micro-batches stay as TRL draws them."""
+        """True if the gradient depends on which rollouts share a micro-batch, because means over
+        each are taken. Then micro-batches stay as TRL draws them."""
         entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
         return self.loss_type == "bnpo" or entropy_bonus or self.top_entropy_quantile < 1
 
