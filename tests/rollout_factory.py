@@ -171,6 +171,12 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
     return usual | settings
 
 
+class AsDrawnConfig(AtroposGRPOConfig):
+    """With the micro-batches that TRL draws, whatever the loss."""
+
+    loss_depends_on_micro_batches = True
+
+
 class PaddedTrainer(AtroposGRPOTrainer):
     """With the micro-batches that TRL draws, padded as TRL does."""
 
@@ -187,11 +193,12 @@ def make_trainer(
     folder: Path,
     *batches: Sequence[Group],
     callbacks: list | None = None,
+    config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
     **settings: Any,
 ) -> AtroposGRPOTrainer:
     """A trainer that replays `batches`, with `folder` for its recording and its output."""
     recording = record(folder / "rollouts.jsonl", *batches)
-    config = AtroposGRPOConfig(**arguments(folder / "run", replay_paths=[recording], **settings))
+    config = config_class(**arguments(folder / "run", replay_paths=[recording], **settings))
     return AtroposGRPOTrainer(str(model), args=config, callbacks=callbacks)
 
 

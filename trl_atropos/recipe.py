@@ -1,22 +1,23 @@
-"""What a recipe says besides the training settings: which services to start, and the checks that
-need both.
+"""Reads a command line and the recipe that it names into a `Recipe`, and checks it.
 
-A recipe is one flat YAML file, read by TRL's parser into three dataclasses: `ServicesConfig` here,
-`AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of it:
-later ones win, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check`
-call `parse`, then the other checks.
+A recipe is one flat YAML file, which TRL's parser reads into three dataclasses: `ServicesConfig`
+here, `AtroposGRPOConfig`, and TRL's `ModelConfig`. Overlays (`--overlay FILE`) change settings of
+it: later ones win, and command-line flags win over all. `trl_atropos.train` and `trl-atropos check`
+call `parse`, then `check_files` and `check_reports`. A `Recipe` does not change: who needs another
+one calls `dataclasses.replace` or `Recipe.with_training`.
 
-The run writes what a recipe does not say of an environment into the file that Atropos' own
-`--config` reads.
+An environment learns the rest from a file that the run writes, and that Atropos' own `--config`
+reads.
 """
 
+import copy
 import difflib
 import math
 import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
     from trl_atropos.weights.adapters import Way
 
 
-@dataclass
+@dataclass(frozen=True)
 @with_help
 class ServicesConfig:
     """
-    Which services the run starts and stops. Those it does not start are used by their URL and never
-    touched.
+    The services that the run starts and stops. The run uses the others by their URL, and never
+    touches them.
 
     Parameters:
         > Services
@@ -66,17 +67,15 @@ class ServicesConfig:
             Environments to start (in the recipe file only): each the path of its script, or a
             mapping with `path` or `command`, and optionally `name`, `config` (its settings), `env`,
             `cwd`, `python` and `servers`. A command may have {python}, {model}, {atropos_url},
-            {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}.
+            {vllm_url}, {vllm_urls}, {temperature}, {seed}, {output_dir}. An environment that ends
+            (or the Atropos API of the run) is started again, up to 3 times in an hour. One that
+            ends within 30 seconds of its start ends the run.
         evaluations (`list[dict]`, *optional*):
             Environments to evaluate the policy with, beside the training (in the recipe file only):
             entries like those of `environments` with a `path`, and optionally `problems` (how many
-            are asked; without, the environment's own `evaluate` runs), `samples` of each,
+            are asked; by default, the environment's own `evaluate` runs), `samples` of each,
             `temperature`, `passes_above` (a score) and `every` (optimizer steps; by default
             `eval_steps`).
-        restart_environments (`int`, *optional*, defaults to `3`):
-            How often within an hour an environment that ends, or the Atropos API of the run, is
-            started again. One that ends within 30 seconds of its start ends the run. `0` ends the
-            run at the first end.
         service_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that a service may take to become healthy.
     """
@@ -87,16 +86,15 @@ class ServicesConfig:
     mps: bool = False
     environments: list[dict] | None = None
     evaluations: list[dict] | None = None
-    restart_environments: int = 3
     service_timeout: float = 300.0
 
 
 PARTS = (ServicesConfig, AtroposGRPOConfig, ModelConfig)
-# text by their type, but `false` is understood
+# Settings whose type is text, and which take `false`, too.
 ALSO_FALSE = ("resume_from_checkpoint", "fsdp", "scale_rewards")
-# text by its type, but a list of several servers is understood
+# A setting whose type is text, and which takes a list of several servers, too.
 ALSO_LISTS = ("vllm_server_base_url",)
-# one overlay is for many recipes, which differ in these
+# One overlay is for many recipes, which differ in these.
 NOT_IN_OVERLAYS = {"env", "environments", "evaluations"}
 QUOTED = '`--vllm_args "--max-model-len 512 --dtype bfloat16"`'
 HOW_TO_QUOTE = (
@@ -104,38 +102,54 @@ HOW_TO_QUOTE = (
     f"line: {QUOTED}."
 )
 NO_KEY = "none"  # servers of the run ask for no API key
-# of the environments of evaluations, whatever that of the run: the same problems for all runs
+# Seed of the environments of evaluations, whatever that of the run: the same problems for all runs.
 EVALUATION_SEED = 0
 HELP = "See `python -m trl_atropos.train --help`."
+EXAMPLE = "recipes/quickstart/colocate.yaml"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
+    """A recipe that was read and checked."""
+
     services: ServicesConfig
     training: AtroposGRPOConfig
     model: ModelConfig
     environments: list[EnvironmentSpec]
     evaluations: list[EvaluationSpec]
 
+    def with_training(self, **settings: Any) -> "Recipe":
+        """Returns the recipe with other training settings, without checking them.
+
+        `dataclasses.replace` would check them: TRL refuses what its first check has filled in.
+        """
+        training = copy.copy(self.training)
+        for name, value in settings.items():
+            setattr(training, name, value)
+        return replace(self, training=training)
+
     def vllm_flags(self) -> list[str]:
-        """Flags of the vLLM server: those of the recipe, and those that the run's adapter needs."""
-        given = list(self.services.vllm_args or [])
-        stated = server_flags(given).keys()
+        """Returns the vLLM server's flags: the recipe's, and those that numerics and adapter
+        need."""
+        flags = list(self.services.vllm_args or [])
+        stated = server_flags(flags).keys()
         if self.training.numerics != "default" and "--numerics" not in stated:
-            given += ["--numerics", self.training.numerics]
+            flags += ["--numerics", self.training.numerics]
         sends_adapter = self.model.use_peft and self.adapter_way == "alone"
         if sends_adapter and not {"--enable-lora", "--no-enable-lora"} & stated:
-            given.append("--enable-lora")
+            flags.append("--enable-lora")
         if sends_adapter and "--max-lora-rank" not in stated:
-            given += ["--max-lora-rank", str(served_rank(self.model.lora_r))]
-        return given
+            flags += ["--max-lora-rank", str(served_rank(self.model.lora_r))]
+        return flags
 
     @property
     def adapter_way(self) -> "Way":
-        """How an adapter reaches the servers."""
+        """Way of an adapter to the servers."""
         if self.training.replay_paths is not None:
             return None
-        return "alone" if self.training.vllm_mode in ("colocate", *ADAPTER_MODES) else "merged"
+        if self.training.vllm_mode in ("colocate", *ADAPTER_MODES):
+            return "alone"
+        return "merged"
 
     def placeholders(self) -> dict[str, str]:
         return {
@@ -157,28 +171,11 @@ class Recipe:
         return command
 
     def environment_file(self, spec: EnvironmentSpec) -> dict[str, Any] | None:
-        """What the run writes for Atropos' `--config`, which drops settings that an environment
-        does not have. `None` for a command without `servers`."""
+        """Returns what the run writes for Atropos' `--config`, or `None` for a command without
+        `servers`. Atropos drops settings that the environment does not have."""
         if spec.path is None and spec.servers is None:
             return None
-        usual = {
-            "base_url": "{vllm_url}/v1",
-            "model_name": "{model}",
-            "server_type": "vllm",
-            "api_key": NO_KEY,
-        }
-        stated = spec.servers or [
-            {"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls
-        ]
-        servers = [usual | server for server in stated]
-        for server in servers:
-            texts = {key: value for key, value in server.items() if isinstance(value, str)}
-            server |= {
-                key: spec.fill_in(value, self.placeholders()) for key, value in texts.items()
-            }
-        # Atropos ignores the URL of a single server unless the environment has a list itself. It
-        # heeds those of two.
-        servers = [*servers, dict(servers[0])] if len(servers) == 1 else servers
+        servers = self._servers_of(spec)
         if spec.path is None:
             return {"openai": servers}
         training = self.training
@@ -208,23 +205,53 @@ class Recipe:
             "stated": list(spec.config),
         }
 
+    def _servers_of(self, spec: EnvironmentSpec) -> list[dict[str, Any]]:
+        """Returns the servers of an environment, as Atropos' server configs."""
+        placeholders = self.placeholders()
+        stated = spec.servers
+        if stated is None:
+            stated = [{"base_url": f"{url}/v1"} for url in self.training.vllm_server_urls]
+        servers = []
+        for settings in stated:
+            server = {
+                "base_url": "{vllm_url}/v1",
+                "model_name": "{model}",
+                "server_type": "vllm",
+                "api_key": NO_KEY,
+                **settings,
+            }
+            for key, value in server.items():
+                if isinstance(value, str):
+                    server[key] = spec.fill_in(value, placeholders)
+            servers.append(server)
+        if len(servers) == 1:
+            # Atropos ignores the URL of a single server unless the environment has a list itself.
+            # It heeds those of two.
+            servers.append(dict(servers[0]))
+        return servers
+
     def evaluation_command(self, spec: EvaluationSpec, folder: Path, key: str) -> list[str]:
         """Writes the file of an evaluation into `folder`. Returns the command that makes it, whose
         requests have `key` as their API key."""
         content = self.environment_file(spec)
         for server in content["openai"]:
-            server["api_key"] = key if server["api_key"] == NO_KEY else server["api_key"]
-        kind = "evaluate"
-        fixed = {"data_dir_to_save_evals": str(folder)}
-        if spec.problems is not None:
+            if server["api_key"] == NO_KEY:
+                server["api_key"] = key
+        if spec.problems is None:
+            kind = "evaluate"
+            fixed = {"data_dir_to_save_evals": str(folder)}
+        else:
             kind = "process"
-            fixed = {"total_steps": spec.problems, "group_size": spec.samples}
-            fixed |= {
-                "temperature": self.training.temperature
-                if spec.temperature is None
-                else spec.temperature
+            temperature = spec.temperature
+            if temperature is None:
+                temperature = self.training.temperature
+            fixed = {
+                "total_steps": spec.problems,
+                "group_size": spec.samples,
+                "temperature": temperature,
+                "data_path_to_save_groups": str(folder / GROUPS),
+                "include_messages": False,
             }
-            fixed |= {"data_path_to_save_groups": str(folder / GROUPS), "include_messages": False}
         content["env"] |= {"state_file": None, "seed": EVALUATION_SEED, **fixed, **spec.config}
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -243,22 +270,21 @@ class Recipe:
         return path
 
     def stated(self, spec: EnvironmentSpec) -> dict[str, Any]:
-        """Settings of an environment that the recipe states: its `config`, or the `--env.` flags of
-        its command."""
-        flags = stated_flags(self.environment_command(spec)).items()
-        own = {
-            flag.removeprefix("--env."): value for flag, value in flags if flag.startswith("--env.")
-        }
-        return spec.config | own
+        """Returns the settings of an environment that the recipe states: its `config`, or the
+        `--env.` flags of its command."""
+        settings = dict(spec.config)
+        for flag, value in stated_flags(self.environment_command(spec)).items():
+            if flag.startswith("--env."):
+                settings[flag.removeprefix("--env.")] = value
+        return settings
 
     def _file_of(self, spec: EnvironmentSpec, kind: str = "yaml") -> Path:
-        return Path(
-            os.path.abspath(self.training.output_dir), "environments", f"{spec.name}.{kind}"
-        )
+        folder = os.path.abspath(self.training.output_dir)
+        return Path(folder, "environments", f"{spec.name}.{kind}")
 
 
 class _Parser(TrlParser):
-    """Says what is wrong in one line, without the usage of several hundred flags."""
+    """TRL's parser. It reports an error in one line, without the usage of several hundred flags."""
 
     def __init__(self, parts: tuple[type, ...]) -> None:
         super().__init__(parts)
@@ -273,20 +299,15 @@ class _Parser(TrlParser):
 
 
 def parse(argv: list[str]) -> Recipe:
-    """Reads the command line and the recipe it names. Raises `RecipeError` for anything a user can
-    mend."""
+    """Reads the command line and the recipe that it names. Raises `RecipeError` for anything that
+    you can mend."""
     overlays, argv = values_of("--overlay", argv)
     recipes, argv = values_of("--config", argv)
-    path = next(iter(recipes), None)
-    if path is None:
-        stray = next(
-            (word for word in argv if word.endswith((".yaml", ".yml"))),
-            "recipes/quickstart/colocate.yaml",
-        )
-        if not argv or argv[-1] == "--config" or stray in argv:
-            fix = f"Name one with `--config`, as in `--config {stray}`."
-            raise RecipeError("No recipe", seen=" ".join(argv), fix=fix, code="no-recipe")
-    argv = [word for recipe in recipes for word in ("--config", recipe)] + argv
+    if not recipes:
+        _refuse_missing_recipe(argv)
+    path = recipes[0] if recipes else None
+    for recipe in reversed(recipes):
+        argv = ["--config", recipe, *argv]
     parser = _Parser(PARTS)
     known = {action.dest for action in parser._actions}
     if path is not None:
@@ -298,55 +319,70 @@ def parse(argv: list[str]) -> Recipe:
             argv, return_remaining_strings=True
         )
     except (ValueError, TypeError) as error:
-        named_flag = any(
-            f"`{flag.lstrip('-').replace('-', '_')}`" in str(error) for flag in stated_flags(argv)
-        )
-        place = "" if named_flag or path is None else f"{' with '.join([path, *overlays])}: "
-        parts = error if isinstance(error, RecipeError) else RecipeError(str(error))
-        raise RecipeError(f"{place}{parts.what}", parts.seen, parts.fix, parts.code) from error
+        raise _located(error, argv, path, overlays) from error
     if rest:
-        hint = (
-            HOW_TO_QUOTE
-            if "--vllm_args" in argv
-            else _suggest(rest[0].lstrip("-").split("=")[0], known)
-        )
-        raise RecipeError(
-            f"Unknown arguments: {' '.join(rest)}",
-            seen=" ".join(rest),
-            fix=hint,
-            code="unknown-flag",
-        )
-    services.vllm_args = _vllm_args(services.vllm_args)
+        if "--vllm_args" in argv:
+            fix = HOW_TO_QUOTE
+        else:
+            fix = _suggest(rest[0].lstrip("-").split("=")[0], known)
+        words = " ".join(rest)
+        raise RecipeError(f"Unknown arguments: {words}", words, fix, "unknown-flag")
+    services = replace(services, vllm_args=_vllm_args(services.vllm_args))
     environments = parse_entries("environments", services.environments, EnvironmentSpec)
     evaluations = parse_entries("evaluations", services.evaluations, EvaluationSpec)
     recipe = Recipe(services, training, model, environments, evaluations)
     _check(recipe)
-    _schedule(recipe)
-    return recipe
+    return _scheduled(recipe)
+
+
+def _refuse_missing_recipe(argv: list[str]) -> None:
+    """Raises `RecipeError` for a command line that was meant to name a recipe, and does not."""
+    stray = next((word for word in argv if word.endswith((".yaml", ".yml"))), None)
+    if not argv or argv[-1] == "--config" or stray is not None:
+        fix = f"Name one with `--config`, as in `--config {stray or EXAMPLE}`."
+        raise RecipeError("No recipe", " ".join(argv), fix, "no-recipe")
+
+
+def _located(
+    error: Exception, argv: list[str], path: str | None, overlays: list[str]
+) -> RecipeError:
+    """Returns the error of a configuration with the file that is wrong, unless a flag is."""
+    names = [flag.lstrip("-").replace("-", "_") for flag in stated_flags(argv)]
+    is_about_flag = any(f"`{name}`" in str(error) for name in names)
+    place = ""
+    if path is not None and not is_about_flag:
+        place = f"{' with '.join([path, *overlays])}: "
+    if not isinstance(error, RecipeError):  # of TRL or Transformers
+        return RecipeError(f"{place}{error}")
+    return RecipeError(f"{place}{error.what}", error.seen, error.fix, error.code)
 
 
 def _vllm_args(given: list[str] | str | None) -> list[str]:
-    """The flags for vLLM as words. The command line has them quoted; the value in `--a={"b": 1}`
-    may have blanks."""
+    """Returns the flags for vLLM as words.
+
+    The command line has them as one quoted text. An entry of a recipe's list may be a flag with its
+    value: `--seed 1` becomes two words, and `--a={"b": 1}`, whose value has a blank, stays one.
+    """
+    flags = []
     try:
-        given = (
-            shlex.split(given) if isinstance(given, str) else [str(word) for word in given or []]
-        )
-        flags = [
-            flag
-            for word in given
-            for flag in (shlex.split(word) if re.match(r"--[\w.-]+\s", word) else [word])
-        ]
+        if isinstance(given, str):
+            given = shlex.split(given)
+        for word in map(str, given or []):
+            if re.match(r"--[\w.-]+\s", word):
+                flags += shlex.split(word)
+            else:
+                flags.append(word)
     except ValueError as error:
         what = f"`vllm_args` cannot be split into flags: {error}"
         raise RecipeError(what, f"vllm_args: {given}", "Correct its quotes.") from error
     if flags and not flags[0].startswith("-"):  # vLLM would ignore it without a word
         what = f"`vllm_args` begins with {flags[0]!r}, which is no flag"
-        raise RecipeError(what, seen=f"vllm_args: {given}", fix=HOW_TO_QUOTE)
+        raise RecipeError(what, f"vllm_args: {given}", HOW_TO_QUOTE)
     return flags
 
 
 def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[str, Any]:
+    """Returns the settings of an overlay. Raises `RecipeError` for those that it may not have."""
     if recipe is None:
         what = f"`--overlay {path}` changes a recipe, and there is none"
         raise RecipeError(what, path, "Name one with `--config`.", "no-recipe")
@@ -358,73 +394,84 @@ def _overlay_settings(path: str, recipe: str | None, known: set[str]) -> dict[st
 
 
 def read_yaml(path: str) -> Any:
-    """The content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or
+    """Returns the content of a recipe or an overlay. Raises `OSError`, `UnicodeError` or
     `yaml.YAMLError`."""
     with open(path, encoding="utf-8") as file:
         return yaml.safe_load(file)
 
 
 def _check_keys(path: str, known: set[str], flag: str = "--config") -> dict[str, Any]:
-    """The settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types that are
-    wrong."""
-    kind = flag.removeprefix("--").replace("config", "recipe")
+    """Returns the settings in a recipe, or in an overlay. Raises `RecipeError` for keys and types
+    that are wrong."""
+    content = _load(path, flag)
+    for key in content:
+        if key not in known | {"env"}:
+            fix = _suggest(str(key), known)
+            what = f"{path}: unknown key `{key}`"
+            raise RecipeError(what, f"{key}: {content[key]}", fix, "unknown-key")
+    hints: dict[str, Any] = {}
+    for part in PARTS:
+        hints |= get_type_hints(part)
+    for key, value in content.items():
+        if key in ALSO_LISTS and isinstance(value, list):
+            continue
+        if key in ALSO_FALSE and value is False:
+            continue
+        wanted = _wanted(value, hints.get(key, Any))
+        if wanted is not None:
+            what = f"{path}: `{key}` is {value!r}"
+            raise RecipeError(what, f"{key}: {value}", f"Write {wanted}.")
+    return content
+
+
+def _load(path: str, flag: str) -> dict[str, Any]:
+    """Returns the `key: value` lines of the file that `flag` names. Raises `RecipeError` if it has
+    none."""
+    kind = "recipe" if flag == "--config" else "overlay"
     fix = f"Check `{flag}`."
     if not os.path.isfile(path):
-        raise RecipeError(
-            f"The {kind} {path!r} does not exist (looked in {os.getcwd()})", path, fix, "no-recipe"
-        )
+        what = f"The {kind} {path!r} does not exist (looked in {os.getcwd()})"
+        raise RecipeError(what, path, fix, "no-recipe")
     try:
         content = read_yaml(path)
     except yaml.YAMLError as error:
         what = f"{path} is not valid YAML: {' '.join(str(error).split())}"
         raise RecipeError(what, path, "Correct it there.", "recipe-format") from error
     except (OSError, UnicodeError) as error:
-        raise RecipeError(
-            f"The {kind} {path} cannot be read: {error}", path, fix, "no-recipe"
-        ) from error
+        what = f"The {kind} {path} cannot be read: {error}"
+        raise RecipeError(what, path, fix, "no-recipe") from error
     if not isinstance(content, dict):
         what = f"{path} must hold `key: value` lines at its top level"
         raise RecipeError(what, f"{path}: {type(content).__name__}", "Correct it.", "recipe-format")
-    for key in content:
-        if key not in known | {"env"}:
-            fix = _suggest(str(key), known)
-            raise RecipeError(
-                f"{path}: unknown key `{key}`", f"{key}: {content[key]}", fix, "unknown-key"
-            )
-    hints = {name: hint for part in PARTS for name, hint in get_type_hints(part).items()}
-    for key, value in content.items():
-        if (key in ALSO_LISTS and isinstance(value, list)) or (
-            key in ALSO_FALSE and value is False
-        ):
-            continue
-        if wanted := _wanted(value, hints.get(key, Any)):
-            raise RecipeError(
-                f"{path}: `{key}` is {value!r}", f"{key}: {value}", f"Write {wanted}."
-            )
     return content
 
 
 def _wanted(value: Any, hint: Any) -> str | None:
-    """What to write in place of a YAML value of the wrong type; `None` if it may be right. Text is
-    checked later."""
+    """Returns what to write in place of a YAML value of the wrong type, or `None` if the value may
+    be right. Text is checked later."""
     allowed = set(get_args(hint) or (hint,))
     if value is None:
-        return (
-            None if allowed & {NoneType, Any} else "a value behind the colon, or leave the line out"
-        )
-    if value is False and str in allowed and bool not in allowed:  # where YAML reads a bare `no`
+        if allowed & {NoneType, Any}:
+            return None
+        return "a value behind the colon, or leave the line out"
+    if value is False and str in allowed and bool not in allowed:  # YAML reads a bare `no` as false
         return 'the word in quotes ("no", say): without them YAML reads `no` as false'
     if isinstance(value, str) or type(value) in allowed:
         return None
     kinds = allowed - {NoneType}
-    if kinds <= {int, float} and not (float in kinds and type(value) is int):
+    if float in kinds and type(value) is int:
+        return None
+    if kinds <= {int, float}:
         return "a number" if float in kinds else "a whole number"
     if kinds == {str} and value is not True:
         return "text, in quotes if it looks like a number"
-    return "true or false" if kinds == {bool} else None
+    if kinds == {bool}:
+        return "true or false"
+    return None
 
 
 def _suggest(key: str, known: set[str]) -> str:
+    """Returns what to do about a setting that there is not."""
     if key in REMOVED:
         return f"It is no setting any more. {REMOVED[key]}"
     close = difflib.get_close_matches(key, known, n=1)
@@ -435,34 +482,19 @@ def _suggest(key: str, known: set[str]) -> str:
 
 
 def _check(recipe: Recipe) -> None:
-    """Checks that need more than one of the three parts."""
+    """Raises `RecipeError` for settings that do not fit each other."""
     training = recipe.training
-    model = recipe.model.model_name_or_path
-    mode = recipe.training.vllm_mode
-    if not model:
-        fix = "Set `model_name_or_path` to a Hub name or a folder."
-        raise RecipeError("No model", f"model_name_or_path: {model}", fix, "model")
-    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not os.path.isdir(model):
-        what = f"The model folder {model!r} does not exist (looked in {os.getcwd()})"
-        fix = (
-            "Set `model_name_or_path`; recipes/quickstart/make_model.py FOLDER makes the "
-            "quickstart's."
-        )
-        raise RecipeError(what, f"model_name_or_path: {model}", fix, "model")
+    _check_model(recipe.model.model_name_or_path)
     if training.replay_paths is not None:
         recorded_files(training.replay_paths)
-    elif mode in ADAPTER_MODES and not recipe.model.use_peft:
-        what = f"`vllm_mode: {mode}` sends a LoRA adapter, but the run has none"
+    elif training.vllm_mode in ADAPTER_MODES and not recipe.model.use_peft:
+        what = f"`vllm_mode: {training.vllm_mode}` sends a LoRA adapter, but the run has none"
         fix = (
             "Set `use_peft: true` and `lora_target_modules: all-linear`, or use `vllm_mode: "
             "colocate` or `server`."
         )
-        raise RecipeError(what, f"vllm_mode: {mode}", fix, "no-adapter")
+        raise RecipeError(what, f"vllm_mode: {training.vllm_mode}", fix, "no-adapter")
     _check_adapter(recipe)
-    if (again := recipe.services.restart_environments) < 0:
-        what = f"`restart_environments` is {again}"
-        seen = f"restart_environments: {again}"
-        raise RecipeError(what, seen, "Set it to 0 (never) or more.")
     _check_patience(recipe.services, training)
     for spec in recipe.environments:
         require_program(spec, recipe.environment_command(spec))
@@ -471,6 +503,22 @@ def _check(recipe: Recipe) -> None:
         require_program(spec, recipe.environment_command(spec))
     for spec in (*recipe.environments, *recipe.evaluations):
         _check_setting_names(spec)
+
+
+def _check_model(model: str | None) -> None:
+    """Raises `RecipeError` if no model is named, or a folder that is not there."""
+    seen = f"model_name_or_path: {model}"
+    if not model:
+        fix = "Set `model_name_or_path` to a Hub name or a folder."
+        raise RecipeError("No model", seen, fix, "model")
+    is_folder = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_folder and not os.path.isdir(model):
+        what = f"The model folder {model!r} does not exist (looked in {os.getcwd()})"
+        fix = (
+            "Set `model_name_or_path`; recipes/quickstart/make_model.py FOLDER makes the "
+            "quickstart's."
+        )
+        raise RecipeError(what, seen, fix, "model")
 
 
 def _check_adapter(recipe: Recipe) -> None:
@@ -483,132 +531,140 @@ def _check_adapter(recipe: Recipe) -> None:
         require_supported(config, recipe.adapter_way, in_recipe=True)
 
 
-def _schedule(recipe: Recipe) -> None:
-    """Sets when Transformers asks for evaluations: as often as any of them is due."""
+def _scheduled(recipe: Recipe) -> Recipe:
+    """Returns the recipe with its evaluations scheduled: Transformers asks as often as any of them
+    is due.
+
+    With evaluations every 20 and every 30 optimizer steps, it asks every 10.
+    """
     training = recipe.training
-    specs = recipe.evaluations
-    asked = training.eval_strategy == "steps"
-    if not specs:
-        if asked or training.eval_on_start or training.metric_for_best_model is not None:
+    by_steps = training.eval_strategy == "steps"
+    if not recipe.evaluations:
+        if by_steps or training.eval_on_start or training.metric_for_best_model is not None:
+            seen = f"eval_strategy: {training.eval_strategy}"
             fix = "List `evaluations` in the recipe, each with the `path` of an environment."
-            raise RecipeError(
-                "There is nothing to evaluate", f"eval_strategy: {training.eval_strategy}", fix
-            )
-        return
+            raise RecipeError("There is nothing to evaluate", seen, fix)
+        return recipe
     if training.replay_paths is not None:
         what = (
             "`evaluations` need a server, and a run on recorded rollouts (`replay_paths`) has none"
         )
         raise RecipeError(what, "evaluations, replay_paths", "Leave one out.")
-    usual = training.eval_steps if asked else None
+    usual = training.eval_steps if by_steps else None
     if usual is not None:  # as Transformers, which leaves a 1 of the command line as a float
         usual = math.ceil(usual * training.max_steps if usual < 1 else usual)
-    for spec in specs:
-        spec.every = spec.every or usual
-    training.eval_strategy = IntervalStrategy.STEPS
-    training.eval_on_start = True
-    training.eval_steps = (
-        math.gcd(*(spec.every for spec in specs if spec.every)) or training.max_steps
+    evaluations = []
+    for spec in recipe.evaluations:
+        evaluations.append(spec.model_copy(update={"every": spec.every or usual}))
+    steps = [spec.every for spec in evaluations if spec.every]
+    eval_steps = math.gcd(*steps) or training.max_steps
+    if training.metric_for_best_model is not None:
+        _check_best_model(training, evaluations, eval_steps)
+    scheduled = replace(recipe, evaluations=evaluations)
+    return scheduled.with_training(
+        eval_strategy=IntervalStrategy.STEPS, eval_on_start=True, eval_steps=eval_steps
     )
-    best = training.metric_for_best_model
-    if best is not None and best.removeprefix("eval_").removesuffix("loss") == "":
-        what = f"`metric_for_best_model` is {best!r}"
-        names = ", ".join(f"eval_{spec.name}_pass@1" for spec in specs)
-        raise RecipeError(
-            what, f"metric_for_best_model: {best}", f"Name one of an evaluation, such as {names}."
-        )
-    late = [spec.name for spec in specs if best is not None and spec.every != training.eval_steps]
-    if late:
-        what = (
-            f"`metric_for_best_model` is needed every {training.eval_steps} steps, but "
-            f"{late[0]!r} is not made then"
-        )
-        raise RecipeError(
-            what, f"eval_steps: {training.eval_steps}", "Give all evaluations the same `every`."
-        )
-    if best is not None and training.eval_steps % training.sync_every_n_steps:
+
+
+def _check_best_model(
+    training: AtroposGRPOConfig, evaluations: list[EvaluationSpec], eval_steps: int
+) -> None:
+    """Raises `RecipeError` if `metric_for_best_model` is not known whenever a checkpoint is
+    saved."""
+    metric = training.metric_for_best_model
+    if metric.removeprefix("eval_").removesuffix("loss") == "":
+        what = f"`metric_for_best_model` is {metric!r}"
+        names = ", ".join(f"eval_{spec.name}_pass@1" for spec in evaluations)
+        fix = f"Name one of an evaluation, such as {names}."
+        raise RecipeError(what, f"metric_for_best_model: {metric}", fix)
+    seen = f"eval_steps: {eval_steps}"
+    for spec in evaluations:
+        if spec.every != eval_steps:
+            what = (
+                f"`metric_for_best_model` is needed every {eval_steps} steps, but "
+                f"{spec.name!r} is not made then"
+            )
+            raise RecipeError(what, seen, "Give all evaluations the same `every`.")
+    if eval_steps % training.sync_every_n_steps:
         what = (
             f"`sync_every_n_steps` is {training.sync_every_n_steps}: other weights are "
             "evaluated than are saved"
         )
-        raise RecipeError(
-            what, f"eval_steps: {training.eval_steps}", "Make `eval_steps` a multiple of it."
-        )
+        raise RecipeError(what, seen, "Make `eval_steps` a multiple of it.")
 
 
 def _check_patience(services: ServicesConfig, training: AtroposGRPOConfig) -> None:
-    """The first process waits for one service after the other, and the others wait for it."""
+    """Raises `RecipeError` if the other processes of the trainer do not wait until the services are
+    there. The first process waits for one service after the other, and the others wait for it."""
     waits = services.start_atropos + len(training.vllm_server_urls) * services.start_vllm
     seconds = services.service_timeout
     patience = training.ddp_timeout
     if training.world_size > 1 and waits * seconds >= patience:
         what = (
             f"{waits} services may take {seconds:g} s each to become healthy "
-            "(`service_timeout`), but the "
+            "(`service_timeout`), but the trainer's processes wait for the first one for only "
+            f"{patience} s (`ddp_timeout`)"
         )
-        what += f"trainer's processes wait for the first one for only {patience} s (`ddp_timeout`)"
         seen = f"service_timeout: {seconds:g}, ddp_timeout: {patience}"
         raise RecipeError(what, seen, "Raise `ddp_timeout`, or lower `service_timeout`.")
 
 
 def _check_environment(recipe: Recipe, spec: EnvironmentSpec) -> None:
-    """Whether the settings of an environment that the recipe states go with those of the run."""
-    training = recipe.training
+    """Raises `RecipeError` for settings of an environment that do not go with those of the run."""
     stated = recipe.stated(spec)
-    name = f"Environment {spec.name!r}"
     for setting, value in stated.items():
-        if setting.endswith("temperature") and number_of(value) not in (None, training.temperature):
-            written = (
-                f"{value} (`config: {setting}`)"
-                if setting in spec.config
-                else f"{value} (--env.{setting})"
-            )
-            seen = f"temperature {written}, temperature: {training.temperature}"
-            what = (
-                f"{name} samples at temperature {written}, but `temperature` is "
-                f"{training.temperature}"
-            )
-            raise RecipeError(
-                f"{what}, at which every token is scored",
-                seen,
-                "Make the two equal.",
-                "temperature",
-            )
+        if setting.endswith("temperature"):
+            place = f"`config: {setting}`" if setting in spec.config else f"--env.{setting}"
+            _check_temperature(recipe, spec, value, place)
     size = number_of(stated.get("group_size"))
-    batch = training.generation_batch_size
-    if size and batch % size:
+    batch = recipe.training.generation_batch_size
+    if not size or batch % size == 0:
+        return
+    if size < batch:
+        what = (
+            f"which do not fill a generation batch of {batch} rollouts: the Atropos API "
+            "would never deliver one"
+        )
+        fix = "Change `per_device_train_batch_size` to make the batch a multiple of the group size."
+    else:
         what = f"but a generation batch has only {batch} rollouts"
         fix = (
             "Raise `per_device_train_batch_size` or `gradient_accumulation_steps`, or lower the "
             "group size."
         )
-        if size < batch:
-            what = (
-                f"which do not fill a generation batch of {batch} rollouts: the Atropos API "
-                "would never deliver one"
-            )
-            fix = (
-                "Change `per_device_train_batch_size` to make the batch a multiple of the group "
-                "size."
-            )
-        seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
-        raise RecipeError(
-            f"{name} sends groups of {size:.0f} rollouts, {what}", seen, fix, "group-size"
+    what = f"Environment {spec.name!r} sends groups of {size:.0f} rollouts, {what}"
+    seen = f"group_size: {size:.0f}, a generation batch of {batch} rollouts"
+    raise RecipeError(what, seen, fix, "group-size")
+
+
+def _check_temperature(recipe: Recipe, spec: EnvironmentSpec, value: Any, place: str) -> None:
+    """Raises `RecipeError` if an environment samples at another temperature than the trainer's."""
+    trained = recipe.training.temperature
+    if number_of(value) not in (None, trained):
+        sampled = f"{value} ({place})"
+        what = (
+            f"Environment {spec.name!r} samples at temperature {sampled}, but `temperature` is "
+            f"{trained}, at which every token is scored"
         )
+        seen = f"temperature {sampled}, temperature: {trained}"
+        raise RecipeError(what, seen, "Make the two equal.", "temperature")
 
 
 def _check_setting_names(spec: EnvironmentSpec) -> None:
     """Raises `RecipeError` for settings that the environment's class does not have, as far as its
     script tells."""
-    names = setting_names(spec.script) if spec.config else None
-    for setting, value in spec.config.items() if names is not None else ():
+    if not spec.config:
+        return
+    names = setting_names(spec.script)
+    if names is None:
+        return
+    for setting, value in spec.config.items():
         if setting not in names:
             close = difflib.get_close_matches(setting, names, n=1)
-            fix = (
-                f"Did you mean `{close[0]}`?"
-                if close
-                else f"Its settings are: {', '.join(sorted(names))}."
-            )
+            if close:
+                fix = f"Did you mean `{close[0]}`?"
+            else:
+                fix = f"Its settings are: {', '.join(sorted(names))}."
             what = (
                 f"Environment {spec.name!r} has no setting `{setting}`, and Atropos would "
                 "ignore it silently"
@@ -617,16 +673,17 @@ def _check_setting_names(spec: EnvironmentSpec) -> None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a setting of an environment is, in a flag as text."""
+    """Returns the number that a setting of an environment is, which is text in a flag. Returns
+    `None` for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError):
         return None
 
 
-def check_files(recipe: Recipe) -> None:
-    """Checks on all ranks what a run reads and writes. Sets `resume_from_checkpoint` to its folder,
-    or to `None`."""
+def check_files(recipe: Recipe) -> Recipe:
+    """Checks on all ranks what a run reads and writes. Returns the recipe with the checkpoint's
+    folder as `resume_from_checkpoint`, or with `None`."""
     from trl_atropos.distributed import together
     from trl_atropos.weights import checkpoint as checkpoints
     from trl_atropos.weights.run_path import starting_checkpoint
@@ -643,15 +700,15 @@ def check_files(recipe: Recipe) -> None:
     if model.use_peft and recipe.adapter_way is not None:
         together(lambda: checkpoints.require_untied(model, training.trust_remote_code))
     folder = starting_checkpoint(training, training.resume_from_checkpoint)
-    training.resume_from_checkpoint = folder
     if folder is not None:
         together(lambda: checkpoints.require_whole(folder))
         together(lambda: checkpoints.require_same_weights(folder, model.use_peft))
+    return recipe.with_training(resume_from_checkpoint=folder)
 
 
 def check_reports(training: AtroposGRPOConfig) -> None:
-    """Raises `RecipeError` if what `report_to` names is not there. The trainer is made only when
-    the server is up."""
+    """Raises `RecipeError` if a reporting package that `report_to` names is missing. Otherwise you
+    would learn it only when the server is up and the trainer is made."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:

@@ -257,9 +257,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             self._refuse_what_cannot_be_trained()
             self._prepare_models()
-            self._regroups = args.group_by_length and not (
-                args.loss_depends_on_micro_batches or self.aux_loss_enabled
-            )
+            self._regroups = not (args.loss_depends_on_micro_batches or self.aux_loss_enabled)
             if args.max_tokens_per_micro_batch is not None and not self._regroups:
                 raise ValueError(
                     "The load-balancing loss of this mixture of experts is a mean over each "

@@ -8,7 +8,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.rollout_factory import make_group, make_trainer, step_logs, uniform_batch
+from tests.rollout_factory import (
+    AsDrawnConfig,
+    make_group,
+    make_trainer,
+    step_logs,
+    uniform_batch,
+)
 from trl_atropos.batches.micro_batches import (
     FIRST,
     MOST,
@@ -321,7 +327,7 @@ def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one
     batch = [make_group(tiny_model, 4, seed, turns=1 + 3 * (seed % 2)) for seed in range(4)]
     logs = []
     for name, settings in {
-        "whole": {"per_device_train_batch_size": 16, "group_by_length": False},
+        "whole": {"per_device_train_batch_size": 16, "config_class": AsDrawnConfig},
         "parts": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     }.items():
         trainer = make_trainer(
@@ -344,7 +350,7 @@ def test_means_over_tokens_count_a_token_of_a_short_rollout_as_one_of_a_long_one
 def test_micro_batches_by_tokens_take_the_same_steps(tiny_model, tmp_path, loss_type):
     settings = {"loss_type": loss_type, "beta": 0.05, "per_device_train_batch_size": 16}
     padded = settings | {"padding_free": False}
-    expected, whole = train(tiny_model, tmp_path / "whole", group_by_length=False, **padded)
+    expected, whole = train(tiny_model, tmp_path / "whole", config_class=AsDrawnConfig, **padded)
     steps, parts = train(tiny_model, tmp_path / "parts", max_tokens_per_micro_batch=64, **padded)
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
     assert [rows for rows, _ in whole] == [16] * 3
@@ -369,7 +375,7 @@ def test_rows_of_like_length_meet_and_the_steps_are_the_same(tiny_model, tmp_pat
         "gradient_accumulation_steps": 4,
         "padding_free": False,
     }
-    expected, drawn = train(tiny_model, tmp_path / "drawn", group_by_length=False, **settings)
+    expected, drawn = train(tiny_model, tmp_path / "drawn", config_class=AsDrawnConfig, **settings)
     steps, grouped = train(tiny_model, tmp_path / "grouped", **settings)
     assert steps == [pytest.approx(step, rel=1e-4, abs=1e-6) for step in expected]
     assert Counter(rows for rows, _ in grouped) == Counter(rows for rows, _ in drawn) == {4: 12}
@@ -382,8 +388,8 @@ def test_bnpo_keeps_the_micro_batches_that_trl_draws(tiny_model, tmp_path):
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
     }
-    drawn, _ = train(tiny_model, tmp_path / "drawn", group_by_length=False, **settings)
-    assert train(tiny_model, tmp_path / "asked", group_by_length=True, **settings)[0] == drawn
+    drawn, _ = train(tiny_model, tmp_path / "drawn", config_class=AsDrawnConfig, **settings)
+    assert train(tiny_model, tmp_path / "usual", **settings)[0] == drawn
 
 
 def test_a_rollout_that_is_longer_than_the_others_has_a_micro_batch_of_its_own(

@@ -3,6 +3,7 @@ anything."""
 
 import contextlib
 import http.server
+import inspect
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ from tests.check.desk import SOURCE, Desk, check
 from tests.check.mistakes import DDP, GPU, MISTAKES, tokenizing
 from tests.server_process import free_port
 from trl_atropos.check import examine, main
+from trl_atropos.check.launch import LENGTH_WITHOUT_POSITIONS, SHORT_NAMES, UNITS, UTILIZATION
 from trl_atropos.check.memory import checkpoints
 from trl_atropos.environment_entry import RUNNER
 from trl_atropos.errors import ERROR, WARNING, RecipeError
@@ -517,6 +519,17 @@ def test_a_wrong_command_line_has_an_exit_code_of_its_own(argv, desk):
 
 
 # ------------------------------------------------------------------------------------------- memory
+
+
+def test_vllms_defaults_are_those_that_the_estimate_takes():
+    from vllm.config import model
+    from vllm.engine.arg_utils import EngineArgs, human_readable_int
+
+    assert EngineArgs.gpu_memory_utilization == UTILIZATION
+    assert f"default_max_len = {LENGTH_WITHOUT_POSITIONS}\n" in inspect.getsource(model)
+    for unit, factor in UNITS.items():
+        assert human_readable_int(f"3{unit}") == 3 * factor
+    assert model._STR_DTYPE_TO_TORCH_DTYPE.items() >= SHORT_NAMES.items()
 
 
 def test_memory_is_told_as_a_table(desk):

@@ -409,7 +409,7 @@ def test_a_reference_model_is_one_more_copy_unless_there_is_an_adapter(large, tm
 
 def test_gradients_of_earlier_micro_batches_are_there_during_a_backward_pass(large, tmp_path):
     settings = {"offload_master_weights": True, "per_device_train_batch_size": 4}
-    two = on_gpus(tmp_path, large, **settings, gradient_accumulation_steps=2, group_by_length=False)
+    two = on_gpus(tmp_path, large, **settings, gradient_accumulation_steps=2)
     assert two.trainer.when == "forward and backward"
     assert two.trainer.items["gradients"] == 4 * PARAMETERS
     # 4 micro-batches of a rollout
@@ -421,7 +421,7 @@ def test_a_teacher_costs_logits_over_the_whole_vocabulary(large, tmp_path):
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_checkpointing": True,
-        "group_by_length": False,
+        "max_tokens_per_micro_batch": 8192,
         **ADAPTER,
     }
     usual, taught = (
@@ -716,7 +716,7 @@ WRITTEN = re.compile(r"`(?:(\w+): ([^`]+)|(--[\w-]+) ([^`]+))`")
 ROOMY = {
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 16,
-    "group_by_length": False,
+    "loss_type": "bnpo",  # whose micro-batches are not divided by tokens
 }
 
 

@@ -103,7 +103,6 @@ def write_recipe(path: Path, tap: str) -> str:
         "save_steps": 50,
         "save_total_limit": 2,
         "max_spool_gb": SPOOL_GB,
-        "restart_environments": 10,
         "logging_steps": 10,
     }
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")

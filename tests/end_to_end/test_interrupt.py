@@ -5,6 +5,7 @@ All 30 combinations of stage and way take a quarter of an hour and run with TRL_
 otherwise those in `COVERING` run. What a signal does to the trainer alone is in `test_signals.py`.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -95,14 +96,14 @@ def test_an_interrupted_run_leaves_nothing_behind(stage, way, model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("service", ["vllm", "environment-quickstart"])
 def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model, tmp_path):
-    flags = ("--max_steps", "100000", "--restart_environments", "0")
+    flags = ("--max_steps", "100000")
     with Run(tmp_path / "out", model, flags=flags, env=FORKED_ENGINES) as run:
         wait_for("training", run)
         output_before = len(run.output)
-        os.kill(
-            engine(run) if service == "vllm" else run.children(run.guard(service))[0],
-            signal.SIGKILL,
-        )
+        if service == "vllm":
+            os.kill(engine(run), signal.SIGKILL)
+        else:
+            end_for_good(run, service)
         seconds = until_gone(run)
         code = run.exit_code()
         said = run.output[output_before:]
@@ -115,6 +116,19 @@ def test_a_service_that_dies_ends_the_run_with_the_end_of_its_log(service, model
     assert "Traceback" not in said.partition("The last lines of")[0]
     if service == "vllm":
         assert "vllm ended with exit code 137 (SIGKILL) while" in said
+
+
+def end_for_good(run: Run, service: str) -> None:
+    """Kills a service until it is not started again: an environment that ends within 30 seconds of
+    its start ends the run."""
+    guard = run.guard(service)
+    deadline = time.monotonic() + GONE_WITHIN
+    while guard in run.processes():
+        assert time.monotonic() < deadline, run.output[-3000:]
+        for pid in run.children(guard):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
 
 
 def wait_for(stage: str, run: Run) -> None:

@@ -15,6 +15,7 @@ from tests.launching import heed_ctrl_c
 from tests.rollout_factory import arguments
 from trl_atropos import AtroposGRPOConfig
 from trl_atropos import logging as verbosity
+from trl_atropos.cli import COMMANDS
 from trl_atropos.errors import ServerError, ServerTimeout, ServiceError
 from trl_atropos.recipe import PARTS, ServicesConfig, _Parser
 from trl_atropos.services.manager import Services
@@ -147,6 +148,18 @@ def test_exit_codes_tell_wrong_use_from_failure(words, code):
     status, out, err = cli(*words)
     assert status == code and "Traceback" not in err
     assert (out or err).strip()
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("chekc", "check")])
+def test_mistyped_command_is_answered_with_the_one_that_was_meant(typed, meant):
+    status, out, err = cli(typed, "recipe.yaml")
+    assert (status, out) == (2, "")
+    assert err == f"trl-atropos: unknown command {typed!r}. Did you mean `{meant}`?\n"
+
+
+def test_the_help_has_every_command():
+    told = cli("--help")[1]
+    assert all(f"\n    {name} " in told for name in COMMANDS)
 
 
 def test_the_version_is_the_packages():

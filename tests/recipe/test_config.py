@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -94,23 +94,7 @@ REFUSED = {
         {"max_tokens_per_micro_batch": 512, "loss_type": "bnpo"},
         r"`max_tokens_per_micro_batch` changes which rollouts share a micro-batch, .*Use another `loss_type`",
     ),
-    "a budget without grouping": (
-        {"max_tokens_per_micro_batch": 512, "group_by_length": False},
-        r"`max_tokens_per_micro_batch` changes .*leave `group_by_length` on",
-    ),
     "greedy": ({"temperature": 0.0}, r"`temperature` is 0.0.*Set it to the temperature above 0"),
-    "another temperature": (
-        {"temperature": 1.0, "sampling_temperature": 0.7},
-        r"`sampling_temperature` is 0.7 but `temperature` is 1.0.*Set `temperature: 0.7`, or let the environments",
-    ),
-    "another temperature among the generation settings": (
-        {"generation_kwargs": {"temperature": 0.7}},
-        r"`generation_kwargs\['temperature'\]` is 0.7 but `temperature` is 1.0.*Set `temperature: 0.7`",
-    ),
-    "another temperature in JSON, as on the command line": (
-        {"generation_kwargs": '{"temperature": 0.7}'},
-        r"`generation_kwargs\['temperature'\]` is 0.7 but `temperature` is 1.0.*Set `temperature: 0.7`",
-    ),
     "vespo with sequence_mask": (
         {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
         r"'sequence_mask'. Set it to 'token_truncate' or 'token_mask', or set `vllm_importance_sampling_correction: ",
@@ -166,7 +150,7 @@ UNUSED_VALUES = {
     "top_k": 40,
     "min_p": 0.1,
     "repetition_penalty": 1.1,
-    "generation_kwargs": {"temperature": 1.0},
+    "generation_kwargs": {"temperature": 0.7},
     "chat_template_kwargs": {"enable_thinking": False},
     "cache_implementation": "static",
     "max_tool_calling_iterations": 3,
@@ -404,6 +388,17 @@ def test_the_docstring_is_the_help_of_every_field_and_states_its_default(config)
                 rf"^        {one.name} \(`.*`, \*optional\*(.*)\):$", config.__doc__, re.MULTILINE
             )
             assert header[1] == default.replace("`f", "`F")
+
+
+def test_recipe_does_not_change_and_another_one_has_other_settings(tiny_model, tmp_path):
+    argv = ["--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
+    recipe = parse([*argv, "--max_steps", "1", "--use_cpu", "true", "--bf16", "false"])
+    other = recipe.with_training(output_dir="elsewhere")
+    assert (recipe.training.output_dir, other.training.output_dir) == (str(tmp_path), "elsewhere")
+    assert other.services is recipe.services
+    for part, name in ((recipe, "training"), (recipe.services, "start_vllm")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, None)
 
 
 def test_every_field_of_trl_is_still_there():

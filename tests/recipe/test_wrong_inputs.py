@@ -452,11 +452,6 @@ IN_THE_RECIPE = {
         "`vllm_mode: server`",
     ),
     "fsdp": ({"fsdp": True}, "cannot be sharded", "Remove `fsdp`", "`vllm_mode: server`"),
-    "sampling_temperature": (
-        {"sampling_temperature": 0.7},
-        r"is 0\.7 but `temperature` is 1\.0",
-        r"Set `temperature: 0\.7`",
-    ),
     "environment_temperature": (
         one_environment(f"{ENVIRONMENT} --env.temperature 0.7"),
         r"'mine' samples at temperature 0\.7 \(--env.temperature\), but `temperature` is 1\.0",
@@ -976,7 +971,6 @@ def test_an_environment_with_larger_groups_than_the_batch(desk, vllm):
         start_atropos=True,
         per_device_train_batch_size=4,
         rollout_timeout=PATIENCE,
-        restart_environments=0,
         **one_environment(command),
     )
     assert_told(

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from transformers import Qwen3Config
@@ -51,7 +52,8 @@ def test_a_flag_is_read_alike_by_all_in_every_spelling(given, tmp_path):
         str(tmp_path / "run"),
     ]
     recipe = parse([*argv, "--use_cpu", "true", "--bf16", "false"])
-    recipe.services.vllm_args, recipe.services.start_vllm = given, True
+    services = replace(recipe.services, vllm_args=given, start_vllm=True)
+    recipe = replace(recipe, services=services)
     case = case_of(recipe, Plan("cuda", 80 << 30))
     assert parallel(recipe.vllm_flags()) == (2, "--tensor-parallel-size 2")
     assert (case.whole("tensor-parallel-size", 1), case.shares_weights) == (2, False)

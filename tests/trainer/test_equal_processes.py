@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.rollout_factory import (
+    AsDrawnConfig,
     PaddedTrainer,
     arguments,
     make_group,
@@ -38,9 +39,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     TEACHER: {"loss_type": "dapo", "distillation_coef": 0.5},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "padded": {"padded": True, "group_by_length": False, "gradient_accumulation_steps": 2},
-    "as drawn": {"group_by_length": False, "gradient_accumulation_steps": 2},
-    "by length": {"group_by_length": True, "gradient_accumulation_steps": 2},
+    "padded": {"padded": True, "config_class": AsDrawnConfig, "gradient_accumulation_steps": 2},
+    "as drawn": {"config_class": AsDrawnConfig, "gradient_accumulation_steps": 2},
+    "by length": {"gradient_accumulation_steps": 2},
     "by tokens": {"max_tokens_per_micro_batch": 128},
 }
 RUNS = {
@@ -58,7 +59,13 @@ TOLERANCE = 1e-4  # of a loss, and as a share of a gradient norm
 
 
 def steps(
-    model: str, folder: Path, recording: str, processes: int, padded: bool = False, **settings: Any
+    model: str,
+    folder: Path,
+    recording: str,
+    processes: int,
+    padded: bool = False,
+    config_class: type[AtroposGRPOConfig] = AtroposGRPOConfig,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """What was logged at each step of a run. `padded` as TRL does; `settings` may be any of the
     configuration."""
@@ -70,7 +77,7 @@ def steps(
         **PLAIN_STEPS,
     }
     trainer_class = PaddedTrainer if padded else AtroposGRPOTrainer
-    trainer = trainer_class(model, args=AtroposGRPOConfig(**arguments(folder, **usual | settings)))
+    trainer = trainer_class(model, args=config_class(**arguments(folder, **usual | settings)))
     assert trainer.accelerator.num_processes == processes
     trainer.train()
     return [{name: log[name] for name in COMPARED if name in log} for log in step_logs(trainer)]
@@ -111,7 +118,7 @@ def recording(tiny_model, tmp_path_factory) -> str:
 def expected(tiny_model, recording, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Of each policy, in one process and one micro-batch."""
     folder = tmp_path_factory.mktemp("whole")
-    whole = {"padded": True, "group_by_length": False}
+    whole = {"padded": True, "config_class": AsDrawnConfig}
     return {
         name: steps(str(tiny_model), folder, recording, 1, **settings, **whole)
         for name, settings in POLICIES.items()

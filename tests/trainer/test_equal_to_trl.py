@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.rollout_factory import (
+    AsDrawnConfig,
     Group,
     PaddedTrainer,
     arguments,
@@ -83,7 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded by tokens": {
         "per_device_train_batch_size": 32, "max_tokens_per_micro_batch": 96, "padding_free": False
     },
-    "as drawn": {"gradient_accumulation_steps": 4, "group_by_length": False},
+    "as drawn": {"gradient_accumulation_steps": 4, "config_class": AsDrawnConfig},
     "two batches": {"gradient_accumulation_steps": 8, "steps_per_generation": 4},
 }  # fmt: skip
 LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": "gaussian"}
@@ -168,22 +169,22 @@ def compare(
 
     recording = record(folder / "rollouts.jsonl", *batches)
 
-    def train(trainer_class: type[AtroposGRPOTrainer], group_by_length: bool):
+    def train(trainer_class: type[AtroposGRPOTrainer], config_class: type[AtroposGRPOConfig]):
         source = WatchedReplay(recording)
         source.random_states = []
-        config = AtroposGRPOConfig(
+        config = config_class(
             **arguments(folder / trainer_class.__name__, **run),
             replay_paths=["given as rollout_source"],
             vllm_importance_sampling_correction=corrected,
-            group_by_length=group_by_length,
         )
         trainer = trainer_class(str(model), args=config, rollout_source=source, **peft)
         trainer.train()
         return trainer, source.random_states
 
-    padded, padded_states = train(PaddedTrainer, False)
+    padded, padded_states = train(PaddedTrainer, AsDrawnConfig)
     # Which step a row comes to is drawn at random, and not by the same generator.
-    ours, states = train(AtroposGRPOTrainer, per_generation == accumulation)
+    is_one_step = per_generation == accumulation
+    ours, states = train(AtroposGRPOTrainer, AtroposGRPOConfig if is_one_step else AsDrawnConfig)
 
     pulled, random_states = iter(batches), []
 
@@ -316,11 +317,11 @@ def test_the_pass_that_trains_finds_what_one_before_would_have_found(
     """And no micro-batch goes through the model twice."""
     batches = [uniform_batch(tiny_model, GROUP_SIZE, 8, seed, logprobs="some") for seed in range(2)]
     recording, runs = record(tmp_path / "rollouts.jsonl", *batches), []
+    settings = dict(LAYOUTS[layout])
+    config_class = settings.pop("config_class", AtroposGRPOConfig)
     for trainer_class in (AtroposGRPOTrainer, Scored):
-        args = AtroposGRPOConfig(
-            **arguments(
-                tmp_path / trainer_class.__name__, replay_paths=[recording], **LAYOUTS[layout]
-            ),
+        args = config_class(
+            **arguments(tmp_path / trainer_class.__name__, replay_paths=[recording], **settings),
             vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_max=1.1,
         )

@@ -46,8 +46,7 @@ def main(model: str, folder: str) -> None:
         (own / f"checkpoint-{step}" / "trainer_state.json").write_text(
             json.dumps({"global_step": step})
         )
-    recipe = recipe_of(model, own, "true")
-    check_files(recipe)
+    recipe = check_files(recipe_of(model, own, "true"))
     told["resumed"] = os.path.basename(recipe.training.resume_from_checkpoint)
     try:
         check_files(recipe_of(model, own if rank == 0 else own / "nothing", "true"))

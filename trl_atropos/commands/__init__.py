@@ -211,7 +211,7 @@ def _evaluate(recipe: "Recipe", checkpoint: str | None) -> None:
     step = step_of(checkpoint)
     name = os.path.basename(os.path.abspath(model))  # also of "." or ".."
     folder = os.path.join(training.output_dir, "eval", name)
-    config.start_atropos = False
+    recipe = replace(recipe, services=replace(config, start_atropos=False))
     with (
         tempfile.TemporaryDirectory() as scratch,
         Services(os.path.join(folder, "logs")) as services,

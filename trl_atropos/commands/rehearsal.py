@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,17 @@ def main(launcher: list[str], settings: list[str]) -> None:
         launch = _launch_of(launcher)
         recipe = read(settings, stated_settings(settings), launch)
         specs = recipe.environments
-        recipe.environments = []
-        recipe.services.start_atropos = False
+        recipe = replace(
+            recipe, environments=[], services=replace(recipe.services, start_atropos=False)
+        )
         if not specs:
             raise AtroposTrainingError(
                 "The recipe names no environment", fix="Put its path under `environments`."
             )
         if recipe.services.start_vllm:
             # enough for a group
-            recipe.training.vllm_server_base_url = recipe.training.vllm_server_urls[0]
-        recipe.training.output_dir = os.path.join(recipe.training.output_dir, "try")
+            recipe = recipe.with_training(vllm_server_base_url=recipe.training.vllm_server_urls[0])
+        recipe = recipe.with_training(output_dir=os.path.join(recipe.training.output_dir, "try"))
         with Services(os.path.join(recipe.training.output_dir, "logs")) as services:
             # they load while the server starts
             started = [_start(recipe, spec, services) for spec in specs]
