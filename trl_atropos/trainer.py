@@ -1031,7 +1031,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
             if losses and self._budget is not None and self._budget.measures:
                 size = micro_batch["prompt_ids"].numel() + micro_batch["completion_ids"].numel()
                 size = size if self._packs is None else micro_batch["layout"].tokens.numel()
-                self._budget.measure(size, partial(train_on, micro_batch))
+                with self._budget.measured(size):
+                    train_on(micro_batch)
             else:
                 train_on(micro_batch)
         loss, divergence = self._micro_batch_loss(model, last)

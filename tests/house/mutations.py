@@ -57,8 +57,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "device=self._device)).min())",
-        "device=self._device)).max())",
+        "int(of_ranks.min())",
+        "int(of_ranks.max())",
         "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
     ),
     Mutation(
@@ -75,8 +75,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "by = -sizes_of if alike is None or ranks > 1 else alike",
-        "by = -sizes_of if alike is None else alike",
+        "if alike is not None and ranks == 1:",
+        "if alike is not None:",
         "tests/batches/test_batching.py::test_rollouts_that_may_share_a_prompt_stay_together_on_one_rank_and_on_several_lengths_decide",
     ),
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "    width = -(-width // multiple) * multiple\n    columns",
-        "    columns",
+        "    width = _rounded_up(width, multiple)\n",
+        "",
         "tests/batches/test_batching.py::test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_to_their_tokens",
     ),
     Mutation(
