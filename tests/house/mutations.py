@@ -99,8 +99,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        "each.token_advantages[each.mask].mean(",
-        "each.token_advantages.mean(",
+        "trained = rollout.token_advantages[rollout.mask]",
+        "trained = rollout.token_advantages",
         "tests/trainer/test_advantages.py::test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens",
     ),
     Mutation(
