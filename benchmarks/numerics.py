@@ -136,6 +136,7 @@ def _measure(
     from accelerate.optimizer import AcceleratedOptimizer
 
     from benchmarks.publish import make_trainer, running_server
+    from trl_atropos.batches.generation_batch import GenerationBatch
     from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
     mode = "server" if numerics == "float16" else "colocate"
@@ -154,7 +155,8 @@ def _measure(
         try:
             publisher.hold()
             publisher.begin(wrapped := AcceleratedOptimizer(_change(trainer.model)), 0)
-            trainer._packs = trainer._how_packed()
+            packs = trainer.computation.how_packed()
+            trainer._batch = GenerationBatch([], trainer.args, trainer.accelerator, packs)
             clients = _Clients(servers, trainer.model.config.vocab_size, options)
             row = _Scores(trainer)
             sampled_per_s = clients.burst()

@@ -97,7 +97,7 @@ def test_every_batch_of_a_run_is_drawn_anew_and_every_seed_draws_another_one(tin
 
         class Draws(TrainerCallback):
             def on_step_end(self, *_, **__):
-                drawn.append(trainer._plan.order)
+                drawn.append(trainer._batch.plan.order)
 
         trainer.add_callback(Draws())
         trainer.train()

@@ -5,13 +5,12 @@ TRL pads a generation batch to its longest rollout and splits it afterwards, so 
 computation is on padding. Here rollouts of similar length share a micro-batch, if that does not
 change the gradient of the optimizer step, and every rank gets about as many tokens.
 
-`GenerationBatch` calls `plan_rollouts` when it has new rollouts. It then cuts TRL's tensors into
+`GenerationBatch` calls `plan` when it has new rollouts. It then cuts TRL's tensors into
 the planned micro-batches with `join`, `take` and `trim`, and scores padded ones with
 `without_padding`. TRL's tensors of a batch have shape (B, P) for prompts, padded on the left, and
 (B, C) for completions, padded on the right.
 """
 
-import math
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-from trl_atropos.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
@@ -69,23 +66,6 @@ class Plan:
         the rollouts came."""
         arrived = {index: column.pop() for index in reversed(self.order)}
         column.extend(arrived[index] for index in sorted(arrived))
-
-
-def plan_rollouts(
-    rollouts: Sequence[Rollout],
-    args: "AtroposGRPOConfig",
-    ranks: int,
-    seed: int,
-    packed: bool,
-    max_tokens: int | None,
-    alike: np.ndarray | None = None,
-) -> Plan:
-    """Returns the plan for a generation batch, from the settings of the run; see `plan`."""
-    lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
-    together = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-    return plan(
-        lengths, ranks, args.steps_per_generation, together, max_tokens, seed, packed, alike
-    )
 
 
 def plan(
