@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
@@ -249,7 +251,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.evaluation.begin(self.state.global_step)
         self.stopwatch.start()
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
         if not masters.steps_in_backward(self):
             adapters.require_all_optimized(optimizer, self.model if model is None else model)
@@ -417,9 +419,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self._gradients.note_loss(total)
         return total
 
-    def _train_on(
-        self, model: torch.nn.Module, micro_batch: Batch
-    ) -> tuple[torch.Tensor, float | None]:
+    def _train_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Does the backward pass of a micro-batch too. Returns as `_micro_batch_loss`, without the
         graph of the loss."""
         with masters.accumulate_gradients(self.accelerator, model) as backward:
@@ -427,9 +427,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             backward(loss)
         return loss.detach(), divergence
 
-    def _micro_batch_loss(
-        self, model: torch.nn.Module, micro_batch: Batch
-    ) -> tuple[torch.Tensor, float | None]:
+    def _micro_batch_loss(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
         """Returns the loss, and the divergence from the teacher if there is one."""
         with self._batch.training_on(micro_batch):
             loss = super().compute_loss(model, micro_batch)
@@ -442,9 +440,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         )
         return loss + self.args.distillation_coef * term, divergence
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def training_step(self, model: Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         ends_step = self.accelerator.sync_gradients
         with self.stopwatch.part(COMPUTE):
             with masters.exact_gradients(self, model):
@@ -463,7 +459,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             self.stopwatch.rest_is(OPTIMIZER)
         return loss
 
-    def _clip_gradients(self, model: torch.nn.Module) -> None:
+    def _clip_gradients(self, model: Module) -> None:
         clipped = None
         if self.args.max_grad_norm > 0:
             clipped = super()._clip_grad_norm(model)
@@ -479,16 +475,16 @@ class AtroposGRPOTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             self._monitor.log({f"health/{SIGNAL}": float(self._gradients.left_out)})
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+    def _clip_grad_norm(self, model: Module) -> Any:
         """Returns the norm that `training_step` has found, and clipped by."""
         return self._gradient_norm
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
         return self._gradient_norm
 
     # ---------------------------------------------------------------------------- logs, evaluations
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Sets the logged loss to 0 after a log. Transformers does so by subtraction, which would
         keep what is not finite."""
         logs = self.control.should_log
@@ -508,7 +504,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: Module, trial: Any) -> None:
         # a run that resumes here cannot make them any more
         self.evaluation.wait(before=self.state.global_step)
         if self.accelerator.is_main_process:
@@ -522,7 +518,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+        self, resume_from_checkpoint: str, model: Module | None = None
     ) -> None:
         if self.is_fsdp_enabled:  # DeepSpeed does not come here
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -111,14 +111,14 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        "ratio.masked_fill((ratio < low) | (ratio > high), 0.0)",
-        "ratio.masked_fill(ratio > high, 0.0)",
+        "is_outside = (ratio < low) | (ratio > high)",
+        "is_outside = ratio > high",
         "tests/metrics/test_health.py::test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes",
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        'return trained.bool() & (inputs["distill_ids"] >= 0).any(-1)',
-        'return trained.bool() & (inputs["distill_ids"] >= 0).all(-1)',
+        'has_teacher = (inputs["distill_ids"] >= 0).any(-1)',
+        'has_teacher = (inputs["distill_ids"] >= 0).all(-1)',
         "tests/trainer/test_distillation.py::test_the_term_and_its_gradient_are_the_formula",
     ),
     Mutation(

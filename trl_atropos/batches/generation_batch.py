@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import Module
 
 from trl_atropos.batches import inputs, packing
 from trl_atropos.batches.micro_batches import (
@@ -162,7 +164,7 @@ class GenerationBatch:
         added["row_index"] = torch.arange(count, device=device)
         return added
 
-    def advantages(self, completion_length: int) -> torch.Tensor:
+    def advantages(self, completion_length: int) -> Tensor:
         """Returns `(B,)` or `(B, completion_length)` float32; see `inputs.advantage_tensor`."""
         return inputs.advantage_tensor(
             self.rollouts, self.own_slice, self._args.scale_rewards, completion_length
@@ -230,8 +232,8 @@ class GenerationBatch:
         self,
         forward: Callable[..., Scores],
         model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None,
     ) -> Scores:
@@ -267,7 +269,7 @@ class GenerationBatch:
 
         return without_padding(forward_of_model, *batch, self._multiple)
 
-    def correct(self, logprobs: torch.Tensor) -> None:
+    def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to
         the sampler's into the micro-batch, from where TRL's loss takes it."""
         if self.training_scores is None:
@@ -279,8 +281,8 @@ class GenerationBatch:
         self.trained["importance_sampling_ratio"] = ratio
 
     def distillation_loss(
-        self, model: torch.nn.Module, micro_batch: Batch, of_step: int
-    ) -> tuple[torch.Tensor, float]:
+        self, model: Module, micro_batch: Batch, of_step: int
+    ) -> tuple[Tensor, float]:
         """Returns the distillation term of a micro-batch and the divergence from the teacher; see
         `inputs.distillation_loss`. `of_step`: micro-batches of TRL in an optimizer step."""
         layout = micro_batch.get("layout")

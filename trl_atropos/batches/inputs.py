@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import Module
 
 from trl_atropos.batches.micro_batches import Batch
 from trl_atropos.batches.packing import Layout
@@ -45,7 +47,7 @@ def advantage_tensor(
     local_slice: slice,
     scale_rewards: ScaleRewards,
     completion_length: int,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Returns the advantages of this rank's rollouts, `local_slice` of `rollouts`, in the form that
     TRL's loss takes.
@@ -58,8 +60,9 @@ def advantage_tensor(
     advantages = scalar_advantages(rollouts, scale_rewards)[local_slice]
     if all(rollout.token_advantages is None for rollout in rollouts):
         return torch.from_numpy(advantages)
-    per_token = np.zeros((len(advantages), completion_length), dtype=np.float32)
-    for row, rollout, advantage in zip(per_token, rollouts[local_slice], advantages):
+    local = rollouts[local_slice]
+    per_token = np.zeros((len(local), completion_length), dtype=np.float32)
+    for row, rollout, advantage in zip(per_token, local, advantages):
         length = len(rollout.completion_ids)
         if rollout.trains_on_token_advantages:
             row[:length] = rollout.token_advantages
@@ -82,12 +85,11 @@ def logged_advantages(rollouts: Sequence[Rollout], scale_rewards: ScaleRewards) 
 def share_zero_variance(rollouts: Sequence[Rollout]) -> float:
     """Returns the share of `rollouts` (at least one) in groups whose scores are all equal:
     `frac_reward_zero_std`."""
-    return np.mean([rollout.group_std <= ZERO_STD for rollout in rollouts], dtype=np.float32).item()
+    is_zero = [rollout.group_std <= ZERO_STD for rollout in rollouts]
+    return np.mean(is_zero, dtype=np.float32).item()
 
 
-def importance_ratio(
-    logprobs: torch.Tensor, batch: Batch, args: "AtroposGRPOConfig"
-) -> torch.Tensor:
+def importance_ratio(logprobs: Tensor, batch: Batch, args: "AtroposGRPOConfig") -> Tensor:
     """
     Returns by how much likelier the policy makes each trained token, or each rollout, than its
     sampler did, within the bounds of `args`: the formula of TRL's
@@ -103,8 +105,8 @@ def importance_ratio(
     """
     mode = args.vllm_importance_sampling_mode
     mask = batch["completion_mask"] * batch["tool_mask"]
-    log_ratio = (logprobs - batch["sampling_per_token_logps"]) * mask
-    log_ratio = log_ratio.nan_to_num(nan=0.0)
+    log_ratio = logprobs - batch["sampling_per_token_logps"]
+    log_ratio = (log_ratio * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)
     low = args.vllm_importance_sampling_clip_min
@@ -116,7 +118,8 @@ def importance_ratio(
     ratio = log_ratio.exp()
     if mode.endswith("truncate"):
         return ratio.clamp(low, high)
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    is_outside = (ratio < low) | (ratio > high)
+    return ratio.masked_fill(is_outside, 0.0)
 
 
 # ------------------------------------------------------------------------------------- distillation
@@ -157,15 +160,14 @@ def distillation_inputs(
     return inputs
 
 
-def distilled_tokens(inputs: Batch) -> torch.Tensor:
+def distilled_tokens(inputs: Batch) -> Tensor:
     """Returns `(B, C)` bool: the trained tokens for which there is a teacher's distribution."""
     trained = inputs["completion_mask"] * inputs["tool_mask"]
-    return trained.bool() & (inputs["distill_ids"] >= 0).any(-1)
+    has_teacher = (inputs["distill_ids"] >= 0).any(-1)
+    return trained.bool() & has_teacher
 
 
-def top_k_divergence(
-    logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
-) -> torch.Tensor:
+def top_k_divergence(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
     """
     Returns KL(teacher || student) over the teacher's top-k tokens, both renormalised over them; 0
     if there are none.
@@ -179,20 +181,21 @@ def top_k_divergence(
         `(...)` float32, in nats (units of the natural logarithm).
     """
     is_present = ids >= 0
-    student = logits.gather(-1, ids.clamp(min=0)).float()
-    student = student.where(is_present, ABSENT).log_softmax(-1)
+    student = logits.gather(-1, ids.clamp(min=0))
+    student = student.float().where(is_present, ABSENT).log_softmax(-1)
     teacher = logprobs.where(is_present, ABSENT).log_softmax(-1)
-    return (teacher.exp() * (teacher - student)).sum(-1)
+    divergences = teacher.exp() * (teacher - student)
+    return divergences.sum(-1)
 
 
 def distillation_loss(
-    model: torch.nn.Module,
+    model: Module,
     inputs: Batch,
     layout: Layout,
     accelerator: Accelerator,
     micro_batches: int,
     of_step: int,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """
     Returns the distillation term of one micro-batch. It costs one forward of `model` with the
     logits of all completion tokens.
@@ -208,27 +211,31 @@ def distillation_loss(
         number that is the same on all ranks: the mean of it over the micro-batches is that mean, in
         nats.
     """
-    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).flatten()
-    rows = tokens[layout.tokens]  # (R, T)
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    rows = tokens.flatten()[layout.tokens]  # (R, T)
     count, width = rows.shape
     # The logits of only those columns are made in which any row has something to predict. Two rows
     # of 4 tokens that predict at 1, 2 and 5 have `columns` 1, 2 and the `places` 0, 1, 2 of 2 x 2.
     columns, column = (layout.predicts % width).unique(return_inverse=True)
-    places = layout.predicts // width * len(columns) + column
+    row = layout.predicts // width
+    places = row * len(columns) + column
     with accelerator.autocast():
         output = model(input_ids=rows, **layout.inputs, logits_to_keep=columns, use_cache=False)
 
-    def placed(values: torch.Tensor) -> torch.Tensor:
+    def placed(values: Tensor) -> Tensor:
         """Moves (B, C, k) to (R, len(columns), k), where the logits predict; -1 if they predict
         nothing."""
-        flat = values.new_full((count * len(columns), values.size(-1)), -1)
-        flat = flat.index_copy(0, places, values.flatten(0, 1)[layout.columns])
-        return flat.view(count, len(columns), -1)
+        k = values.size(-1)
+        flat = values.new_full((count * len(columns), k), -1)
+        predicted = values.flatten(0, 1)[layout.columns]
+        flat = flat.index_copy(0, places, predicted)
+        return flat.view(count, len(columns), k)
 
-    ids = inputs["distill_ids"].where(distilled_tokens(inputs)[..., None], -1)
     # Without any of the teacher's tokens, both sides have the same distribution, and no divergence.
-    divergences = top_k_divergence(output.logits, placed(ids), placed(inputs["distill_logprobs"]))
-    total = divergences.sum()
+    is_distilled = distilled_tokens(inputs)[..., None]
+    ids = placed(inputs["distill_ids"].where(is_distilled, -1))
+    logprobs = placed(inputs["distill_logprobs"])
+    total = top_k_divergence(output.logits, ids, logprobs).sum()
     per_micro_batch = inputs["num_distilled_tokens"].clamp(min=1) / micro_batches
     divergence = accelerator.reduce(total.detach()) / per_micro_batch
     loss = total * accelerator.num_processes / (per_micro_batch * of_step)

@@ -14,11 +14,11 @@ the planned micro-batches with `join`, `take` and `trim`, and scores padded ones
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from trl_atropos.config import AtroposGRPOConfig
@@ -34,11 +34,11 @@ FIRST = 4096
 MOST = 16384
 SHARE = 0.6
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 # log-probabilities, entropies, auxiliary loss
-Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
 # of (input_ids, attention_mask, logits_to_keep)
-Forward = Callable[[torch.Tensor, torch.Tensor, int], Scores]
+Forward = Callable[[Tensor, Tensor, int], Scores]
 
 
 # ----------------------------------------------------------------------------------------- planning
@@ -55,10 +55,14 @@ class Plan:
     def micro_batches(self) -> list[list[slice]]:
         """Returns the slice of a rank's own rollouts that each micro-batch has, by training step.
         Sizes [[1, 2], [3]] give rollouts 0:1 and 1:3 for the first step and 3:6 for the second."""
-        ends = accumulate(size for step in self.sizes for size in step)
         slices = []
-        for step in self.sizes:
-            slices.append([slice(end - size, end) for size, end in zip(step, ends)])
+        begin = 0
+        for sizes in self.sizes:
+            of_step = []
+            for size in sizes:
+                of_step.append(slice(begin, begin + size))
+                begin += size
+            slices.append(of_step)
         return slices
 
     def undo(self, column: MutableSequence) -> None:
@@ -131,11 +135,10 @@ def _deal(block: np.ndarray, num_tokens: np.ndarray, loads: list[int]) -> list[l
     rank, and adds the rank's tokens to its entry of `loads`. The next rollout goes to the rank with
     the fewest tokens, so that all work on similar lengths at the same time: sharded ranks wait for
     each other in every layer."""
-    ranks = len(loads)
-    per_rank = len(block) // ranks
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    per_rank = len(block) // len(loads)
+    hands: list[list[int]] = [[] for _ in loads]
     for index in block:
-        with_room = [rank for rank in range(ranks) if len(hands[rank]) < per_rank]
+        with_room = [rank for rank, hand in enumerate(hands) if len(hand) < per_rank]
         rank = min(with_room, key=loads.__getitem__)
         hands[rank].append(int(index))
         loads[rank] += num_tokens[index]
@@ -208,7 +211,7 @@ class TokenBudget:
         peak = torch.cuda.max_memory_allocated(self._device)
         self._per_token = max(self._per_token, (peak - before) / tokens)
 
-    def of_next_batch(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    def of_next_batch(self, gather: Callable[[Tensor], Tensor]) -> int:
         """Returns the bound for the next generation batch. Call it on every rank between two steps:
         all take as many tokens as the rank with the least memory can."""
         if self._tokens is None and not self.measures:
@@ -228,9 +231,11 @@ class TokenBudget:
         reserved = torch.cuda.memory_reserved(self._device)
         allocated = torch.cuda.memory_allocated(self._device)
         # see `leave_room`
-        may_reserve = int(torch.cuda.get_per_process_memory_fraction(self._device.index) * total)
-        usable = min(free, may_reserve - reserved) + reserved - allocated
-        return usable - self._gradients
+        share = torch.cuda.get_per_process_memory_fraction(self._device.index)
+        may_reserve = int(share * total)
+        more = min(free, may_reserve - reserved)
+        unused = reserved - allocated
+        return more + unused - self._gradients
 
 
 def tokens_that_fit(free: int, per_token: float) -> int:
@@ -238,16 +243,20 @@ def tokens_that_fit(free: int, per_token: float) -> int:
     `per_token` of them (0: not known)."""
     if not per_token:
         return FIRST
-    return min(MOST, max(FIRST, int(SHARE * free / per_token)))
+    fitting = int(SHARE * free / per_token)
+    return min(MOST, max(FIRST, fitting))
 
 
 # ------------------------------------------------------------------------------------------ tensors
 
 
-def take(batch: Batch, which: slice | torch.Tensor) -> Batch:
+def take(batch: Batch, which: slice | Tensor) -> Batch:
     """Returns those rollouts of every tensor. A tensor without dimensions is about all of them and
     stays."""
-    return {name: value[which] if value.ndim else value for name, value in batch.items()}
+    taken = {}
+    for name, value in batch.items():
+        taken[name] = value[which] if value.ndim else value
+    return taken
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -255,7 +264,9 @@ def join(batches: Sequence[Batch]) -> Batch:
     same in all."""
     joined = {}
     for name, value in batches[0].items():
-        joined[name] = torch.cat([batch[name] for batch in batches]) if value.ndim else value
+        joined[name] = value
+        if value.ndim:
+            joined[name] = torch.cat([batch[name] for batch in batches])
     return joined
 
 
@@ -263,7 +274,8 @@ def lengths_of(batch: Batch) -> np.ndarray:
     """Returns (B, 2): tokens of each prompt and of each completion. Waits for the device."""
     prompts = batch["prompt_mask"].sum(1)
     completions = batch["completion_mask"].sum(1)
-    return torch.stack([prompts, completions], dim=1).cpu().numpy()
+    lengths = torch.stack([prompts, completions], dim=1)
+    return lengths.cpu().numpy()
 
 
 def trim(batch: Batch, lengths: np.ndarray, multiple: int = 1) -> Batch:
@@ -292,8 +304,8 @@ def _rounded_up(length: int, multiple: int) -> int:
 
 def without_padding(
     forward: Forward,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
     logits_to_keep: int,
     micro_batches: Sequence[slice],
     multiple: int = 1,
@@ -318,18 +330,21 @@ def without_padding(
             forward, input_ids[part], attention_mask[part], logits_to_keep, multiple
         )
         scored.append(scores)
-    logprobs, entropies, losses = zip(*scored)
-    return (
-        torch.cat(logprobs),
-        None if entropies[0] is None else torch.cat(entropies),
-        None if losses[0] is None else torch.stack(losses).mean(),
-    )
+    of_parts, entropies_of_parts, losses = zip(*scored)
+    logprobs = torch.cat(of_parts)
+    entropies = None
+    if entropies_of_parts[0] is not None:
+        entropies = torch.cat(entropies_of_parts)
+    loss = None
+    if losses[0] is not None:
+        loss = torch.stack(losses).mean()
+    return logprobs, entropies, loss
 
 
 def _forward_without_padding(
     forward: Forward,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
     logits_to_keep: int,
     multiple: int,
 ) -> Scores:
@@ -359,7 +374,7 @@ def _forward_without_padding(
     target = completions + (prompts - shortest_prompt)[:, None]
     target = target.clamp(max=scored_width - 1)
 
-    def in_its_columns(values: torch.Tensor) -> torch.Tensor:
+    def in_its_columns(values: Tensor) -> Tensor:
         return values.gather(1, target).masked_fill(~scored, 0.0)
 
     if entropies is not None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.inputs import importance_ratio, logged_advantages, share_zero_variance
@@ -118,7 +118,7 @@ class BatchMonitor:
     def weights_moved(
         self,
         batch: GenerationBatch,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[Tensor],
         optimizer_steps: int,
         learning_rate: float,
     ) -> dict[str, float]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
+from torch.nn import Module
 
 from trl_atropos.batches import numerics, packing, trial
 from trl_atropos.errors import RecipeError
@@ -143,7 +145,7 @@ class Computation:
             )
         return how._replace(shares=why_unshared is None)
 
-    def trained_parts(self) -> list[torch.Tensor]:
+    def trained_parts(self) -> list[Tensor]:
         """Returns this rank's part of each trained weight."""
         policy = unwrap(self._trainer.model)  # sharded again, if FSDP2 left layers whole
         parts = []
@@ -174,7 +176,7 @@ class Computation:
             reasons = [why_not(model, base_model(model), how) for model in self._models()]
         return next(filter(None, reasons), None)
 
-    def _models(self) -> list[torch.nn.Module]:
+    def _models(self) -> list[Module]:
         """Returns the policy, and the reference model if it is a model of its own."""
         models = [self._trainer.model, self._trainer.ref_model]
         return [model for model in models if model is not None]
