@@ -178,7 +178,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether DeepSpeed or FSDP trains: both divide among ranks, and have masters of their
+        """True if DeepSpeed or FSDP trains: both divide among ranks, and have masters of their
         own."""
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
@@ -189,13 +189,13 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     @property
     def _regroups(self) -> bool:
-        """Whether rollouts of similar length share a micro-batch."""
+        """True if rollouts of similar length share a micro-batch."""
         depends = self.args.loss_depends_on_micro_batches or self.aux_loss_enabled
         return self.args.group_by_length and not depends
 
     @property
     def _scores_first(self) -> bool:
-        """Whether TRL scores a generation batch before training, because the weights change while
+        """True if TRL scores a generation batch before training, because the weights change while
         it is trained on."""
         return self._schedule.changes_weights_within_batch
 
@@ -252,12 +252,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.stopwatch.start()
 
     def create_optimizer(self, model: Module | None = None) -> torch.optim.Optimizer:
+        """Raises `RecipeError` for an optimizer that leaves out a part of the adapter."""
         optimizer = super().create_optimizer(model)
         if not masters.steps_in_backward(self):
             adapters.require_all_optimized(optimizer, self.model if model is None else model)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Notes the optimizer's own settings, before those of a checkpoint replace them."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The optimizer is final now, and its state is not loaded yet.
         final = self.optimizer if optimizer is None else optimizer
@@ -311,9 +313,11 @@ class AtroposGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _as_one_group(self) -> Iterator[None]:
-        """Has TRL take the generation batch for one group. It groups by a fixed size; one group of
-        all rollouts keeps its statistics defined for any batch, and what it derives from them is
-        replaced later. And it would score wherever it corrects for a vLLM."""
+        """Has TRL take the generation batch for one group, and score it only if `_scores_first`.
+
+        TRL groups by a fixed size. One group of all rollouts keeps its statistics defined for any
+        batch, and what it derives from them is replaced later. TRL would score every batch that it
+        corrects for a vLLM."""
         num_generations = self.num_generations
         use_vllm = self.use_vllm
         self.num_generations = len(self._batch.rollouts)
@@ -350,6 +354,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         )
 
     def _compare_with_sampler(self, scores: Batch) -> None:
+        """Measures the generation batch by `scores`, which has `old_per_token_logps`."""
         self._monitor.compare_with_sampler(self._batch, scores, self._scores_first, self.use_vllm)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -378,8 +383,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return self._noted(scores)
 
     def _noted(self, scores: Scores) -> Scores:
-        """Notes what a training pass has found, of which the ratio to the sampler goes into the
-        loss."""
+        """Notes the log-probabilities of a training pass. Their ratio to the sampler's goes into
+        the loss."""
         if self._batch.trained is not None:
             logprobs, _, _ = scores
             self._gradients.note_logprobs(self._batch.trained, logprobs)
@@ -397,7 +402,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         divergences = []
         for micro_batch in others:
             memory = nullcontext()
-            # of the first micro-batch, the gradients are new too
+            # The first micro-batch would also count the gradients, which it makes.
             if losses and self._token_budget is not None and self._token_budget.measures:
                 memory = self._token_budget.measured(computed_tokens(micro_batch))
             with memory:
@@ -420,8 +425,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return total
 
     def _train_on(self, model: Module, micro_batch: Batch) -> tuple[Tensor, float | None]:
-        """Does the backward pass of a micro-batch too. Returns as `_micro_batch_loss`, without the
-        graph of the loss."""
+        """Does the backward pass of a micro-batch, and returns what `_micro_batch_loss` does. The
+        loss comes without its graph, which would keep memory."""
         with masters.accumulate_gradients(self.accelerator, model) as backward:
             loss, divergence = self._micro_batch_loss(model, micro_batch)
             backward(loss)
@@ -441,6 +446,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return loss + self.args.distillation_coef * term, divergence
 
     def training_step(self, model: Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Clips the gradient of an optimizer step and proves that it is finite, before the step."""
         ends_step = self.accelerator.sync_gradients
         with self.stopwatch.part(COMPUTE):
             with masters.exact_gradients(self, model):
@@ -460,6 +466,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return loss
 
     def _clip_gradients(self, model: Module) -> None:
+        """Finds the gradient's norm, and clips by it if `max_grad_norm` is set."""
         clipped = None
         if self.args.max_grad_norm > 0:
             clipped = super()._clip_grad_norm(model)
@@ -480,6 +487,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return self._gradient_norm
 
     def _get_grad_norm(self, model: Module, grad_norm: Any = None) -> Any:
+        """Returns the same norm."""
         return self._gradient_norm
 
     # ---------------------------------------------------------------------------- logs, evaluations
@@ -505,6 +513,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self, model: Module, trial: Any) -> None:
+        """Saves a whole checkpoint, or none."""
         # a run that resumes here cannot make them any more
         self.evaluation.wait(before=self.state.global_step)
         if self.accelerator.is_main_process:
@@ -514,12 +523,14 @@ class AtroposGRPOTrainer(GRPOTrainer):
             checkpoints.save_whole(self, write)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Saves the model, on every machine if `save_on_each_node` is set."""
         saving.save_on_each_node(self)
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: Module | None = None
     ) -> None:
+        """Loads the weights of a checkpoint, once it is known to be whole."""
         if self.is_fsdp_enabled:  # DeepSpeed does not come here
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -536,6 +547,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         saving.require_adapter_loaded(self, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the optimizer of a checkpoint, with the settings of this run."""
         if checkpoint is None:
             return
         with checkpoints.optimizer_resumed(self, checkpoint, self._fresh_groups):
@@ -569,5 +581,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint, without the same files."""
         with model_only():
             super()._push_from_checkpoint(checkpoint_folder)

@@ -16,6 +16,7 @@ All ranks hold the same rollouts in the same order. Each trains on its own share
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class GenerationBatch:
 
     @property
     def has_messages(self) -> bool:
-        """Whether any rollout brings the conversation that it is from."""
+        """True if any rollout brings the conversation that it is from."""
         return any(rollout.messages is not None for rollout in self.rollouts)
 
     @property
@@ -195,6 +196,8 @@ class GenerationBatch:
         return of_steps
 
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
+        """Returns the planned micro-batch of these rollouts of this rank. `trained_tokens` says over
+        how many tokens TRL's means of it are."""
         alike = None if self._alike is None else self._alike[part]
         micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
         masks = [rollout.mask for rollout in self.own_rollouts[part]]
@@ -204,8 +207,8 @@ class GenerationBatch:
     def _trimmed(
         self, micro_batch: Batch, lengths: np.ndarray, alike: np.ndarray | None = None
     ) -> Batch:
-        """Returns a micro-batch without padding that all of its rollouts have. If rollouts are
-        packed, it brings the `layout` of its row."""
+        """Returns a micro-batch without the padding that all of its rollouts have. If rollouts are
+        packed, it has the `layout` of its row."""
         micro_batch = trim(micro_batch, lengths, self._multiple)
         if self._packs is not None:
             prompts, completions = lengths.T
@@ -263,11 +266,7 @@ class GenerationBatch:
         batch = (input_ids, attention_mask, logits_to_keep, parts)
         if self._packs is not None:
             return packing.score_all(forward, model, *batch, self._packs, alike)
-
-        def forward_of_model(*args: Any) -> Scores:
-            return forward(model, *args)
-
-        return without_padding(forward_of_model, *batch, self._multiple)
+        return without_padding(partial(forward, model), *batch, self._multiple)
 
     def correct(self, logprobs: Tensor) -> None:
         """Keeps the `(B, C)` log-probabilities that a training pass found, and puts their ratio to

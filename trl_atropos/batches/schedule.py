@@ -35,7 +35,7 @@ class BatchSchedule:
 
     @property
     def changes_weights_within_batch(self) -> bool:
-        """Whether an optimizer step is taken before a generation batch is used up."""
+        """True if an optimizer step is taken before a generation batch is used up."""
         return self._args.gradient_accumulation_steps % self.steps_per_batch != 0
 
     def ends_batch(self, steps: int) -> bool:
