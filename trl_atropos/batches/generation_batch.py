@@ -196,7 +196,7 @@ class GenerationBatch:
         return of_steps
 
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
-        """Returns the planned micro-batch of these rollouts of this rank. TRL's means of it are over
+        """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are over
         `trained_tokens` tokens."""
         alike = None if self._alike is None else self._alike[part]
         micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
