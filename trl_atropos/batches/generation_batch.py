@@ -196,8 +196,8 @@ class GenerationBatch:
         return of_steps
 
     def _planned(self, batch: Batch, lengths: np.ndarray, part: slice) -> Batch:
-        """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are over
-        `trained_tokens` tokens."""
+        """Returns the planned micro-batch of this rank's rollouts `part`. TRL's means of it are
+        over `trained_tokens` tokens."""
         alike = None if self._alike is None else self._alike[part]
         micro_batch = self._trimmed(take(batch, part), lengths[part], alike)
         masks = [rollout.mask for rollout in self.own_rollouts[part]]
