@@ -122,6 +122,18 @@ MUTATIONS: list[Mutation] = [
         "tests/trainer/test_distillation.py::test_the_term_and_its_gradient_are_the_formula",
     ),
     Mutation(
+        "trl_atropos/batches/generation_batch.py",
+        "[rows, : logprobs.size(1)] = logprobs",
+        "[: len(rows), : logprobs.size(1)] = logprobs",
+        "tests/batches/test_generation_batch.py::test_training_pass_leaves_its_logprobs_and_the_ratio_to_the_sampler",
+    ),
+    Mutation(
+        "trl_atropos/batches/schedule.py",
+        "taken = steps % self.steps_per_batch or self.steps_per_batch",
+        "taken = steps % self.steps_per_batch",
+        "tests/batches/test_generation_batch.py::test_schedule_knows_what_a_batch_is_for",
+    ),
+    Mutation(
         "trl_atropos/batches/packing.py",
         "gives = (number > 1) & (prompts[first] > 1)",
         "gives = number >= 1",
