@@ -21,6 +21,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,7 +146,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             requirements.require_trainable(self)
             self.computation = Computation(self)
-            requirements.require_divisible(args, self._regroups)
             has_masters = args.master_weights and not self.is_sharded
             if has_masters and masters.can_round_adapter(self):
                 masters.round_adapter(self.model)
@@ -188,7 +188,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         return self.evaluation.results
 
     @property
-    def _regroups(self) -> bool:
+    def regroups(self) -> bool:
         """True if rollouts of similar length share a micro-batch."""
         depends = self.args.loss_depends_on_micro_batches or self.aux_loss_enabled
         return self.args.group_by_length and not depends
@@ -234,7 +234,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._monitor.begin()
         device = self.accelerator.device
-        if self.args.chooses_token_budget and self._regroups and device.type == "cuda":
+        if self.args.chooses_token_budget and self.regroups and device.type == "cuda":
             trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
             # with masters, gradients are float32
             self._token_budget = TokenBudget(device, gradients=4 * sum(trained))
@@ -304,7 +304,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         multiple = self.pad_to_multiple_of or 1
         packs = self.computation.packs
         batch = GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
-        if self._regroups:
+        if self.regroups:
             max_tokens = self.args.max_tokens_per_micro_batch
             if self._token_budget is not None:
                 max_tokens = self._token_budget.of_next_batch(self.accelerator.gather)
@@ -561,7 +561,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags=None
     ) -> None:
         """Writes TRL's card, with the reward, environments, settings and versions of the run."""
-        model_name = model_name or saving.card_name(self)
+        model_name = model_name or Path(self.hub_model_id or self.args.output_dir).name
         super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
             saving.complete_model_card(self)

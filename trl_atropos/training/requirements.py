@@ -77,6 +77,12 @@ def require_trainable(trainer: Any) -> None:
         raise ValueError(
             f"TRL has no load-balancing loss for {kind}: set `router_aux_loss_coef: 0`."
         )
+    if trainer.args.max_tokens_per_micro_batch is not None and not trainer.regroups:
+        raise ValueError(
+            "The load-balancing loss of this mixture of experts is a mean over each "
+            "micro-batch: set `router_aux_loss_coef: 0`, or leave "
+            "`max_tokens_per_micro_batch` out."
+        )
     _require_short_rollouts(trainer)
 
 
@@ -96,16 +102,6 @@ def _require_short_rollouts(trainer: Any) -> None:
         f"Set `max_sequence_length: {limit}`, and start the server with `--max-model-len {limit}`."
     )
     raise RecipeError(what, f"max_sequence_length: {longest}", fix)
-
-
-def require_divisible(args: AtroposGRPOConfig, regroups: bool) -> None:
-    """Raises `ValueError` if micro-batches get a bound in tokens and the loss forbids it."""
-    if args.max_tokens_per_micro_batch is not None and not regroups:
-        raise ValueError(
-            "The load-balancing loss of this mixture of experts is a mean over each "
-            "micro-batch: set `router_aux_loss_coef: 0`, or leave "
-            "`max_tokens_per_micro_batch` out."
-        )
 
 
 def longest_rollout(trainer: Any) -> int:

@@ -1,7 +1,6 @@
 """Loads checkpoints and writes the model card: the trainer's glue to `weights/checkpoint.py` and
 `report/summary.py`."""
 
-from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -64,8 +63,3 @@ def _draws_curve(trainer: Any) -> bool:
     # an upload that is under way would fail if the picture changed
     push = trainer.push_in_progress
     return push is None or push.is_done()
-
-
-def card_name(trainer: Any) -> str:
-    """Returns the name of the model in its card."""
-    return Path(trainer.hub_model_id or trainer.args.output_dir).name
