@@ -136,7 +136,6 @@ def _measure(
     from accelerate.optimizer import AcceleratedOptimizer
 
     from benchmarks.publish import make_trainer, running_server
-    from trl_atropos.batches.generation_batch import GenerationBatch
     from trl_atropos.weights.publisher import ServerPublisher, transfer_of
 
     mode = "server" if numerics == "float16" else "colocate"
@@ -155,8 +154,8 @@ def _measure(
         try:
             publisher.hold()
             publisher.begin(wrapped := AcceleratedOptimizer(_change(trainer.model)), 0)
-            packs = trainer.computation.how_packed()
-            trainer._batch = GenerationBatch([], trainer.args, trainer.accelerator, packs)
+            trainer.computation.packs = trainer.computation.how_packed()
+            trainer._batch = trainer._batch_of([])
             clients = _Clients(servers, trainer.model.config.vocab_size, options)
             row = _Scores(trainer)
             sampled_per_s = clients.burst()

@@ -53,6 +53,7 @@ from trl_atropos.metrics.timing import (
 from trl_atropos.metrics.token_means import TokenMeans
 from trl_atropos.report.run_log import RunLog
 from trl_atropos.report.summary import model_only, repository_made, show_lines
+from trl_atropos.rollouts.rollout import Rollout
 from trl_atropos.rollouts.source import RolloutSource
 from trl_atropos.services.evaluations import Evaluator, Result
 from trl_atropos.services.output_lock import locked
@@ -127,7 +128,6 @@ class AtroposGRPOTrainer(GRPOTrainer):
         self.stopwatch = Stopwatch()
         self.policy_publisher.stopwatch = self.stopwatch
         self.environment_commands: dict[str, str] = {}  # by name, for the model card
-        self._batch: GenerationBatch | None = None  # the current one
         self._schedule = BatchSchedule(args)
         # None if the configuration says how large micro-batches are
         self._token_budget: TokenBudget | None = None
@@ -146,6 +146,7 @@ class AtroposGRPOTrainer(GRPOTrainer):
             )
             requirements.require_trainable(self)
             self.computation = Computation(self)
+            self._batch = self._batch_of([])  # the current one; the probe scores before the first
             has_masters = args.master_weights and not self.is_sharded
             if has_masters and masters.can_round_adapter(self):
                 masters.round_adapter(self.model)
@@ -230,7 +231,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         # `save_steps` and the like are this run's
         self.state.compute_steps(self.args, self.args.max_steps)
         self.computation.check()
-        self.computation.set_up_layers()  # before the probe, which scores as training does
+        self.computation.set_up_layers()
+        self._batch = self._batch_of([])  # for the first probe, which scores as training does
         self.policy_publisher.begin(optimizer, self.state.global_step)
         self._monitor.begin()
         device = self.accelerator.device
@@ -301,15 +303,18 @@ class AtroposGRPOTrainer(GRPOTrainer):
         rollouts = self._supply.next_batch()
         self.policy_publisher.before_backward()  # here too, for the logs of this step
         self.policy_publisher.computing()
-        multiple = self.pad_to_multiple_of or 1
-        packs = self.computation.packs
-        batch = GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
+        batch = self._batch_of(rollouts)
         if self.regroups:
             max_tokens = self.args.max_tokens_per_micro_batch
             if self._token_budget is not None:
                 max_tokens = self._token_budget.of_next_batch(self.accelerator.gather)
             batch.regroup(self.state.global_step, max_tokens)
         return batch
+
+    def _batch_of(self, rollouts: list[Rollout]) -> GenerationBatch:
+        multiple = self.pad_to_multiple_of or 1
+        packs = self.computation.packs
+        return GenerationBatch(rollouts, self.args, self.accelerator, packs, multiple)
 
     @contextmanager
     def _as_one_group(self) -> Iterator[None]:
