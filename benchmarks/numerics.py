@@ -154,7 +154,8 @@ def _measure(
         try:
             publisher.hold()
             publisher.begin(wrapped := AcceleratedOptimizer(_change(trainer.model)), 0)
-            trainer._packs = trainer._how_packed()
+            trainer.computation.packs = trainer.computation.how_packed()
+            trainer._batch = trainer._batch_of([])
             clients = _Clients(servers, trainer.model.config.vocab_size, options)
             row = _Scores(trainer)
             sampled_per_s = clients.burst()

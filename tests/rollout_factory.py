@@ -183,9 +183,7 @@ class PaddedTrainer(AtroposGRPOTrainer):
     _prepare_inputs = GRPOTrainer._prepare_inputs
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        return self._corrected(
-            GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
-        )
+        return self._noted(GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs))
 
 
 def make_trainer(

@@ -103,7 +103,7 @@ def test_every_batch_of_a_run_is_drawn_anew_and_every_seed_draws_another_one(tin
 
         class Draws(TrainerCallback):
             def on_step_end(self, *_, **__):
-                drawn.append(trainer._plan.order)
+                drawn.append(trainer._batch.plan.order)
 
         trainer.add_callback(Draws())
         trainer.train()
@@ -195,7 +195,8 @@ def test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide(mo
         assert budget.of_next_batch(gather=lambda tokens: tokens) == FIRST
         peaks += [gib + 4000 * mib, gib + 1000 * mib]
         for _ in range(2):
-            budget.measure(1000, lambda: calls.append("forward and backward"))
+            with budget.measured(1000):
+                calls.append("forward and backward")
         budgets.append(
             budget.of_next_batch(
                 lambda tokens, other=other_rank: torch.cat([tokens, tokens * 0 + other])

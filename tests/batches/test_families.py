@@ -32,13 +32,14 @@ DIFFERENT = (
 class Recording(AtroposGRPOTrainer):
     """Keeps the log-probabilities that the training passes found, by rollout."""
 
-    def _corrected(self, scored):
-        if self._trained is not None:
+    def _noted(self, scores):
+        micro_batch = self._batch.trained
+        if micro_batch is not None:
             for index, logprobs in zip(
-                self._trained["row_index"].tolist(), scored[0].detach(), strict=True
+                micro_batch["row_index"].tolist(), scores[0].detach(), strict=True
             ):
                 self.found[index] = logprobs
-        return super()._corrected(scored)
+        return super()._noted(scores)
 
 
 def save(name: str, folder: Path) -> None:
@@ -108,10 +109,10 @@ def test_the_family_takes_a_step_as_its_own_forward_pass_computes_it(name, packe
             run()
         return
     trainer, before = run()
-    assert (trainer._packs is not None) == (packed and family.packs)
+    assert (trainer.computation.packs is not None) == (packed and family.packs)
     assert sorted(trainer.found) == list(range(len(LENGTHS)))
     for index, logprobs in trainer.found.items():
-        rollout = trainer._rollouts[index]
+        rollout = trainer._batch.own_rollouts[index]
         expected = own_logprobs(own, rollout.prompt_ids.tolist(), rollout.completion_ids.tolist())
         assert (logprobs[: len(expected)] - expected).abs().max() <= APART
     (logged,) = step_logs(trainer)

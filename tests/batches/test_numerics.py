@@ -284,7 +284,7 @@ def test_rounding_to_16_bits_is_no_reason_to_refuse_a_family(name, numerics):
 
 def test_the_reference_model_is_compared_with_its_own_logits_too(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, uniform_batch(tiny_model, 4, 2, 0), beta=0.1)
-    trainer._check_computation()
+    trainer.computation.check()
     # as if its configuration had one that the model does not apply
     trainer.ref_model.config.logit_scale = 0.5
     add_fused_lm_head(trainer.ref_model, outputs=("log_probs", "entropy"))

@@ -20,6 +20,7 @@ from tests.rollout_factory import arguments, make_trainer, record, step_logs, un
 from tests.weights.architectures import FAMILIES, make_model
 from trl_atropos import AtroposGRPOConfig, AtroposGRPOTrainer
 from trl_atropos.batches import packing, trial
+from trl_atropos.batches.generation_batch import GenerationBatch
 from trl_atropos.batches.micro_batches import without_padding
 from trl_atropos.weights.model_setup import keep_soft_cap, prepare_model
 
@@ -285,17 +286,17 @@ def test_nothing_is_shared_where_there_is_nothing_to_share_or_to_win(policy, pro
 def test_a_step_is_the_same_with_shared_prompts(tiny_model, tmp_path, monkeypatch):
     # with prompts of 3 to 7 tokens
     groups, steps, tokens = uniform_batch(tiny_model, 4, 8, 0), [], [0, 0]
+    trimmed = GenerationBatch._trimmed
     for number, shares in enumerate((True, False)):
         settings = {"per_device_train_batch_size": 16, "max_steps": 2, "share_prompts": shares}
         trainer = make_trainer(tiny_model, tmp_path / str(shares), groups, **settings)
-        trimmed = trainer._trimmed
 
-        def counted(*args, number=number, trimmed=trimmed):
+        def counted(*args, number=number):
             micro_batch = trimmed(*args)
             tokens[number] += micro_batch["layout"].tokens.numel()
             return micro_batch
 
-        monkeypatch.setattr(trainer, "_trimmed", counted)
+        monkeypatch.setattr(GenerationBatch, "_trimmed", counted)
         trainer.train()
         steps.append(step_logs(trainer))
     assert tokens[0] < 0.85 * tokens[1]
@@ -341,7 +342,7 @@ def test_a_model_that_must_be_padded_is_and_the_run_says_why(tiny_model, tmp_pat
             tiny_model, tmp_path / attention, batch, model_init_kwargs=init, **settings
         )
         trainer.train()
-        assert (trainer._packs is None) == (attention == "eager")
+        assert (trainer.computation.packs is None) == (attention == "eager")
         steps.append(step_logs(trainer)[0])
     said = [
         record.getMessage() for record in caplog.records if "padding_free" in record.getMessage()

@@ -233,7 +233,7 @@ def test_refused_model_is_padded_with_its_own_attention(tiny_model, tmp_path, ca
     layer = trainer.model.model.layers[0]
     layer.register_forward_hook(lambda module, inputs, states: states + SIZE * states.cumsum(1))
     trainer.train()
-    assert trainer._packs is None
+    assert trainer.computation.packs is None
     assert trainer.model.config._attn_implementation == "sdpa"
     assert LEAKS in caplog.text
     assert math.isfinite(step_logs(trainer)[0]["loss"])
@@ -244,7 +244,7 @@ def test_reference_model_is_tried_too(tiny_model, tmp_path, caplog):
     trainer = make_trainer(tiny_model, tmp_path, batch, per_device_train_batch_size=16, beta=0.1)
     trainer.ref_model.set_attn_implementation("eager")
     trainer.train()
-    assert trainer._packs is None
+    assert trainer.computation.packs is None
     assert "computed by `eager`" in caplog.text
 
 

@@ -57,8 +57,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "device=self._device)).min())",
-        "device=self._device)).max())",
+        "int(of_ranks.min())",
+        "int(of_ranks.max())",
         "tests/batches/test_batching.py::test_the_largest_need_for_memory_and_the_rank_with_the_least_of_it_decide",
     ),
     Mutation(
@@ -75,8 +75,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "by = -sizes_of if alike is None or ranks > 1 else alike",
-        "by = -sizes_of if alike is None else alike",
+        "if alike is not None and ranks == 1:",
+        "if alike is not None:",
         "tests/batches/test_batching.py::test_rollouts_that_may_share_a_prompt_stay_together_on_one_rank_and_on_several_lengths_decide",
     ),
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/micro_batches.py",
-        "    width = -(-width // multiple) * multiple\n    columns",
-        "    columns",
+        "    width = _rounded_up(width, multiple)\n",
+        "",
         "tests/batches/test_batching.py::test_a_forward_gets_rows_from_their_first_column_on_and_its_scores_go_back_to_their_tokens",
     ),
     Mutation(
@@ -99,8 +99,8 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        "each.token_advantages[each.mask].mean(",
-        "each.token_advantages.mean(",
+        "trained = rollout.token_advantages[rollout.mask]",
+        "trained = rollout.token_advantages",
         "tests/trainer/test_advantages.py::test_what_is_logged_of_token_advantages_is_the_mean_over_trained_tokens",
     ),
     Mutation(
@@ -111,15 +111,27 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        "ratio.masked_fill((ratio < low) | (ratio > high), 0.0)",
-        "ratio.masked_fill(ratio > high, 0.0)",
+        "is_outside = (ratio < low) | (ratio > high)",
+        "is_outside = ratio > high",
         "tests/metrics/test_health.py::test_ratios_are_told_before_the_correction_and_so_is_how_many_it_changes",
     ),
     Mutation(
         "trl_atropos/batches/inputs.py",
-        'return trained.bool() & (inputs["distill_ids"] >= 0).any(-1)',
-        'return trained.bool() & (inputs["distill_ids"] >= 0).all(-1)',
+        'has_teacher = (inputs["distill_ids"] >= 0).any(-1)',
+        'has_teacher = (inputs["distill_ids"] >= 0).all(-1)',
         "tests/trainer/test_distillation.py::test_the_term_and_its_gradient_are_the_formula",
+    ),
+    Mutation(
+        "trl_atropos/batches/generation_batch.py",
+        "[rows, : logprobs.size(1)] = logprobs",
+        "[: len(rows), : logprobs.size(1)] = logprobs",
+        "tests/batches/test_generation_batch.py::test_training_pass_leaves_its_logprobs_and_the_ratio_to_the_sampler",
+    ),
+    Mutation(
+        "trl_atropos/batches/schedule.py",
+        "taken = steps % self.steps_per_batch or self.steps_per_batch",
+        "taken = steps % self.steps_per_batch",
+        "tests/batches/test_generation_batch.py::test_schedule_knows_what_a_batch_is_for",
     ),
     Mutation(
         "trl_atropos/batches/packing.py",

@@ -630,7 +630,7 @@ def test_an_attribute_with_the_name_of_noise_is_restored_if_it_changes_what_is_s
         )
         trainer = AtroposGRPOTrainer(model, args, rollout_source=ReplaySource([]))
         assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.0, 0.0)
-        trainer._check_computation()
+        trainer.computation.check()
     assert (layer.scale_dropout, layer.self_attn.attention_dropout) == (0.5, 0.0)
     assert (
         "`scale_dropout` stays at 0.5: with 0, the model would compute something else"
@@ -643,12 +643,12 @@ def test_noise_of_another_name_is_reported(tiny_model, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         args = AtroposGRPOConfig(**arguments(tmp_path / "run", replay_paths=["none"]))
         trainer = AtroposGRPOTrainer(str(tiny_model), args, rollout_source=ReplaySource([]))
-        trainer._check_computation()
+        trainer.computation.check()
         assert "noise" not in caplog.text
         layer = trainer.model.model.layers[0]
         shift = torch.linspace(-1, 1, trainer.model.config.hidden_size)
         layer.register_forward_hook(lambda module, inputs, output: output + module.training * shift)
-        trainer._check_computation()
+        trainer.computation.check()
     assert "It has noise that is not called dropout or jitter" in caplog.text
 
 

@@ -112,7 +112,7 @@ class TrainedRows(TrainerCallback, ExportableState):
         state.stateful_callbacks["TrainedRows"] = self.state()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ids += ids_of(self.trainer._rollouts)
+        self.ids += ids_of(self.trainer._batch.own_rollouts)
         self.reach("trained")
         self.pipe.send(state.global_step)
         control.should_save |= self.saves_all

@@ -103,7 +103,7 @@ IN_THE_MIDDLE: list[tuple[dict[str, Any], str | None]] = [
 def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(
     trainer, caplog, settings, said
 ):
-    caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
+    caplog.set_level(logging.WARNING, logger="trl_atropos.batches.schedule")
     trainer(max_steps=4, **{"per_device_train_batch_size": 4} | settings).train()
     told = [
         entry.getMessage()
@@ -117,7 +117,7 @@ def test_checkpoint_in_the_middle_of_a_batch_says_once_what_a_resume_leaves_out(
 def test_resume_in_the_middle_of_a_batch_says_what_it_leaves_out(trainer, tmp_path, caplog):
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "save_steps": 1}
     trainer(max_steps=1, **settings).train()
-    caplog.set_level(logging.WARNING, logger="trl_atropos.trainer")
+    caplog.set_level(logging.WARNING, logger="trl_atropos.training.supply")
     trainer(max_steps=2, **settings).train(
         resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1")
     )
