@@ -24,7 +24,7 @@ class OwnEnv(BaseEnv):
     def config_init(cls):
         config = OwnConfig(
             group_size=8,  # rollouts of one prompt; the trainer's batch is a multiple of it
-            max_token_length=512,  # prompt and completion; Atropos drops groups with a longer rollout
+            max_token_length=512,  # prompt and completion; groups with longer ones are lost
             total_steps=-1,  # as many as the trainer takes
             max_batches_offpolicy=1,  # sample at most one batch ahead of the trainer
             ensure_scores_are_not_same=False,  # the trainer counts or replaces such groups
@@ -33,7 +33,7 @@ class OwnEnv(BaseEnv):
             wandb_name=cls.name,  # the API takes no environment without a name
             include_messages=False,
         )
-        # A list, because Atropos ignores `base_url` of a single config. `vllm` sends log-probabilities.
+        # A list: Atropos ignores `base_url` of a single config. `vllm` sends log-probabilities.
         return config, [APIServerConfig(server_type="vllm", api_key="none", timeout=600)]
 
     async def setup(self):
@@ -84,7 +84,7 @@ def end_turn(managed, tokenizer) -> None:
 
 
 def score(completion: str, item: dict) -> float:
-    """(4) Your reward: any number, compared within its group. Here 1 for the right number of words."""
+    """(4) Your reward: any number, compared within its group. Here 1 for the right length."""
     return 1 / (1 + abs(len(completion.split()) - item["words"]))
 
 
