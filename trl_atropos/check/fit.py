@@ -248,7 +248,7 @@ def _advice(fit: Estimate) -> str:
         adapted = _all_changed(fit, changes)
         if changed.fits and adapted.fits:
             offers.append(f"Or train an adapter: {_described(fit, changes)}")
-        elif adapted.shortage() < changed.shortage():
+        elif changed.shortage() - adapted.shortage() > SPARE * fit.plan.total:
             offers = [f"Train an adapter: {_described(fit, changes)}"]
             changed = adapted
     sentences += offers
