@@ -121,9 +121,11 @@ class RunLog(TrainerCallback):
         self._state = state
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / LOG
-        earlier = path.read_bytes() if path.exists() else b""
+        is_torn = False  # the machine stopped in the middle of a line
+        if path.exists() and path.stat().st_size:
+            is_torn = not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        if earlier and not earlier.endswith(b"\n"):  # the machine stopped in the middle of a line
+        if is_torn:
             self._file.write("\n")
 
     def close(self) -> None:
