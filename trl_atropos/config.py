@@ -434,7 +434,7 @@ class AtroposGRPOConfig(GRPOConfig):
         elif self.numerics == "bitwise":
             for name, value in BITWISE_NEEDS.items():
                 if getattr(self, name) != value:
-                    what = f"`numerics: bitwise` is not there for `{name}: {getattr(self, name)}`"
+                    what = f"`numerics: bitwise` is not available for `{name}: {getattr(self, name)}`"
                     fix = f"Set `{name}: {str(value).lower()}`, or another `numerics`."
                     raise self._wrong(what, fix, "numerics", name)
             self.compile_layers = False
