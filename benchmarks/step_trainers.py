@@ -25,6 +25,7 @@ from trl_atropos.batches.inputs import columns
 from trl_atropos.batches.micro_batches import plan
 from trl_atropos.rollouts.intake import Intake
 from trl_atropos.rollouts.rollout import Rollout
+from trl_atropos.rollouts.source import RolloutSource
 from trl_atropos.rollouts.wire import read_group
 from trl_atropos.trainer import atropos_score
 
@@ -144,8 +145,8 @@ def make_rows(shape: str, options: argparse.Namespace) -> list[Rollout]:
     return Intake(options.longest, 1.0, "refuse").admit(map(read_group, groups))
 
 
-class OneBatch:
-    """A `RolloutSource` that always has the same rows."""
+class OneBatch(RolloutSource):
+    """Hands out the same rollouts whenever it is asked."""
 
     def __init__(self, rows: list[Rollout]):
         self._rows = rows
@@ -156,18 +157,6 @@ class OneBatch:
     def poll(self, num_rows: int, timeout: float) -> list[Rollout]:
         assert num_rows == len(self._rows)
         return self._rows
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def diagnose(self) -> str:
-        return ""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def _settings(
