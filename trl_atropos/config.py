@@ -434,7 +434,8 @@ class AtroposGRPOConfig(GRPOConfig):
         elif self.numerics == "bitwise":
             for name, value in BITWISE_NEEDS.items():
                 if getattr(self, name) != value:
-                    what = f"`numerics: bitwise` is not available for `{name}: {getattr(self, name)}`"
+                    setting = f"`{name}: {getattr(self, name)}`"
+                    what = f"`numerics: bitwise` is not available for {setting}"
                     fix = f"Set `{name}: {str(value).lower()}`, or another `numerics`."
                     raise self._wrong(what, fix, "numerics", name)
             self.compile_layers = False

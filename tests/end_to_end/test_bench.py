@@ -106,6 +106,20 @@ def test_a_configuration_that_fails_is_a_row_for_each_rank_that_says_why(tmp_pat
     )
 
 
+@pytest.mark.slow(20)
+def test_every_trainer_of_the_step_benchmark_takes_the_same_step():
+    trainers = ["trl", "tokens", "packed_loop"]
+    size = ["--params", "0.5M", "--rows", "8", "--micro_batch", "4", "--median", "16"]
+    size += ["--prompt", "8", "--longest", "64", "--shapes", "spread", "--rounds", "1"]
+    done = bench("step", "--trainers", ",".join(trainers), *size, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["trainer"] for row in rows] == trainers
+    of_trl, ours, _ = rows
+    assert ours["loss"] == pytest.approx(of_trl["loss"], abs=1e-6)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
 @pytest.mark.slow(100)
 @pytest.mark.server
 def test_the_whole_loop_runs_beside_that_of_trl(tmp_path_factory):

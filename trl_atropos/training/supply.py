@@ -67,10 +67,14 @@ class BatchSupply:
     def __init__(self, trainer: Any, schedule: BatchSchedule):
         self._trainer = trainer
         self._schedule = schedule
-        self._source: RolloutSource = trainer.rollout_source
         self._has_begun = False
         # `RolloutSource.catching_up` at the last batch, in seconds
         self._caught_up = 0.0
+
+    @property
+    def _source(self) -> RolloutSource:
+        """The trainer's source, which may be replaced until training begins."""
+        return self._trainer.rollout_source
 
     def begin(self) -> None:
         """Starts the source, where the checkpoint that the run resumes from says."""
