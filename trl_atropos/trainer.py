@@ -8,9 +8,9 @@ models compute, `training/evaluation.py` evaluates, and `weights/publisher.py` p
 
 The seam is `_generate_and_score_completions`. TRL's own body still pads, scores under the reference
 policy, and logs. It gets the rollouts through its `rollout_func` hook and their scores through a
-reward function. Only the advantages are set here, because Atropos groups have sizes of their own.
-`tests/trainer/test_trl_seam.py` fails if a private name of TRL or Transformers that is used here
-moves.
+reward function. The trainer sets the advantages, because Atropos groups have sizes of their own, a
+teacher's tensors, and the places of the rollouts in the batch. `tests/trainer/test_trl_seam.py`
+fails if a private name of TRL or Transformers that is used here moves.
 
 To correct for the sampler, TRL scores every batch under the policy before training. We score first
 only if a batch serves several optimizer steps. Otherwise the training pass itself yields the same
@@ -407,7 +407,8 @@ class AtroposGRPOTrainer(GRPOTrainer):
         divergences = []
         for micro_batch in others:
             memory = nullcontext()
-            # The first micro-batch would also count the gradients, which it makes.
+            # The first would also count the gradients that it allocates. The last one's backward
+            # pass is not done here.
             if losses and self._token_budget is not None and self._token_budget.measures:
                 memory = self._token_budget.measured(computed_tokens(micro_batch))
             with memory:

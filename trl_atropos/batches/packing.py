@@ -256,7 +256,8 @@ class _Parts(NamedTuple):
     def of(cls, prompts: np.ndarray, lengths: np.ndarray, sharing: _Sharing) -> "_Parts":
         """Returns the parts of rollouts whose `prompts` and whole `lengths` are given, (B,)."""
         owners, prompt, shared = sharing
-        # By length, because attention takes neighbours of the same lengths at once.
+        # By shared tokens, then by length, because attention takes neighbours of the same lengths
+        # at once. (`lexsort` takes its main key last.)
         order = np.lexsort((lengths, shared))  # (B,)
         return cls(
             rollouts=np.append(owners, order),

@@ -327,6 +327,8 @@ class BatchPuller:
             # Only the end of the delivery shows whether it is a repeat or an equal batch.
             self._possible_repeats.append(batch)
             return []
+        # Another API cannot tell whether it counted the batch: take it, and `_verify` registers
+        # anew.
         is_counted = rise == ANOTHER_API or self._may_hold_older
         if came_before or not is_counted:
             self._note_repeat()
@@ -365,12 +367,13 @@ class BatchPuller:
 
     def _begin_delivery(self, batches: int) -> list[Arrival]:
         """Begins a delivery of `batches`, because the API holds nothing of the last one any more.
-        Returns what is lost of that."""
-        lost = self._end_delivery()
+        Returns the arrivals with which that ends: equal batches that are placed after all, and what
+        is lost."""
+        arrivals = self._end_delivery()
         registration = self._delivery.registration
         step = self._delivery.step + batches
         self._delivery = self._next_delivery(registration, step, batches)
-        return lost
+        return arrivals
 
     def _end_delivery(self) -> list[Arrival]:
         """Ends the delivery, because the API holds no batch: what is left of it was lost on its

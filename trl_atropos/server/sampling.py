@@ -200,8 +200,9 @@ class _Recorder:
         self.plane = sampling.plane
         self.history = sampling.history
         self.adapter_id = adapter_id
-        self.admitted = self.history.publishes  # how many there were when the request began
+        self.publishes_at_start = self.history.publishes
         self.has_logprobs = params.logprobs is not None
+        # DELTA brings parts to add up. CUMULATIVE and FINAL_ONLY bring all with the last output.
         self.in_parts = params.output_kind is RequestOutputKind.DELTA
         self.settings = _settings_of(params, sampling.logits_processors)
         # by completion: its tokens and log-probabilities so far
@@ -242,7 +243,7 @@ class _Recorder:
         """
         marks = compat.marks_of(completion)
         if marks is None:
-            marks = (self.admitted, self.history.publishes)
+            marks = (self.publishes_at_start, self.history.publishes)
         first = self.history.version(marks[0], self.adapter_id)
         last = self.history.version(marks[1], self.adapter_id)
         if first is None or last is None:

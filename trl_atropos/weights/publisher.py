@@ -72,7 +72,7 @@ class Phase(Enum):
         SAMPLING --before_step--> PAUSING --_pause--+
         SAMPLING --_pause---------------------------+-> PAUSED --_resume--> RESUMING
         SAMPLING --hold--> HELD --_resume--> RESUMING
-        PAUSED --computing--> ASLEEP --_resume--> RESUMING
+        SAMPLING or PAUSED --computing--> ASLEEP --_resume--> RESUMING  (`computing` pauses first)
         RESUMING --_judge_weights--> SAMPLING
         any --close--> SAMPLING
 
@@ -244,7 +244,8 @@ class ServerPublisher(PolicyPublisher):
         return result
 
     def _is_last(self) -> bool:
-        """Returns whether no publish follows this one."""
+        """Returns whether the step that is being taken is the run's last. In `begin`, before any
+        step, this is also true if one is left; its proof is then only judged sooner."""
         return self._trainer.state.global_step + 1 >= self._trainer.args.max_steps
 
     # ---------------------------------------------------------------- the arrows between two phases
@@ -346,13 +347,13 @@ class ServerPublisher(PolicyPublisher):
         schedule = self._probe.schedule
         last = self._is_last()
 
-        def decide() -> tuple[bool, bool, bool]:
-            due = schedule.due(time.perf_counter(), last)
+        def count_and_decide() -> tuple[bool, bool, bool]:
+            due = schedule.due(time.perf_counter(), last)  # counts this publish
             at_once = last or schedule.publishes == 1
             return due, at_once, schedule.long
 
         # Rank 0 decides: the others' clocks differ, and their schedules do not count.
-        due, at_once, long = on_main(decide)
+        due, at_once, long = on_main(count_and_decide)
         if due:
             self._probe.begin(self.policy_version, long)
             if at_once:
