@@ -17,7 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 
 from tests.rollout_factory import (
     arguments,
@@ -259,10 +265,15 @@ def test_the_operations_of_a_token_are_those_of_the_weights(tiny_model, tmp_path
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
         }
-        experts = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32)
-        )
-    assert timing.flops_per_token(experts) is None  # a token passes only some
+        experts = [
+            Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=4, moe_intermediate_size=32)
+            ),
+            # Its experts are known by the class of their module alone.
+            GraniteMoeForCausalLM(GraniteMoeConfig(**sizes, vocab_size=64, num_local_experts=4)),
+        ]
+    for model in experts:
+        assert timing.flops_per_token(model) is None  # a token passes only some
     assert timing.peak_flops(torch.device("cpu")) is None
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainerCallback
 
+from trl_atropos.batches.packing import has_experts
+
 WAIT = "wait_for_rollouts"
 INGEST = "ingest"  # rollouts to tensors: to the other ranks, padding, advantages, health
 # clipping included; also of the reference policy, and of the old one if it is scored
@@ -125,7 +127,7 @@ def flops_per_token(model: torch.nn.Module) -> float | None:
     """Returns the operations of a forward and a backward pass through the weights: 6 per parameter,
     4 if it is not trained. Returns `None` for a mixture of experts, of which a token passes only
     some."""
-    if any("expert" in name for name, _ in model.named_modules()):
+    if has_experts(model):
         return None
     flops = 0
     for parameter in model.parameters():
